@@ -8,30 +8,44 @@ import sys
 from types import FrameType
 from typing import Any
 
-from pipeline.errors import EXIT_INTERRUPTED
+from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault
 
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor of the console. When its reader has gone, it and its copies in children lead to /dev/null."""
+    """A file descriptor of the console. Once it cannot be written, it and its copies in children lead to /dev/null.
+
+    is_needed: True raises EnvironmentFault where it cannot be written for another reason than that nobody reads.
+    """
+
+    is_needed = False
 
     def write(self, data: Any) -> int:
         """Write bytes; bytes that nobody can read count as written."""
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in GONE:
-                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self.is_needed and error.errno not in GONE:
+                raise EnvironmentFault(f"standard output cannot be written: {error.strerror}") from None
             return len(memoryview(data))
 
 
-def outlive_console() -> None:
-    """Make printing never fail because nobody reads; streams that a test has replaced are left as they are."""
-    for name in ("stdout", "stderr"):
+def outlive_console(*, needs_output: bool = False) -> None:
+    """Make printing never fail because nobody reads; streams that a test has replaced are left as they are.
+
+    Args:
+        needs_output: raise EnvironmentFault where standard output is closed, and later where it cannot be written.
+    """
+    for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
-        if stream is None or stream is not getattr(sys, f"__{name}__"):
+        if stream is None:  # closed: the next file that is opened would get its number, and what children print
+            if needs_output and number == 1:
+                raise EnvironmentFault("standard output is closed; lead it to /dev/null where nobody needs it")
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
+        elif stream is not getattr(sys, f"__{name}__"):
             continue
         stream.flush()
         file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
@@ -39,6 +53,8 @@ def outlive_console() -> None:
             file, encoding=stream.encoding, errors=stream.errors, line_buffering=name == "stderr" or stream.isatty()
         )
         setattr(sys, name, lasting)
+    if needs_output and isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), LastingFile):
+        raw.is_needed = True
 
 
 def quit_on_interrupt() -> None:

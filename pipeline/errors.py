@@ -1,6 +1,7 @@
 """Exit codes of a run, the errors that carry them, their lines on stderr, and words that many lines need."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 
@@ -61,8 +62,13 @@ def print_error(error: RunError) -> int:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string.
+
+    Names that hold all words of `name`, where it has several, are nearer than all others.
+    """
+    names, words = list(valid), set(re.findall(r"[a-z0-9]+", name))
+    with_all = [right for right in names if len(words) > 1 and words <= set(re.findall(r"[a-z0-9]+", right))]
+    close = difflib.get_close_matches(name, with_all or names, n=1, cutoff=0.0 if with_all else 0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -72,12 +72,17 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def replacing(folder: Path, fresh: Path) -> Iterator[None]:
     """Flush `fresh`, which the context fills, and rename it to `folder`; an earlier `folder` is deleted last.
 
+    Its files get the permissions that the umask gives, as `fresh` has: safetensors writes them for their owner alone.
+
     Raises:
         EnvironmentFault: the disk refused; `fresh` is deleted, an earlier `folder` stays.
     """
     old = folder.parent / f".{folder.name}.old"
     try:
         yield
+        with tolerated(f"{folder}: permissions of its files"):
+            for path in filter(Path.is_file, fresh.rglob("*")):
+                path.chmod(fresh.stat().st_mode & 0o666)
         for path in [*fresh.rglob("*"), fresh]:
             flush(path)
         if folder.exists():

@@ -6,6 +6,7 @@ tell who is missing, ever more rarely. Imports no torch.
 
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -22,13 +23,41 @@ FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
 POLL_S = 0.2
 CONNECT_S = 5.0
 NAMED = 8  # most missing ranks that are named
+# Variables of launchers that are numbers -> the least that each may be.
+NUMBERS = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "SLURM_NTASKS": 1}
+NUMBERS |= {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
+LEAST_FILES = 64  # that a process may hold open: fewer do not suffice for libraries and a group of ranks
+SET_BY = "the launcher of the ranks sets it; unset it for a run of one rank"
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def check_environment() -> None:
+    """Raise EnvironmentFault for variables of launchers that cannot be, alone or together, and for too few files."""
+    if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
+        raise EnvironmentFault(f"{limit} open files are allowed, a run needs {LEAST_FILES}; give `ulimit -n 1024`")
+    if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in ("cpu", "cuda"):
+        raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, wanted cpu or cuda; unset, it is what the machine has")
+    for name, least in NUMBERS.items():
+        text = os.environ.get(name, "1")
+        if not (text.isdecimal() and len(text) <= 5 and least <= int(text) <= 65535):
+            raise EnvironmentFault(f"{name} is {text[:20]!r}, wanted a number from {least} to 65535; {SET_BY}")
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")):
+        number, count = (int(os.environ.get(*given)) for given in ((name, "0"), (size, "65536")))
+        if number >= count:
+            raise EnvironmentFault(f"{name} is {number} of {size} {count}, and counts from 0; {SET_BY}")
 
 
 def read_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
-    if "RANK" not in os.environ:
+    """Return (rank, world size, local rank) of the launcher's environment; else a world of one.
+
+    Raises EnvironmentFault where only some of the variables of a rank are set.
+    """
+    if "RANK" not in os.environ and num_ranks() == 1:
         # Port 0 is any free one, taken as it is found: another process cannot take it in between.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
+    if missing := [name for name in OF_A_RANK if name not in os.environ]:
+        names = ", ".join(name for name in OF_A_RANK if name not in missing)
+        raise EnvironmentFault(f"{missing[0]} is not set beside {names}; start the ranks by torchrun, or unset all")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -12,6 +12,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
+from pipeline.files import refused_by_disk, write_json
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_config, run_command
 from rlhf.stages import STAGES
@@ -43,7 +44,7 @@ def run(argv: list[str], prog: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing runs on a GPU; else DeepSpeed says that it found none
     import transformers
 
-    from pipeline.checkpoints.offline import open_checkpoint
+    from pipeline.checkpoints.offline import export_mark, open_checkpoint
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # the checkpoint has what a report of missing weights names
@@ -51,7 +52,12 @@ def run(argv: list[str], prog: str) -> None:
         print(write_int8(config.checkpoint, Path(config.output).expanduser()))
         return
     checkpoint = open_checkpoint(Path(config.checkpoint).expanduser(), STAGES, output=config.output, dtype=config.dtype)
+    mark = export_mark(config.output)
+    with refused_by_disk(mark):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        write_json(mark, {"checkpoint": str(checkpoint.folder.resolve())})
     checkpoint.run.stage.export(checkpoint)
+    mark.unlink()
     dtype = checkpoint.run.resolved.config.run.save_dtype
     print(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage.section} in {dtype}")
 

@@ -22,9 +22,9 @@ SUBCOMMANDS = {
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
-    outlive_console()
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
+        outlive_console()
         rows = (f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items())
         lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", "", *rows, ""]
         lines.append(f"Flags of a subcommand: {prog} SUBCOMMAND --help")

@@ -77,7 +77,7 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.loading import DTYPES
     from pipeline.models.lora import check_quantization
-    from pipeline.models.source import ModelSource
+    from pipeline.models.source import ModelSource, check_positions
 
     transformers.logging.disable_progress_bar()
     source = ModelSource(path)
@@ -89,6 +89,7 @@ def run(argv: list[str], prog: str) -> None:
     dtype = DTYPES.get(config.dtype) or sixteen_bits(source.config)
     tokenizer = load_chat_tokenizer(source)
     sentences = config.sentences or SENTENCES
+    check_positions(source, max(len(tokenizer(text)["input_ids"]) for text in sentences), "tokens of --sentences")
     trained = logits_of(
         load(source, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences
     )

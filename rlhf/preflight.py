@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pipeline.configuration.stage import Stage
+from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, RunError, print_error
 from pipeline.preparation.dry_run import look_and_plan
 from pipeline.preparation.preflight import look_before_start
@@ -41,6 +42,7 @@ def start_preflight(
 
 def main(task: str) -> int:
     """Do the work of the process that `start_preflight` starts; return its exit code."""
+    outlive_console()
     content = json.loads(task)
     words, bases = content["stages"], content["base_of_output"]
     stages = {stage_of(name): read_flags(stage_of(name), flags, sections=SECTIONS) for name, flags in words.items()}

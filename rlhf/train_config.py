@@ -84,6 +84,7 @@ def short_help(config_class: type[BaseModel], prog: str) -> str:
     lines += [
         "  --hostfile, --include, --exclude, --launcher, --node-rank, --master-addr,",
         "  --master-port: several hosts (docs/running.md)",
+        "  --data-path, --target, --explain, --auto-fit, --auto-batch: of all stages",
         "  --config FILE       YAML with sections train, sft, reward, ppo",
         "  --FLAG VALUE        of all stages; of one: --sft.FLAG, --reward.FLAG, ...",
         f"All flags of a stage: {STAGES[0].program} --help; {', '.join(stage.package for stage in STAGES[1:])}",

@@ -1,166 +1,19 @@
-"""Scores of held-out pairs, and what they say: `python -m step2_reward.eval output/reward --data_path ...`."""
+"""Evaluate a reward model on held-out pairs: `python -m step2_reward.eval output/reward --data_path ...`.
+
+The flags are read, and `--help` answered, before torch is imported.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from pipeline.console import quit_on_interrupt
 
 if __name__ == "__main__":
-    quit_on_interrupt()  # torch takes seconds to import
+    quit_on_interrupt()  # the flags take a part of a second to import
 
-import torch
-import transformers
-
-from pipeline import dist
-from pipeline.data.batching import PairBatch, pair_batch
-from pipeline.data.cache import load_or_build
-from pipeline.data.loader import evaluation_batches, to_device
-from pipeline.data.selection import DataOptions, parse_column_map
-from pipeline.engine.engine import TrainingEngine
-from pipeline.errors import InputError
-from pipeline.models.loaded import on_devices
-from pipeline.models.loading import default_device
 from pipeline.models.paths import check_reward_model
-from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
-from pipeline.models.source import ModelSource
-from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from pipeline.run.entry import command_config, run_command
 from step2_reward.config import RewardEvalConfig
-from step2_reward.loss import bradley_terry_loss, per_token_loss
-from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
-
-
-@dataclass(frozen=True, slots=True)
-class PairScores:
-    """The scores of N held-out pairs, in order.
-
-    chosen: (N,) fp32, raw scores of the preferred responses.
-    rejected: (N,) fp32, raw scores of the others.
-    chosen_lengths: (N,), tokens of the preferred responses.
-    rejected_lengths: (N,), tokens of the others.
-    loss: mean loss of the pairs.
-    """
-
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    chosen_lengths: torch.Tensor
-    rejected_lengths: torch.Tensor
-    loss: float
-
-
-def batch_loss(values: torch.Tensor, batch: PairBatch, *, per_token: bool, centering_coef: float) -> torch.Tensor:
-    """Sum the loss over the batch's pairs: (2B, S) fp32 values, chosen rows first -> scalar."""
-    chosen_lengths, rejected_lengths = batch.lengths.chunk(2)
-    if per_token:
-        chosen_values, rejected_values = values.chunk(2)
-        chosen_ids, rejected_ids = batch.input_ids.chunk(2)
-        return per_token_loss(
-            chosen_values, rejected_values, chosen_ids, rejected_ids, chosen_lengths, rejected_lengths, batch.weights
-        )
-    chosen, rejected = last_token_scores(values, batch.lengths).chunk(2)
-    return bradley_terry_loss(chosen, rejected, batch.weights, margins=batch.margins, centering_coef=centering_coef)
-
-
-@torch.no_grad()
-def score_pairs(
-    model: TrainingEngine | torch.nn.Module,
-    batches: Iterable[Callable[[], PairBatch]],
-    device: torch.device,
-    *,
-    per_token: bool = False,
-    centering_coef: float = 0.0,
-) -> PairScores:
-    """Score every pair once; the result is the same on every rank. A collective."""
-    columns: list[torch.Tensor] = []
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    for make in batches:
-        batch = to_device(make(), device)
-        values = model(batch.input_ids, batch.attention_mask, right_padded=True)
-        loss_sum += batch_loss(values, batch, per_token=per_token, centering_coef=centering_coef).double()
-        scores = last_token_scores(values, batch.lengths).chunk(2)
-        lengths = (batch.lengths - batch.prompt_lengths.repeat(2)).float().chunk(2)
-        columns.append(torch.stack([*scores, *lengths, batch.weights], dim=1))  # (B, 5)
-    if not columns:
-        empty = torch.zeros(0)
-        return PairScores(empty, empty, empty, empty, float("nan"))
-    # rank_slices deals rows out batch by batch, so batch k of all ranks in rank order is a run of rows.
-    table = torch.cat([dist.gather_rows(part) for part in columns]).cpu()
-    table = table[table[:, 4] > 0]
-    loss = dist.sum_over_ranks(loss_sum).item() / max(1, len(table))
-    return PairScores(table[:, 0], table[:, 1], table[:, 2], table[:, 3], loss)
-
-
-def summary(scores: PairScores) -> dict[str, float]:
-    """Return the metrics of an evaluation; {} where nothing is held out."""
-    if not len(scores.chosen):
-        return {}
-    difference = scores.chosen - scores.rejected
-    return {
-        "eval_loss": scores.loss,
-        "eval_accuracy": ((difference > 0).float() + 0.5 * (difference == 0).float()).mean().item(),
-        "eval_margin": difference.mean().item(),
-        "eval_mean_chosen_score": scores.chosen.mean().item(),
-        "eval_mean_rejected_score": scores.rejected.mean().item(),
-        "eval_rows": float(len(scores.chosen)),
-    }
-
-
-def score_statistics(scores: PairScores) -> tuple[float, float]:
-    """Return (mean, population standard deviation) of all evaluated scores."""
-    return measured_constants(torch.cat([scores.chosen, scores.rejected]))
-
-
-def report(scores: PairScores, texts: tuple[list[str], list[str]]) -> dict[str, Any]:
-    """Everything that the command prints, as JSON values."""
-    chosen, rejected = scores.chosen.tolist(), scores.rejected.tolist()
-    lengths = scores.chosen_lengths.int().tolist(), scores.rejected_lengths.int().tolist()
-    mean, std = score_statistics(scores)
-    return {
-        "pairs": len(chosen),
-        "accuracy": asdict(accuracy(chosen, rejected)),
-        "margin": asdict(mean_margin(chosen, rejected)),
-        "score_mean": mean,
-        "score_std": std,
-        "accuracy_by_length": {
-            name: asdict(value) for name, value in accuracy_by_length(chosen, rejected, *lengths).items()
-        },
-        "trivial_rules": {name: asdict(value) for name, value in trivial_rules(*texts).items()},
-        "verdict": asdict(verdict(chosen, rejected, *texts)),
-        "calibration": asdict(calibration(chosen, rejected)),
-    }
-
-
-def estimate_line(name: str, value: dict[str, Any]) -> str:
-    error = "" if value["standard_error"] is None else f" +- {value['standard_error']:.3f}"
-    return f"  {name:<34}{value['mean']:>8.3f}{error}  ({value['count']} pairs)"
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """The report for people."""
-    shown = [
-        estimate_line("accuracy", found["accuracy"]),
-        estimate_line("margin (chosen - rejected)", found["margin"]),
-        f"  {'scores: mean, std':<34}{found['score_mean']:>8.3f} , {found['score_std']:.3f}",
-        "accuracy where people preferred the",
-    ]
-    names = {"shorter_wins": "shorter response", "similar": "one of similar length", "longer_wins": "longer response"}
-    shown += [estimate_line(names[name], value) for name, value in found["accuracy_by_length"].items()]
-    shown += ["rules without a model, same pairs"]
-    shown += [estimate_line(name, value) for name, value in found["trivial_rules"].items()]
-    shown += [
-        f"calibration (expected error {found['calibration']['expected_error']:.3f})",
-        "  predicted   observed   n",
-    ]
-    for row in found["calibration"]["bins"]:
-        if row["count"]:
-            shown.append(f"  {row['predicted']:>9.2f}  {row['observed']:>9.2f}   {row['count']}")
-    said, gain = found["verdict"], found["verdict"]["gain"]
-    error = "" if gain["standard_error"] is None else f" +- {gain['standard_error']:.3f}"
-    word = "better" if said["is_better"] else "NOT shown to be better"
-    return [*shown, f"verdict: {word} than '{said['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,64 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         words = sys.argv[1:] if argv is None else argv
         options = command_config(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval")
+        check_reward_model(options.model, "--model")
+        from step2_reward.pair_scores import evaluate_folder, lines
+
         found = evaluate_folder(options)
         print(json.dumps(found) if options.json_output else "\n".join(lines(found)))
 
     return run_command(work)
-
-
-def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
-    """Score the held-out pairs of `--data_path` with the model of `--model` on this machine's device."""
-    transformers.logging.disable_progress_bar()
-    check_reward_model(options.model, "--model")
-    tokenizer = load_tokenizer(options.model)
-    settings = DataOptions(
-        rows="pairs",
-        shares=(1,),
-        title="reward",
-        data_path=tuple(options.data_path),
-        data_split="none",
-        held_out_only=True,
-        eval_fraction=options.eval_fraction,
-        seed=options.data_seed,
-        eval_data_path=tuple(options.eval_data_path),
-        column_map=parse_column_map(options.column_map),
-        template="tokenizer",
-        max_seq_len=options.max_seq_len,
-        long_pairs="truncate_left",
-    )
-    data = load_or_build(settings, tokenizer)
-    if not len(rows := data.eval):
-        paths = " ".join(options.eval_data_path or options.data_path)
-        kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
-        raise InputError(f"{paths}: no pair to score: {kinds}")
-    for line in data.counts.lines():
-        print(f"  rows: {line}", file=sys.stderr)
-    device = default_device()
-    model = on_devices(load_reward_model(ModelSource(options.model), dtype=torch.float32), options.model)
-    pad_id = choose_padding_token(tokenizer).pad_id
-    batches = evaluation_batches(
-        rows,
-        pair_collator(pad_id),
-        batch_size=options.batch_size,
-        world_size=1,
-        rank=0,
-    )
-    return report(score_pairs(model, batches, device), response_texts(rows, tokenizer))
-
-
-def pair_collator(pad_id: int) -> Callable[[list[Any]], PairBatch]:
-    """Lists of one row (or None) each -> PairBatch."""
-    return lambda units: pair_batch([None if unit is None else unit[0] for unit in units], pad_id=pad_id)
-
-
-def response_texts(rows: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
-    """(chosen, rejected) responses as text."""
-    sides = []
-    for name in ("chosen_ids", "rejected_ids"):
-        responses = [row[name][row["prompt_length"] :] for row in rows]
-        sides.append(tokenizer.batch_decode(responses, skip_special_tokens=True))
-    return sides[0], sides[1]
 
 
 if __name__ == "__main__":

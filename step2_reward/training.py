@@ -24,8 +24,8 @@ from pipeline.training.inputs import prepare_data
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
-from step2_reward.eval import batch_loss, pair_collator, score_pairs, score_statistics, summary
 from step2_reward.metrics import METRICS
+from step2_reward.pair_scores import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, Mo
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
-from pipeline.generation.options import BackendChoice, why_not_streamed
+from pipeline.generation.options import MAX_SAMPLES, BackendChoice, why_not_streamed
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
 
@@ -56,7 +56,7 @@ class SamplingConfig(Group):
         1, "Generation batches per update phase", ge=1, on_resume="rounding", aliases=("generation_batch_numbers",)
     )
     num_samples_per_prompt: int = flag(
-        1, "Responses sampled for each prompt", ge=1, other_tools="num_generations rloo_k"
+        1, "Responses sampled for each prompt", ge=1, le=MAX_SAMPLES, other_tools="num_generations rloo_k"
     )
     max_answer_seq_len: int = flag(
         256,

@@ -83,9 +83,16 @@ def read_weights(file: Path) -> Weights:
     items = weights.items() if isinstance(weights, dict) else [(None, None)]
     if not weights or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in items):
         raise InputError(f"{file}: found a {type(weights).__name__} that is no state dict of names and tensors")
-    if bad := [name for name, value in weights.items() if not value.isfinite().all()]:
-        raise InputError(f"{file}: {len(bad)} of {len(weights)} tensors hold NaN or infinity, the first is {bad[0]}")
+    if bad := [name for name, value in weights.items() if not (is_plain(value) and value.isfinite().all())]:
+        what = "hold NaN or infinity" if is_plain(weights[bad[0]]) else "are no dense real numbers of 16 bits or more"
+        raise InputError(f"{file}: {len(bad)} of {len(weights)} tensors {what}, the first is {bad[0]}")
     return weights
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Return whether a tensor is dense, has its values, and these are integers or real numbers of 16 bits or more."""
+    is_dense = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
+    return is_dense and not value.is_complex() and (value.itemsize > 1 or not value.is_floating_point())
 
 
 def merge_lora(weights: Weights, file: Path) -> int:

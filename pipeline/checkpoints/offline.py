@@ -22,7 +22,7 @@ from pipeline.engine.build import Trained, add_adapters, start_language_model, s
 from pipeline.engine.fragments import FragmentReader
 from pipeline.engine.state import read_weights
 from pipeline.errors import InputError
-from pipeline.files import model_fingerprint
+from pipeline.files import model_fingerprint, read_object
 from pipeline.models.loading import DTYPES
 from pipeline.models.source import ModelSource
 from pipeline.run.layout import candidates, environment_file
@@ -71,9 +71,10 @@ class OfflineCheckpoint:
     def _start(self, name: str, model: ModelConfig) -> ModelSource:
         """Return the start model. Raises InputError where the checkpoint was trained from another one."""
         key, path = name if name == "model" else f"{name} model", model.model_name_or_path
-        if model_fingerprint(path) != self.saved["fingerprints"].get(key):
+        if (here := model_fingerprint(path)) != self.saved["fingerprints"].get(key):
+            what = "no such folder here, which is" if here == path else "not"
             raise InputError(
-                f"{path}: not the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
+                f"{path}: {what} the {key} that {self.folder} was trained from; configuration, tokenizer and frozen"
                 " weights are read from it, so leave it as it was, and export in the folder where the run was started"
             )
         return ModelSource(path)
@@ -95,18 +96,19 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     folder = first_whole(candidates(path / "checkpoints") if is_run else named)
     if folder is None:
         raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
-    saved = read_json(folder / "state.json")
+    saved = read_json(folder / "state.json", step=int, state=dict, fingerprints=dict)
     run_dir = path if is_run else folder.resolve().parent.parent
     section, known = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
     if section not in known:
         raise InputError(f"{environment_file(run_dir)}: found stage {section!r}, wanted one of {', '.join(known)}")
     stage = known[section]
-    table, entries = flag_table(stage.config), read_json(run_dir / "config.json")
-    values = {name: entry["value"] for name, entry in entries.items() if name in table} | {"output_dir": output}
+    table, settings = flag_table(stage.config), run_dir / "config.json"
+    entries = read_json(settings, **dict.fromkeys(read_json(settings).keys() & table.keys(), dict))
+    values = {name: entries[name].get("value") for name in entries.keys() & table.keys()} | {"output_dir": output}
     trained_in = saved.get("dtype", "fp32")
-    if dtype != "auto" or values["save_dtype"] == "auto":
+    if dtype != "auto" or values.get("save_dtype", "auto") == "auto":
         values["save_dtype"] = trained_in if dtype == "auto" else dtype
-    origins = dict.fromkeys(table, str(run_dir / "config.json"))
+    origins = dict.fromkeys(table, str(settings))
     run = Run(
         World(0, 1, 0, torch.device("cpu")),
         run_dir,
@@ -114,10 +116,16 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
         Resolved(validated(stage.config, values, origins), origins),
         StopRequest(interrupt),
     )
-    if taken := next((folder for folder in stage.outputs(run.resolved.config) if folder.exists()), None):
+    taken = next((folder for folder in stage.outputs(run.resolved.config) if folder.exists()), None)
+    if taken and read_object(export_mark(output)) != {"checkpoint": str(folder.resolve())}:
         raise InputError(f"--output: {taken} exists; name a new folder")
     in_memory = trained_in if values["save_dtype"] == trained_in else "fp32"
     return OfflineCheckpoint(run, folder, saved, DTYPES[in_memory])
+
+
+def export_mark(output: str) -> Path:
+    """Return the file beside `output` that names the checkpoint while its export is not whole; one of it may go on."""
+    return Path(output).absolute().with_name(f".{Path(output).name}.exporting")
 
 
 def interrupt() -> None:
@@ -125,10 +133,12 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a file of a run's folder. Raises InputError where there is none."""
+def read_json(file: Path, **kinds: type) -> dict[str, Any]:
+    """Read a file of a run's folder. Raises InputError where there is none, or it lacks a field of one of `kinds`."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fields = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise InputError(f"{file}: missing or unreadable; a checkpoint is read within the folder of its run") from None
-    return content
+    if wrong := [name for name, kind in kinds.items() if type(fields.get(name)) is not kind]:
+        raise InputError(f"{file}: {wrong[0]} is missing or of another type than runs write; restore the file")
+    return fields

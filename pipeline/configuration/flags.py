@@ -77,7 +77,7 @@ def load_yaml(path: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise InputError(f"{path}: {line}{error.problem or 'not YAML'}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # also of a number of 5,000 digits
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
         raise InputError(f"{path}: found a {type(content).__name__}, wanted `flag: value` lines")

@@ -152,6 +152,7 @@ class ModelConfig(Group):
         0,
         "LoRA rank; 0: full fine-tuning",
         ge=0,
+        le=2**14,  # as wide as the widest published models
         other_tools="lora_r lora_rank",
         refused={"enable_mixed_precision_lora": "use --actor_lora_dim with --actor_zero_stage 3"},
     )

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.readers import NO_COLUMNS, Row, Split, to_json
+from pipeline.data.readers import MAX_ROW_CHARS, NO_COLUMNS, Row, Split, header_place, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
@@ -177,6 +177,8 @@ def _check_characters(content: Content) -> None:
     """Raise BadRowError for text that is no Unicode (JSON can spell half a surrogate pair) or holds a NUL character."""
     texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
     whole = "".join(text for text in texts if text is not None)
+    if len(whole) > MAX_ROW_CHARS:
+        raise BadRowError(f"text longer than {MAX_ROW_CHARS:,} characters")
     if "\0" in whole:
         raise BadRowError("text holds a NUL character")
     try:
@@ -191,7 +193,8 @@ def _renamed(row: Row, column_map: Mapping[str, str], counts: Counts) -> Values:
         # A source that already has our column needs no mapping: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
             others = _names(row.values) + nearest(theirs, row.values)
-            raise UnknownColumnsError(f"{row.origin}: no column {theirs!r} (column_map {ours}={theirs}), only {others}")
+            where = f"{header_place(row.origin)}: no column {theirs!r} (column_map {ours}={theirs})"
+            raise UnknownColumnsError(f"{where}, only {others}")
         if theirs not in row.values:
             counts.add("kept", f"no column {theirs!r} (column_map {ours}={theirs}): {ours} is read", row.origin)
     return {**row.values, **present}
@@ -201,7 +204,7 @@ def _format_of(values: Values, origin: Origin) -> Format:
     # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
     if form := _first_fitting(_present(values)) or _first_fitting(tuple(values)):
         return form
-    raise UnknownColumnsError(f"{origin}: {_unknown_columns(list(values))}")
+    raise UnknownColumnsError(f"{header_place(origin)}: {_unknown_columns(list(values))}")
 
 
 @lru_cache(maxsize=1024)

@@ -25,6 +25,7 @@ Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
 NO_COLUMNS = "{}"  # what `to_json` makes of none
+MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
 PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 
@@ -58,6 +59,11 @@ def data_suffix(path: Path) -> str:
     """Return the suffix that names the format, without .gz: '.jsonl' for 'a.jsonl.gz', '' if it is no data file."""
     name = path.name.lower().removesuffix(".gz")
     return next((suffix for suffix in READERS if name.endswith(suffix)), "")
+
+
+def header_place(origin: Origin) -> str:
+    """Return the place where the columns of a row are named: the first line of a CSV file, else the row itself."""
+    return f"{origin.file}:1" if data_suffix(Path(origin.file)) == ".csv" else str(origin)
 
 
 @contextmanager
@@ -158,7 +164,7 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
     try:
         batches = pyarrow.parquet.ParquetFile(source).iter_batches(PARQUET_ROWS)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # texts and dates that Python has not
         raise InputError(f"{path}: broken parquet file ({error})") from error
 
 

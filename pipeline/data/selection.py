@@ -104,7 +104,7 @@ def parse_column_map(text: str) -> dict[str, str]:
 def parse_shares(text: str) -> ShareSizes | None:
     """Parse the sizes of the three shares from text like '2,4,4', normalised to sum 1; None for 'none'.
 
-    Raises InputError unless there are three finite numbers >= 0 with a positive sum.
+    Raises InputError unless there are three numbers >= 0 with a finite positive sum.
     """
     if text.strip().lower() == "none":
         return None
@@ -112,7 +112,7 @@ def parse_shares(text: str) -> ShareSizes | None:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != 3 or not all(math.isfinite(n) and n >= 0 for n in numbers) or sum(numbers) <= 0:
+    if len(numbers) != 3 or not all(n >= 0 for n in numbers) or not 0 < sum(numbers) < math.inf:
         raise InputError(f"data_split {text!r}: three numbers >= 0 like 2,4,4 (stages 1, 2, 3), none or auto are right")
     first, second, third = (number / sum(numbers) for number in numbers)
     return first, second, third

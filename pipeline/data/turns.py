@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -211,6 +213,22 @@ def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Mes
 
 
 def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
+    """Return a function that encodes texts; it raises InputError where the tokenizer's regular expression gives up."""
+    encode = _encoder_of(tokenizer)
+
+    def checked(text: str) -> list[int]:
+        try:
+            return encode(text)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust: no Exception, and its class cannot be imported
+                raise
+            path = tokenizer.name_or_path
+            raise InputError(f"{path}: its tokenizer gives up at a text: {error}; take another model's") from None
+
+    return checked
+
+
+def _encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
     """Return a function that encodes texts as the tokenizer's call does now, without offsets: a quarter of its time."""
     from transformers import TokenizersBackend as Fast
 

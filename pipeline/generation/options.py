@@ -9,6 +9,7 @@ from typing import Literal
 
 Backend = Literal["fused", "static", "eager"]  # the fastest first
 BackendChoice = Literal["auto", Backend]
+MAX_SAMPLES = 2**12  # of one prompt: those that pipeline/random_numbers.py tells apart
 PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64

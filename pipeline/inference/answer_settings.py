@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
+from pipeline.generation.options import MAX_SAMPLES
 
 
 class ReplySettings(Group):
@@ -22,7 +23,7 @@ class AnswerSettings(ReplySettings):
     """Sampling"""
 
     num_beams: int = flag(1, "Beams of beam search; 1: none", ge=1)
-    num_return_sequences: int = flag(1, "Answers to each prompt", ge=1)
+    num_return_sequences: int = flag(1, "Answers to each prompt", ge=1, le=MAX_SAMPLES)
 
     @model_validator(mode="after")
     def _answers_can_differ(self) -> Self:

@@ -220,15 +220,21 @@ def answers_by_transformers(
     side: Literal["left", "right"] = "right" if seq2seq else "left"
     input_ids = pad_rows(rows, chat_model.vocabulary.pad_id, side=side).to(device)  # (B, P)
     mask = pad_rows([torch.ones_like(row) for row in rows], 0, side=side).to(device)  # (B, P)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        sequences = chat_model.model.generate(  # type: ignore[operator]
-            input_ids,
-            attention_mask=mask,
-            generation_config=generation_config(chat_model, settings),
-            streamer=streamer,
-            synced_gpus=lockstep,
-        )
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            sequences = chat_model.model.generate(  # type: ignore[operator]
+                input_ids,
+                attention_mask=mask,
+                generation_config=generation_config(chat_model, settings),
+                streamer=streamer,
+                synced_gpus=lockstep,
+            )
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        how = f"--temperature {settings.temperature:g} and --repetition_penalty {settings.repetition_penalty:g}"
+        raise InputError(f"{chat_model.path}: its logits are no finite numbers at {how}; give others") from error
     num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
     ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
     return ids

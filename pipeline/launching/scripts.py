@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 
-from pipeline.errors import EXIT_STOPPED
+from pipeline.errors import EXIT_STOPPED, EnvironmentFault
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
@@ -22,11 +22,14 @@ def launch_file(name: str) -> Path:
 def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:
     """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
 
-    Returns its exit code, and True if this process was asked to stop meanwhile.
+    Returns its exit code, and True if this process was asked to stop meanwhile. Raises EnvironmentFault: not found.
     """
     variables = {**environment, PARENT: str(os.getpid())}
     # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
-    process = subprocess.Popen(command, start_new_session=True, env=variables)
+    try:
+        process = subprocess.Popen(command, start_new_session=True, env=variables)
+    except OSError as error:
+        raise EnvironmentFault(f"{command[0]} cannot be started: {error.strerror}; look at PATH") from None
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

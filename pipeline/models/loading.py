@@ -38,8 +38,10 @@ from pipeline.models.paths import check_language_model, reading_error
 from pipeline.models.source import ModelSource, attention_for, check_decoder, check_stored_quantization
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, warn_once
 from pipeline.out_of_memory import is_out_of_memory
+from pipeline.processes import TimeLimitError, time_limit
 
 LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's weight
+MAX_MATCH_S = 5.0  # for the regular expressions of an adapter, which take milliseconds
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -112,6 +114,10 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
         config = PeftConfig.from_pretrained(folder)
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
+        patterns = (config.target_modules, config.exclude_modules, *config.rank_pattern, *config.alpha_pattern)
+        with time_limit(MAX_MATCH_S):
+            for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
+                _ = [re.fullmatch(pattern, name) for name, _ in model.named_modules()]
         with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
             warnings.filterwarnings("ignore", "fan_in_fan_out")
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
@@ -120,6 +126,8 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
         return merge_adapter(wrapped) if merged else wrapped
     except RunError:
         raise
+    except TimeLimitError:
+        raise InputError(f"{path}: its target_modules take more than {MAX_MATCH_S:g} s to match; list names") from None
     except Exception as error:
         if isinstance(error, KeyError) and "base_model." in str(error):  # of a module that is saved whole
             raise InputError(f"{path}: 1 weights are not in its {ADAPTER_WEIGHTS}, the first is {error}") from error

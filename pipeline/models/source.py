@@ -21,7 +21,7 @@ from pipeline.hub import commits_read, go_offline_without_network, split_revisio
 from pipeline.models.lora import stored_quantization
 from pipeline.models.paths import at_flag, read_adapter_config, reading_error
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer, usable_ids
-from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_text_model, warn_once
+from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_sizes, check_text_model, warn_once
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
     except Exception as error:
         raise reading_error(path, "cannot read a model configuration", error) from error
     check_text_model(path, config, raw)
+    check_sizes(path, config)
     # Fields that are private to transformers steer what it loads.
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]

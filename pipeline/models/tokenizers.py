@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.data.templates import RefusedTurnsError, encode_text, end_token_ids, render
-from pipeline.data.turns import Message
+from pipeline.data.turns import Message, encoder_of
 from pipeline.errors import InputError
 from pipeline.hub import go_offline_without_network, split_revision
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
@@ -70,7 +70,7 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     except Exception as error:
         what = "no tokenizer that transformers can load; a folder with tokenizer.json is right"
         raise reading_error(path, what, error) from error
-    if not loaded(string.printable, add_special_tokens=False)["input_ids"]:
+    if not encoder_of(loaded)(string.printable):
         raise InputError(
             f"{path}: its tokenizer encodes plain text to no tokens (vocabulary: {len(loaded)}); copy the tokenizer "
             "files from the folder that the weights came from"

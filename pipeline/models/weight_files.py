@@ -6,6 +6,7 @@ Hub ids pass: their files are not here yet, and `loading.py` lets transformers r
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ TESTED_TYPES = (
 )  # fmt: skip
 # Fields of a config.json, at any depth, of what a model reads besides text.
 TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", "speech_encoder_layers")
+# Fields of config.json that are sizes; the deepest published models have some 200 layers.
+SIZE = re.compile(r"(^d_\w+|size|dim|inner|heads?|layers?|positions|embeddings|experts|n_embd)$")
+MAX_LAYERS = 1000
 # Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
 
@@ -159,6 +163,14 @@ def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, An
             f"{path}: {kind} does not generate text from left to right (encoders such as BERT do not); give a language "
             "model (OPT, Llama, Qwen, ...)"
         )
+
+
+def check_sizes(path: str, config: "PretrainedConfig") -> None:
+    """Raise InputError for sizes that no model has, of which building one would fail, or never end."""
+    for name, value in vars(config.get_text_config()).items():
+        most = MAX_LAYERS if "layer" in name else 2**31
+        if SIZE.search(name) and isinstance(value, int) and not 0 <= value <= most:
+            raise InputError(f"{path}: config.json: found {name} {value}, wanted 0 to {most}")
 
 
 def fields_within(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:

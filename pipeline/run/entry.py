@@ -26,7 +26,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
-from pipeline.rendezvous import num_ranks
+from pipeline.rendezvous import check_environment, num_ranks
 from pipeline.run.data_split import resolve_splits
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
@@ -41,6 +41,10 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
     In a dry run, rank 0 calls `dry_run(stage, flags)` instead. Returns the exit code of design.md, section 3.
     """
     outlive_console()
+    try:
+        check_environment()
+    except RunError as error:
+        return print_error(error)  # of each process: which one is the first, is what cannot be said
     try:
         check_srun()
         resolved = read_flags(stage, stage_arguments(argv))
@@ -137,6 +141,7 @@ def run_command(work: Callable[[], None]) -> int:
     """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
+        outlive_console(needs_output=True)
         raise_on_interrupt()
         work()
         sys.stdout.flush()
@@ -144,9 +149,6 @@ def run_command(work: Callable[[], None]) -> int:
         return print_error(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has read enough. The interpreter must not flush into the closed pipe at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -40,6 +40,8 @@ def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
 @contextmanager
 def lock_held(folder: Path, file: Path, flag: str) -> Iterator[None]:
     """Hold a folder by its lock file, which `flag` names. Raises EnvironmentFault: see `locked`."""
+    if file.exists() and not file.is_file():  # to open a FIFO could wait for ever
+        raise EnvironmentFault(f"{file}: found no file, wanted one that can be locked; remove it")
     lock = FileLock(file, timeout=0, fallback_to_soft=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

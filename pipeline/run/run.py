@@ -6,6 +6,7 @@ The loops are in the stages; a supervisor, if there is one, judges all ranks (pi
 import logging
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def describe_environment(world: dist.World) -> dict[str, Any]:
 def git_commit() -> str | None:
     """Return the commit of the checkout that this runs from; None for an installed project."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return None  # a repository around an installed project is another project's
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

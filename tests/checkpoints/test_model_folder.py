@@ -1,6 +1,7 @@
 """Saved folders, read back by transformers and peft alone."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,20 @@ def test_merged_folder_and_adapter_give_the_trained_function(causal_folder, tmp_
     again = load_causal_lm(str(folder / "adapter"), dtype=torch.float32)
     torch.testing.assert_close(logits(again), expected, **CLOSE)
     assert not any("lora" in name or "base_layer" in name for name in names_in(folder))
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_all_files_have_the_permissions_that_the_umask_gives(causal_folder, tmp_path, mask, mode):
+    """Safetensors writes weights for their owner alone: a server under another user could not read them."""
+    before = os.umask(mask)
+    try:
+        model = with_lora(load_causal_lm(causal_folder, dtype=torch.float32), "CAUSAL_LM")
+        folder = save(model, causal_folder, tmp_path / "sft")
+    finally:
+        os.umask(before)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "adapter_model.safetensors", "config.json"}
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(mode)}
 
 
 def test_only_the_adapter_on_request(tiny_folders, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from support.marks import slow_but
 from support.model_folders import assert_same_folder
 from support.tiny_run import make_folder, read_metrics
 
-from pipeline.errors import EXIT_DONE, EXIT_INPUT, EXIT_NO_CHECKPOINT
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_CHECKPOINT
 from rlhf import export
+from step3_ppo.models import saving
 
 NOT_REPEATABLE = ("time", "_s", "_per_s", "_gib")
 PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
@@ -156,6 +159,35 @@ def test_an_exported_checkpoint_is_the_finished_model(story: Story, tmp_path: Pa
         assert_same_folder(mine, story.folder / "whole" / name)
 
 
+def test_an_export_that_was_stopped_between_two_models_goes_on(
+    story: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if story.stage != "ppo":
+        pytest.skip("a single folder is there as a whole or not at all")
+    command = [str(story.run_dir("whole")), "--output", f"{tmp_path}/out"]
+    (tmp_path / "out" / "actor").mkdir(parents=True)
+    assert export.main(command) == EXIT_INPUT and "actor exists; name a new folder" in capsys.readouterr().err
+    (tmp_path / "out" / "actor").rmdir()
+    whole, calls = saving.save_model, []
+
+    def stopped(*given: Any, **further: Any) -> None:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        whole(*given, **further)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(saving, "save_model", stopped)
+        assert export.main(command) == EXIT_INTERRUPTED
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["actor"]
+    earlier = next(path for path in sorted((story.run_dir("whole") / "checkpoints").iterdir()))
+    assert export.main([str(earlier), *command[1:]]) == EXIT_INPUT, "it would be half of each"
+    assert export.main(command) == EXIT_DONE
+    for name in FOLDERS[story.stage]:
+        assert_same_folder(tmp_path / "out" / name, story.folder / "whole" / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """A finished run of step 1 with two checkpoints."""
@@ -248,15 +280,48 @@ def test_what_cannot_be_exported(spoilt: Story, tmp_path: Path, capsys: pytest.C
     settings = json.loads((moved / "config.json").read_text())
     settings["model_name_or_path"]["value"] = str(model)
     (moved / "config.json").write_text(json.dumps(settings))
+    elsewhere = shutil.copytree(moved, tmp_path / "elsewhere")
+    settings["model_name_or_path"]["value"] = "models/base"
+    (elsewhere / "config.json").write_text(json.dumps(settings))
     refused = {
         (tmp_path / "nothing", tmp_path / "out"): "found no checkpoint; name one",
         (model, tmp_path / "out"): f"{model}: found no checkpoint; name one",
         (run, model): f"--output: {model} exists; name a new folder",
         (tmp_path / "alone" / "step-4", tmp_path / "out"): "a checkpoint is read within the folder of its run",
         (moved, tmp_path / "out"): f"{model}: not the model that {moved / 'checkpoints'}",
+        (elsewhere, tmp_path / "out"): "models/base: no such folder here, which is the model that ",
     }
     for (checkpoint, output), words in refused.items():
         assert export_to(output, checkpoint) == EXIT_INPUT
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", lambda content: [content], "config.json: missing or unreadable; a checkpoint is read"),
+        ("config.json", lambda content: content | {"seed": 7}, "config.json: seed is missing or of another type"),
+        ("config.json", lambda content: content | {"save_dtype": {}}, "--save_dtype: found None"),
+        ("config.json", lambda content: content | {"seed": {"value": [7]}}, "--seed: found [7]"),
+        ("env.json", lambda content: [1], "env.json: missing or unreadable; a checkpoint is read"),
+        ("env.json", lambda content: {"stage": {"a": 1}}, "env.json: found stage \"{'a': 1}\", wanted one of sft, "),
+        ("state.json", lambda content: content | {"fingerprints": 3}, "state.json: fingerprints is missing or of"),
+        ("state.json", lambda content: content | {"state": None}, "state.json: state is missing or of another type"),
+        ("state.json", lambda content: content | {"step": "8"}, "state.json: step is missing or of another type"),
+    ],
+)
+def test_files_of_a_run_that_hold_other_types(
+    spoilt: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, change: Any, says: str
+) -> None:
+    run = shutil.copytree(spoilt.run_dir("whole"), tmp_path / "run")
+    checkpoint = run / "checkpoints" / f"step-{FIRST_END}"
+    path = checkpoint / file if file == "state.json" else run / file
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    if file == "state.json":  # else the checkpoint is damaged, and passed over
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        write_manifest(checkpoint, FIRST_END, files | {file: manifest_entry(path)})
+    assert export_to(tmp_path / "out", checkpoint) == EXIT_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line and not (tmp_path / "out").exists()

@@ -372,12 +372,12 @@ def test_reference_row():
     assert "| `--kind` | `auto\\|plain` | `auto` | Kind |" in reference(One)
 
 
-@pytest.mark.parametrize("module", ["step1_sft", "step2_reward", "step3_ppo"])
+@pytest.mark.parametrize("module", ["step1_sft.main", "step2_reward.main", "step3_ppo.main", "step2_reward.eval"])
 def test_help_of_a_stage_is_fast_and_imports_no_torch(module):
     code = (
-        f"import sys\nfrom {module}.main import main\ntry: main(['--help'])\n"
+        f"import sys\nfrom {module} import main\ntry: main(['--help'])\n"
         "finally: assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     )
     took_s, output = processor_seconds(code)
     assert took_s < 1.0
-    assert "--learning_rate" in output or "--actor_learning_rate" in output
+    assert any(f"--{name}" in output for name in ("learning_rate", "actor_learning_rate", "json_output"))

@@ -115,6 +115,17 @@ def template(content: Any) -> Break:
 
 FIRST_NORM = "model.decoder.layers.0.final_layer_norm.weight"
 Q_OF_LAYER_1 = "base_model.model.model.decoder.layers.1.self_attn.q_proj.lora_"
+
+
+def gives_up(folder: Path) -> None:
+    """Give the tokenizer an expression that tries too many ways to match a prompt of these tests."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    split = {"type": "Split", "pattern": {"Regex": "((.|.)*)*\\d"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
 INDEX = "model.safetensors.index.json"
 HEADER = (8).to_bytes(8, "little") + b"{[[[[[[[" + b"0" * 64
 FAILS = "the chat template of {path} refuses a conversation: "
@@ -138,7 +149,10 @@ BROKEN: dict[str, Broken] = {
     ),
     "encoder": Broken(config(model_type="bert"), "bert does not generate text from left to right"),
     "speech": Broken(config(model_type="whisper"), "whisper does not generate text from left to right"),
-    "negative-size": Broken(config(hidden_size=-1), "cannot load the model", at_load=True),
+    "negative-size": Broken(config(hidden_size=-1), "config.json: found hidden_size -1, wanted 0 to"),
+    "negative-layers": Broken(config(num_hidden_layers=-2), "found num_hidden_layers -2, wanted 0 to 1000"),
+    "negative-width": Broken(config(ffn_dim=-64), "config.json: found ffn_dim -64, wanted 0 to"),
+    "endless-layers": Broken(config(num_hidden_layers=200_000), "found num_hidden_layers 200000, wanted 0 to 1000"),
     "odd-heads": Broken(config(num_attention_heads=5), "must be divisible by num_heads", at_load=True),
     "one-more-layer": Broken(config(num_hidden_layers=3), "16 weights are not in its files", at_load=True),
     "other-width": Broken(config(hidden_size=64, word_embed_proj_dim=64), "the shapes in its files", at_load=True),
@@ -197,6 +211,7 @@ BROKEN: dict[str, Broken] = {
         f"size mismatch for {Q_OF_LAYER_1}B.default.weight: copying a param with shape torch.Size([32, 3])",
         at_load=True,
     ),
+    "regular-expression": Broken(gives_up, "its tokenizer gives up at a text: Onig: Regex search error"),
     "template-syntax": Broken(template("{% for m in messages %}"), FAILS + "Unexpected end of template"),
     "template-attribute": Broken(template("{{ messages[0].foo.bar }}"), FAILS + "'dict object' has no attribute"),
     "template-type": Broken(template("{{ 1 + 'a' }}"), FAILS + "unsupported operand"),

@@ -54,10 +54,21 @@ def replaced(content: bytes, start: int, piece: bytes) -> bytes:
     return content[:start] + piece + content[start + len(piece) :]
 
 
+def parquet_of_bytes(cell: bytes) -> bytes:
+    """One row of prompts as a parquet file, whose text holds these bytes."""
+    sizes = pyarrow.py_buffer((0).to_bytes(4, "little") + len(cell).to_bytes(4, "little"))
+    column = pyarrow.StringArray.from_buffers(1, sizes, pyarrow.py_buffer(cell))
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "response": ["a"]}), sink)
+    return sink.getvalue()
+
+
 LINES, ARRAY, TABLE = lines_of(GOOD), json.dumps(GOOD).encode(), csv_of(GOOD)
 PARQUET = parquet_of(json.dumps(GOOD))
 PACKED = gzip.compress(LINES, mtime=0)
+HUGE_ROW = gzip.compress(lines_of([{**PAIR, "chosen": "word " * 1_000_001}]), mtime=0)
 HUGE_NUMBER = b'{"prompt": ' + b"1" * 5000 + b"}"
+LINES_IN_A_CELL = b'"' + b"line\n" * 10 + b'"'
 NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 # name: (content, ending, what the line says; {name} is the file's).
@@ -92,6 +103,7 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "checksum.jsonl.gz": (PACKED[:-8] + b"\0" * 8, "REFUSED", "{name}: damaged gzip"),
     "flipped.jsonl.gz": (replaced(PACKED, 40, b"\xff" * 10), "REFUSED", "{name}: damaged gzip"),
     "packed.jsonl.gz": (PACKED, "TAKEN", "6 to train on"),
+    "huge-row.jsonl.gz": (PACKED + HUGE_ROW, "COUNTED", "1 dropped: text longer than 5,000,000 characters (first: "),
     "half.json": (ARRAY[:-9], "REFUSED", "{name}: broken JSON"),
     "pretty.json": (json.dumps(GOOD[0], indent=1).encode(), "REFUSED", "{name}:1: broken JSON"),
     "nested.json": (json.dumps([GOOD]).encode(), "REFUSED", "{name}: row 1: a JSON list"),
@@ -113,13 +125,15 @@ FILES: dict[str, tuple[bytes, Ending, str]] = {
     "utf16.csv": (TABLE.decode().encode("utf-16"), "REFUSED", "{name}:1: byte 1 is not UTF-8"),
     "latin.csv": (TABLE + b"\xe9,b,c\n", "REFUSED", "{name}:8: byte 1 is not UTF-8"),
     "nul.csv": (TABLE + b"a\0,b,c\n", "COUNTED", "1 dropped: text holds a NUL character (first: {name}:8)"),
-    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:2: columns 'Describe the red otter.'"),
+    "no-header.csv": (TABLE.split(b"\n", 1)[1], "REFUSED", "{name}:1: columns 'Describe the red otter.'"),
+    "wrong-header.csv": (b"question,best\n" + LINES_IN_A_CELL + b",a\n", "REFUSED", "{name}:1: columns 'question', "),
     "bom.csv": (b"\xef\xbb\xbf" + TABLE, "TAKEN", "6 to train on"),
     "crlf.csv": (TABLE.replace(b"\n", b"\r\n"), "TAKEN", "6 to train on"),
     "half.parquet": (PARQUET[: len(PARQUET) // 2], "REFUSED", "{name}: broken parquet file"),
     "text.parquet": (LINES, "REFUSED", "{name}: broken parquet file"),
     "empty.parquet": (b"", "REFUSED", "{name}: broken parquet file"),
     "no-rows.parquet": (parquet_of("[]"), "REFUSED", "{name}: no rows"),
+    "latin.parquet": (parquet_of_bytes(b"\xe9t\xe9"), "REFUSED", "{name}: broken parquet file ('utf-8' codec can't"),
     "magic.parquet": (b"PAR1" + PARQUET[4:-4] + b"XXXX", "REFUSED", "{name}: broken parquet file"),
     "not-packed.parquet.gz": (PARQUET, "REFUSED", "{name}: damaged gzip"),
     "packed.parquet.gz": (gzip.compress(PARQUET), "TAKEN", "6 to train on"),

@@ -4,11 +4,16 @@ The table: command, its wrong words (flags that differ from a valid run's), what
 A name that starts with `@` stands for a file of the case's folder.
 """
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
+
+from rlhf.stages import STAGES
+from rlhf.train_config import TrainConfig, short_help
+from rlhf.train_plan import why_not_common
 
 YAML, JSON = "c.yaml", "ds.json"
 
@@ -53,6 +58,8 @@ CASES = [
     typo("chat", "max_new_token", "max_new_tokens"),
     typo("prompt_eval", "rewards_model", "reward_model"),
     typo("reward_eval", "data_paths", "data_path"),
+    Case("sft", {"eval_batch": 4}, "--eval_batch: unknown flag; did you mean --per_device_eval_batch_size?"),
+    Case("train", {"eval_batch": 4}, "--eval_batch: unknown flag; did you mean --per_device_eval_batch_size?"),
     Case("train", {"sft.learning_rte": 1}, "--sft.learning_rte: unknown flag; did you mean --sft.learning_rate?"),
     Case("train", {"actor-modle": "tiny"}, "--actor-modle: unknown flag; did you mean --actor_model?"),
     # Words that no value may be.
@@ -85,6 +92,10 @@ CASES = [
     Case("prompt_eval", {"top_p": "0"}, "--top_p: found '0'"),
     Case("sft", {"data_split": "2,4"}, "data_split '2,4': three numbers"),
     Case("sft", {"data_path": "train.jsonl:1.5"}, "'1.5' is no weight"),
+    Case("sft", {"data_split": "1e308,1e308,1e308"}, "data_split '1e308,1e308,1e308': three numbers >= 0"),
+    Case("ppo", {"num_samples_per_prompt": 1_000_000}, "wanted less than or equal to 4096"),
+    Case("prompt_eval", {"num_return_sequences": 4097, "temperature": 1}, "wanted less than or equal to 4096"),
+    Case("sft", {"lora_dim": 1_000_000}, "found '1000000' (command line): wanted less than or equal to 16384"),
     # Conflicts.
     Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "packing: flash_attention_2"),
     Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "centering_coef: needs --reward_loss"),
@@ -99,6 +110,7 @@ CASES = [
     in_yaml("ppo", "ppo:\n  kl_targt: 5", "c.yaml: kl_targt: unknown flag; did you mean kl_target?"),
     in_yaml("train", "sft: {seed: 1}\nrewad: {seed: 1}", "c.yaml: rewad: unknown section; did you mean reward?"),
     in_yaml("train", "sfft: {seed: 1}", "c.yaml: sfft: unknown section; did you mean sft?"),
+    in_yaml("sft", f"seed: {'1' * 5000}", "c.yaml: not YAML: Exceeds the limit (4300 digits)"),
     in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: occurs twice"),
     # DeepSpeed's JSON, which DeepSpeed itself would take without a word.
     in_json('{"gradient_clippping": 1}', "gradient_clippping: DeepSpeed has no such key", command="reward"),
@@ -171,6 +183,13 @@ def test_flags_that_contradict_each_other_are_refused_before_data_are_read(
         ending = call(command, stage_words(command, folder, tmp_path, **changes))
     assert ending.code == 2 and len(ending.errors) == 1 and says in ending.errors[0], ending.errors
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_short_help_names_flags_of_all_stages() -> None:
+    stages = {stage.number: stage for stage in STAGES}
+    line = re.search(r"^  (--.*): of all stages$", short_help(TrainConfig, "train.py"), re.MULTILINE)
+    assert line and {"--data-path", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(line[1].split(", "))
+    assert all(why_not_common(flag, stages, stages) == "" for flag in line[1].split(", "))
 
 
 def test_the_valid_runs_come_to_their_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,19 @@
 """A reader that goes away (`| head`, a closed terminal) neither shows a traceback nor ends a run; nor does Ctrl-C."""
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
+from input_calls import make_inputs, stage_words
 from support.launch_stub import ROOT, TINY, started, stub_environment, write_program
-from support.marks import slow
+from support.marks import slow, slow_but
 
 
 def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subprocess.Popen[bytes]:
@@ -47,6 +51,61 @@ def test_what_is_printed_may_be_cut_off(tmp_path, words):
     process = unread(tmp_path, *words)
     stderr = process.communicate(timeout=60)[1]
     assert (process.returncode, stderr) == (0, b"")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `base` and `judge`, and data."""
+    return make_inputs(tmp_path_factory.mktemp("console"))
+
+
+def commands(folder: Path, out: Path) -> dict[str, list[str]]:
+    base, limit = str(folder / "base"), ["--max_new_tokens", "2"]
+    pairs = ["--data_path", str(folder / "train.jsonl"), "--eval_fraction", "1", "--max_seq_len", "96"]
+    return {
+        "chat": [str(ROOT / "chat.py"), base, "--prompt", "Who?", *limit],
+        "rlhf chat": ["-m", "rlhf", "chat", base, "--prompt", "Who?", *limit],
+        "compare": [str(ROOT / "prompt_eval.py"), base, base, *limit],
+        "evaluation": ["-m", "step2_reward.eval", str(folder / "judge"), *pairs],
+        "export": ["-m", "rlhf", "export", base, "--dtype", "int8", "--output", str(out / "int8")],
+        "rlhf --help": ["-m", "rlhf", "--help"],
+    }
+
+
+LEADS = {
+    ">/dev/full": "error: standard output cannot be written: No space left on device\n",
+    ">&-": "error: standard output is closed; lead it to /dev/null where nobody needs it\n",
+    "| head -c 1 >/dev/null": "",
+}
+NAMES = ("chat", "rlhf chat", "compare", "evaluation", "export", "rlhf --help")
+QUICK = [("chat", ">/dev/full"), *(("rlhf --help", lead) for lead in LEADS)]
+
+
+@pytest.mark.parametrize(("name", "lead"), slow_but(QUICK, product(NAMES, LEADS)))
+def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(model, tmp_path, name, lead):
+    command = f"set -o pipefail; {shlex.join([sys.executable, *commands(model, tmp_path)[name]])} {lead}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    needed = "" if name == "rlhf --help" else LEADS[lead]
+    assert (done.returncode, [line for line in done.stderr.splitlines(True) if "answers in" not in line]) == (
+        3 if needed else 0, [needed] if needed else [],
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lead", [">/dev/full 2>/dev/full", ">&- 2>&-", "2>&- >/dev/full"])
+def test_a_run_goes_on_where_nothing_can_be_printed(model, tmp_path, lead):
+    words = shlex.join(map(str, stage_words("sft", model, tmp_path)))
+    command = f"{shlex.quote(sys.executable)} -m step1_sft.main {words} {lead}"
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    assert (
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env=variables, timeout=120, check=False).returncode == 0
+    )
+    run = tmp_path / "runs" / "model"
+    assert "checkpoint step-1" in (run / "log.txt").read_text() and '"step": 1' in (run / "metrics.jsonl").read_text()
+    assert json.loads((run / "config.json").read_text()) and json.loads((run / "outcome/rank-0.json").read_text())
 
 
 def test_a_run_goes_on_without_its_console(tmp_path):
@@ -94,7 +153,7 @@ def test_a_python_without_the_environment_is_told_in_one_line(tmp_path, command)
         (("chat.py",), "pydantic"),
         (("prompt_eval.py",), "pydantic"),
         (("-m", "rlhf", "chat"), "pydantic"),
-        (("-m", "step2_reward.eval"), "torch"),
+        (("-m", "step2_reward.eval"), "pydantic"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

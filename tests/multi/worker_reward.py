@@ -19,7 +19,7 @@ from pipeline.models.partitions import gathered
 from pipeline.rendezvous import num_ranks
 from step2_reward import training
 from step2_reward.config import RewardConfig
-from step2_reward.eval import score_pairs, score_statistics, summary
+from step2_reward.pair_scores import score_pairs, score_statistics, summary
 
 Words = tuple[object, ...]
 

@@ -50,6 +50,14 @@ def test_prompt_flag_needs_no_stdin(speaking, capsys):
     assert capsys.readouterr().out == SHOWN + "\n"
 
 
+def test_a_temperature_that_overflows_is_one_line(speaking, capsys):
+    """transformers ends with `probability tensor contains either inf`."""
+    flags = ["--temperature", "1e-310", "--repetition_penalty", "1.5", "--max_new_tokens", "4"]
+    assert chat.main([speaking, "--prompt", "hi", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {speaking}: its logits are no finite numbers at --temperature 1e-310 and --rep")
+
+
 @pytest.mark.slow
 def test_a_real_process_with_a_pipe(speaking):
     command = [sys.executable, "chat.py", speaking, "--temperature=0"]

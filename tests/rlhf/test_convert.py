@@ -272,6 +272,15 @@ def change(source: Path, **values: Any) -> None:
 
 HEAD, FC1 = "v_head.weight", "rwtransformer.decoder.layers.0.fc1"
 RIGHT, LEFT = f"{FC1}.lora_right_weight", f"{FC1}.lora_left_weight"
+ODD_TENSORS = [
+    torch.ones(64).to_sparse(),
+    torch.ones(2, 32).to_sparse_csr(),
+    torch.nested.nested_tensor([torch.ones(32), torch.ones(31)]),
+    torch.ones(64, device="meta"),
+    torch.ones(64).to(torch.float8_e4m3fn),
+    torch.quantize_per_tensor(torch.ones(64), 0.1, 0, torch.qint8),
+    torch.ones(64, dtype=torch.complex64),
+]
 FAULTS = [
     ({HEAD: None}, "1 missing weights, the first is score.weight"),
     ({f"{FC1}.weight": None, f"{FC1}.bias": None}, "2 missing weights, the first is model.decoder.layers.0.fc1.bias"),
@@ -283,6 +292,10 @@ FAULTS = [
     ({LEFT: torch.ones(2, 64)}, "1 unexpected weights, the first is .*lora_left_weight"),
     ({RIGHT: torch.ones(32, 2), LEFT: torch.ones(3, 64)}, "have no common rank"),
     ({RIGHT: torch.ones(31, 2), LEFT: torch.ones(2, 64)}, r"LoRA of \[64, 31\] for a weight of \[64, 32\]"),
+    *(
+        ({f"{FC1}.bias": value}, f"1 of .* tensors are no dense real numbers of 16 bits or more, the first is {FC1}")
+        for value in ODD_TENSORS
+    ),
     ({"step": 3}, "found a dict that is no state dict"),
 ]
 

@@ -29,6 +29,7 @@ from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT
 from pipeline.marks import OURS
+from pipeline.models import loading
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
@@ -90,6 +91,27 @@ def test_merged_weights_are_the_original_ones_plus_the_product(base: str, adapte
             weight = weight + 8 / 4 * lora[f"{layer}.lora_B.weight"] @ lora[f"{layer}.lora_A.weight"]
         torch.testing.assert_close(found[name], weight)
     assert len(lora) == 2 * 2 * 7
+
+
+def test_a_sentence_beyond_the_positions_is_refused(
+    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([adapter, f"{tmp_path}/merged", "--sentences", "short", "long " * 500]) == EXIT_INPUT
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.search(r"tokens of --sentences \d+: the model .* has 64 positions", line), line
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_whose_expression_does_not_end_is_refused(
+    adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of target_modules, as peft matches them with each module's name; it would take years."""
+    monkeypatch.setattr(loading, "MAX_MATCH_S", 0.2)
+    path = shutil.copytree(adapter, tmp_path / "adapter")
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "(.*.*)*(.*.*)*(.*.*)*!"}))
+    assert main([str(path), f"{tmp_path}/merged"]) == EXIT_INPUT
+    assert f"error: {path}: its target_modules take more than 0.2 s to match; list names" in capsys.readouterr().err
 
 
 def test_an_adapter_that_is_merged_while_loading_is_trained_as_a_whole(adapter: str) -> None:

@@ -36,6 +36,16 @@ def hold(folder: Path, *outputs: Path) -> subprocess.Popen[str]:
     return process
 
 
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
+    """Who opens a FIFO to read waits for a writer."""
+    os.mkfifo(tmp_path / "run.lock")
+    with (
+        pytest.raises(EnvironmentFault, match=r"run.lock: found no file, wanted one that can be locked"),
+        locked(tmp_path),
+    ):
+        pass
+
+
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     with hold(tmp_path / "run") as holder:
         said = f"pid {holder.pid} on {HOST} runs in this folder"

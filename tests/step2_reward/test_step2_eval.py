@@ -14,8 +14,17 @@ from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from step2_reward.config import RewardConfig
-from step2_reward.eval import PairScores, batch_loss, lines, main, pair_collator, score_pairs, score_statistics, summary
+from step2_reward.eval import main
 from step2_reward.loss import bradley_terry_loss, per_token_loss
+from step2_reward.pair_scores import (
+    PairScores,
+    batch_loss,
+    lines,
+    pair_collator,
+    score_pairs,
+    score_statistics,
+    summary,
+)
 
 CPU = torch.device("cpu")
 
@@ -158,3 +167,11 @@ def test_a_file_without_pairs_names_the_columns_of_a_pair(judge, tmp_path, capsy
     assert main(["--path", judge, "--data_path", "chats.jsonl", "--eval_fraction", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: chats.jsonl: no pair to score: 1 dropped: no pair: columns chosen and rejected")
+
+
+def test_a_model_without_a_chat_template_is_refused_by_what_the_command_has(reward_folder, tmp_path, capsys):
+    write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Who?", "chosen": "I.", "rejected": "You."}])
+    assert main([reward_folder, "--data_path", str(tmp_path / "pairs.jsonl"), "--eval_fraction", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --model: {reward_folder}: its tokenizer has no chat template")
+    assert "--template" not in line

@@ -1,0 +1,75 @@
+"""Wrong variables of the environment: one line that names the variable and what it may be, before data are read."""
+
+import resource
+from pathlib import Path
+
+import pytest
+from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+
+from pipeline.errors import EnvironmentFault
+from pipeline.launching.scripts import run_script
+from pipeline.run.run import git_commit
+
+RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+# The variables, and what the line says.
+WRONG = [
+    ({"SLURM_NTASKS": "two"}, "SLURM_NTASKS is 'two', wanted a number from 1 to 65535"),
+    ({"SLURM_NTASKS": "-4"}, "SLURM_NTASKS is '-4'"),
+    ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', wanted a number from 1 to"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+    ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '99999999999999999999'"),
+    (RANK_OF_TWO | {"RANK": "first"}, "RANK is 'first', wanted a number from 0 to"),
+    (RANK_OF_TWO | {"RANK": "-1"}, "RANK is '-1'"),
+    (RANK_OF_TWO | {"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2, and counts from 0"),
+    (RANK_OF_TWO | {"LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5'"),
+    (RANK_OF_TWO | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 of WORLD_SIZE 2"),
+    (RANK_OF_TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 of LOCAL_WORLD_SIZE 1"),
+    (
+        RANK_OF_TWO | {"MASTER_PORT": "port"},
+        "MASTER_PORT is 'port', wanted a number from 0 to 65535",
+    ),
+    (RANK_OF_TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+    ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE; start the ranks by torchrun, or unset all"),
+    ({"DS_ACCELERATOR": "banana"}, "DS_ACCELERATOR is 'banana', wanted cpu or cuda; unset, it is what the machine has"),
+    ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set beside RANK, WORLD_SIZE"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("environment"))
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_launchers_variable_that_is_no_possible_number(
+    number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, says = WRONG[number]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
+    assert ending.code == 3 and len(ending.errors) == 1, ending.stderr
+    assert says in ending.errors[0]
+
+
+def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries end with a traceback, or take a full table of files for a full disk."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (24, 4096))
+    with stopped_at_the_models(monkeypatch):
+        ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
+    assert ending.code == 3 and ending.errors == [
+        "error: 24 open files are allowed, a run needs 64; give `ulimit -n 1024`"
+    ]
+
+
+def test_without_a_path_a_run_has_no_commit_and_a_launch_script_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert git_commit()
+    monkeypatch.setenv("PATH", "")
+    assert git_commit() is None
+    with pytest.raises(EnvironmentFault, match="bash cannot be started: No such file or directory; look at PATH"):
+        run_script(["bash", "launch/single_gpu.sh"], {"PATH": ""})
