@@ -117,7 +117,7 @@ class WeightSource:
         if self.options.weights == "streamed":
             log.info("generation: weights are streamed, as --rollout_weights says")
             return True
-        if self.options.weights == "whole" or self._why_whole:
+        if not self.options.decides_by_memory(self._why_whole):
             return False
         bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)

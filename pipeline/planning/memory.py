@@ -44,6 +44,8 @@ class PhaseMemory:
     rollout: KV cache and copied weights.
     activations: activations with logits.
     graph: the pool of the decode step's CUDA graph, which is in no tensor: it counts in expected and high alone.
+    fitted_cache: bytes of `rollout` that are a KV cache as large as what was left: unused blocks would have made it
+        smaller, so they are not added to it.
     """
 
     states: int
@@ -52,6 +54,7 @@ class PhaseMemory:
     rollout: int = 0
     activations: int = 0
     graph: int = 0
+    fitted_cache: int = 0
 
     @property
     def total(self) -> int:
@@ -65,6 +68,7 @@ class MemoryPlan:
     sizes: numbers of weights, by role.
     states: what each model holds, by role.
     phases: peaks, by phase.
+    rollout: the buffers of generation, as the run would decide about them; None for a stage that samples nothing.
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing.
     keeps_rollout: the buffers of generation stay in memory through updates, except possibly the first.
     host: bytes of each machine's memory for what is offloaded, and for a checkpoint.
@@ -78,6 +82,7 @@ class MemoryPlan:
     sizes: Mapping[str, ModelSize]
     states: Mapping[str, States]
     phases: Mapping[str, PhaseMemory]
+    rollout: Rollout | None
     slots: int
     keeps_rollout: bool
     host: int
@@ -90,7 +95,7 @@ class MemoryPlan:
     @property
     def worst(self) -> str:
         """The phase with the highest peak."""
-        return max(self.phases, key=lambda name: self.phases[name].total)
+        return max(self.phases, key=lambda name: self.reserved(name)[0])
 
     def reserved(self, phase: str = "") -> tuple[int, int]:
         """Return what a process takes of the device in a phase, by default the worst: expected and high."""
@@ -108,7 +113,8 @@ class MemoryPlan:
 
 def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
     """Return what a process takes of a GPU at a peak, expected and high."""
-    expected, high = (int(peak.total * (1 + UNUSED_REST[i])) + peak.graph + besides[i] for i in (0, 1))
+    with_rest, whole = peak.total - peak.fitted_cache, peak.fitted_cache + peak.graph
+    expected, high = (int(with_rest * (1 + UNUSED_REST[i])) + whole + besides[i] for i in (0, 1))
     return expected, high
 
 
@@ -162,16 +168,18 @@ def plan_memory(
         lasting = resident if name == "train" else resident - leaving
         phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=lasting)
     besides = bytes_of_libraries(target, ranks)
-    slots, keeps = 0, False
-    if needs.rollout:
+    rollout, slots, keeps = needs.rollout, 0, False
+    if rollout:
         free = on_device - resident + leaving - besides[0]
-        slots, buffers = rollout_buffers(needs.rollout, uses["actor"], states["actor"], dtype, target, free=free)
-        first, keeps = updates_with_cache(needs.rollout, phases, buffers, target, free=free)
+        rollout = rollout.as_decided(free) if on_device else rollout
+        slots, buffers = rollout_buffers(rollout, uses["actor"], states["actor"], dtype, target, free=free)
+        first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
             phases[name] = replace(phases[name], **buffers)
-        if needs.rollout.copied_bytes:  # nothing is gathered besides the copies
+        if rollout.copied_bytes:  # nothing is gathered besides the copies
             phases["generate"] = replace(phases["generate"], gathered=0)
-    return MemoryPlan(sizes, states, phases, slots, keeps, host * per_host, ranks, besides, target.is_cpu, per_host)
+    host *= per_host
+    return MemoryPlan(sizes, states, phases, rollout, slots, keeps, host, ranks, besides, target.is_cpu, per_host)
 
 
 def rollout_buffers(
@@ -185,7 +193,9 @@ def rollout_buffers(
     slots = rollout.slots_that_fit(free) if target.memory else rollout.slots
     step = peak_bytes(actor, dtype, Pass("actor", slots, 1)) + slots * rollout.logits_bytes
     pool = -(-step // POOL_BLOCK) * POOL_BLOCK if target.memory else 0
-    return slots, {"rollout": rollout.num_bytes(slots), "graph": pool}
+    num_bytes = rollout.num_bytes(slots)
+    fitted = num_bytes - rollout.copied_bytes if slots < rollout.slots else 0
+    return slots, {"rollout": num_bytes, "graph": pool, "fitted_cache": fitted}
 
 
 def updates_with_cache(
