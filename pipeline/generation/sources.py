@@ -13,11 +13,12 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import GenerationOptions, why_not_streamed
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.generation.session import NO_ROOM, Room, SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
+from pipeline.tensor_ops import round_up
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
     from pipeline.generation.forwards.fused import FusedForward
@@ -119,7 +120,8 @@ class WeightSource:
             return True
         if not self.options.decides_by_memory(self._why_whole):
             return False
-        bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
+        slot_length = round_up(self.options.max_sequence_length, CACHE_LENGTH_MULTIPLE)
+        bytes_per_slot = whole.cache_layout.bytes_per_token * slot_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)
         streams = dist.max_over_ranks(float(not fit), self.device) > 0
         log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")

@@ -39,7 +39,8 @@ class PhaseMemory:
     """The peak of a phase on one GPU, in bytes of tensors, by what holds them.
 
     states: weights, optimizer states and what else lasts.
-    gradients: gradients with buckets and temporary copies.
+    gradients: gradients with buckets, by role.
+    step: temporary copies of an optimizer step, where that is the peak.
     gathered: weights that ZeRO stage 3 gathers.
     rollout: KV cache and copied weights.
     activations: activations with logits.
@@ -49,7 +50,8 @@ class PhaseMemory:
     """
 
     states: int
-    gradients: int = 0
+    gradients: Mapping[str, int]
+    step: int = 0
     gathered: int = 0
     rollout: int = 0
     activations: int = 0
@@ -58,7 +60,11 @@ class PhaseMemory:
 
     @property
     def total(self) -> int:
-        return self.states + self.gradients + self.gathered + self.rollout + self.activations
+        return self.states + self.gradient_bytes + self.step + self.gathered + self.rollout + self.activations
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(self.gradients.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +104,11 @@ class MemoryPlan:
         return max(self.phases, key=lambda name: self.reserved(name)[0])
 
     def reserved(self, phase: str = "") -> tuple[int, int]:
-        """Return what a process takes of the device in a phase, by default the worst: expected and high."""
-        peak = self.phases[phase or self.worst]
-        if self.on_cpu:
-            return peak.total + self.besides[0], peak.total + self.besides[1]
-        return reserved(peak, self.besides)
+        """Return what a process takes of the device in a phase, by default at most in any: expected and high."""
+        peaks = [self.phases[phase]] if phase else self.phases.values()
+        rest = (0, 0) if self.on_cpu else UNUSED_REST
+        expected, high = (max(reserved(peak, rest[i]) for peak in peaks) + self.besides[i] for i in (0, 1))
+        return expected, high
 
     @property
     def on_host(self) -> tuple[int, int]:
@@ -111,11 +117,9 @@ class MemoryPlan:
         return self.host + self.per_host * process[0], self.host + self.per_host * process[1]
 
 
-def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
-    """Return what a process takes of a GPU at a peak, expected and high."""
-    with_rest, whole = peak.total - peak.fitted_cache, peak.fitted_cache + peak.graph
-    expected, high = (int(with_rest * (1 + UNUSED_REST[i])) + whole + besides[i] for i in (0, 1))
-    return expected, high
+def reserved(peak: PhaseMemory, rest: float) -> int:
+    """Return the bytes of the device at a peak, with an unused `rest` of the allocator's blocks."""
+    return int((peak.total - peak.fitted_cache) * (1 + rest)) + peak.fitted_cache + peak.graph
 
 
 def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
@@ -175,7 +179,7 @@ def plan_memory(
         slots, buffers = rollout_buffers(rollout, uses["actor"], states["actor"], dtype, target, free=free)
         first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
-            phases[name] = replace(phases[name], **buffers)
+            phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # its numbers alone
         if rollout.copied_bytes:  # nothing is gathered besides the copies
             phases["generate"] = replace(phases["generate"], gathered=0)
     host *= per_host
@@ -228,17 +232,18 @@ def phase_memory(
     moments: list[PhaseMemory] = []
     for work in passes:
         others = [role for role in trained if role != work.role and is_before(role, work, trained)]
-        gradients = sum(states[role].gradients for role in others)
+        gradients = {role: states[role].gradients for role in others}
         if work.trains:
-            gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
+            earlier = states[work.role].gradients if work.accumulates else 0
+            gradients[work.role] = states[work.role].buckets + earlier
         accumulates = work.accumulates or states[work.role].streams
         measured = replace(work, accumulates=accumulates, times=1, without_adapters=False)
         activations = peak_bytes(uses[work.role], dtype, measured)
-        moments.append(PhaseMemory(resident, gradients, gathered, activations=activations))
+        moments.append(PhaseMemory(resident, gradients, gathered=gathered, activations=activations))
     for number, role in enumerate(trained):  # models step in turn, and each releases its gathered weights
-        waiting = sum(states[role].gradients for role in trained[number:])
+        waiting = {role: states[role].gradients for role in trained[number:]}
         gathered = sum(states[role].gathered for role in trained[number + 1 :])
-        moments.append(PhaseMemory(resident, waiting + states[role].step, gathered))
+        moments.append(PhaseMemory(resident, waiting, states[role].step, gathered))
     return max(moments, key=lambda moment: moment.total)
 
 

@@ -75,8 +75,7 @@ class Rollout:
     logits_bytes: bytes of a slot's logits at a decode step, and of what the draw computes from them.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
     kernels_per_step: kernels of a decode step.
-    slot_bytes: bytes of a slot by which a run decides whether it streams the weights.
-    streamed: the buffers where it does, if that is left to the memory; else None.
+    streamed: the buffers of streamed weights, where the memory decides about them; else None.
     """
 
     slots: int
@@ -92,12 +91,11 @@ class Rollout:
     logits_bytes: int
     gathers_per_step: int
     kernels_per_step: int
-    slot_bytes: int
     streamed: "Rollout | None" = None
 
     def as_decided(self, free: int) -> "Rollout":
         """Return the buffers of a run on a device with so many free bytes: these, or those of streamed weights."""
-        if self.streamed is None or leave_slots(self.copied_bytes, self.slot_bytes, free):
+        if self.streamed is None or leave_slots(self.copied_bytes, self.cache_length * self.bytes_per_token, free):
             return self
         return self.streamed
 

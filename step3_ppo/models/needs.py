@@ -114,11 +114,10 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
     model_config, (weights, sliced) = planned_config(actor.path), decode_weights(actor, dtype, options, ranks)
     step = Pass("actor", options.min_slots, 1)  # of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
-    bytes_per_token = CacheLayout.of(model_config, DTYPES[dtype]).bytes_per_token
     buffers = Rollout(
         slots=options.min_slots,
         cache_length=round_up(options.max_sequence_length, CACHE_LENGTH_MULTIPLE),
-        bytes_per_token=bytes_per_token,
+        bytes_per_token=CacheLayout.of(model_config, DTYPES[dtype]).bytes_per_token,
         copied_bytes=weights.num_bytes_to_copy if weights else 0,
         num_responses=schedule.prompts_per_rollout * sampling.num_samples_per_prompt // ranks,
         num_new_tokens=sampling.max_answer_seq_len,
@@ -129,7 +128,6 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
         logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
         gathers_per_step=0,
         kernels_per_step=decode_kernels(weights) if weights else sum(count_pass(actor, dtype, step).kernels.values()),
-        slot_bytes=bytes_per_token * options.max_sequence_length,
     )
     if sliced is None:
         return buffers

@@ -28,7 +28,7 @@ from pipeline.models.lora import add_lora
 from pipeline.planning import memory
 from pipeline.planning import needs as planning_needs
 from pipeline.planning.needs import ModelUse
-from pipeline.planning.page import stage_page
+from pipeline.planning.page import StagePlan, stage_page
 from pipeline.preparation.automatic import with_flags
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import Sources
@@ -82,7 +82,7 @@ def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_on
     free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
     assert calls == [(free, device, 0), (free, device, update.total - update.rollout - update.states)]
     assert (plan.keeps_rollout, update.rollout > 0) == (later, first or later)
-    assert any(line in text for text in stage_page(planner, resolved, 0)[0])
+    assert any(line in text for text in stage_page(StagePlan.of(planner, resolved, 0)))
 
 
 def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it(monkeypatch, tmp_path):
@@ -163,7 +163,8 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         )
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
-        assert "  steps    70 of the optimizer in 10 rollouts" in "\n".join(stage_page(planner, resolved, 640)[0])
+        page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
+        assert "  steps    70 optimizer steps in 10 rollouts (about; --num_train_epochs 1)" in page
     with monkeypatch.context() as patch:
         patch.setattr(
             step3_ppo.models.needs,
@@ -253,7 +254,7 @@ def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(m
     assert plan.phases == (whole if fit else forced).phases and (plan.rollout.gathers_per_step > 0) != fit
     free = planner.target.memory - sum(one.resident for one in plan.states.values()) - plan.besides[0]
     cached_token = 12 * 2 * 768 * 2
-    assert calls == [(whole.rollout.copied_bytes, (256 + 256) * cached_token, free)]
+    assert calls == [(whole.rollout.copied_bytes, 512 * cached_token, free)]
     seconds, exchanged = planner.seconds(resolved, plan)
     assert (exchanged["generate"] > seconds["generate"] / 4) != fit, "layers are gathered at each step"
 
