@@ -18,6 +18,7 @@ from pipeline.generation.forwards.fused_weights import DecodeWeights, SlicedWeig
 from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.generation.forwards.projections import Shard
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, GenerationOptions, why_not_streamed
+from pipeline.generation.sources import check_tensor_parallelism
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.partitions import mark_partitioned
@@ -143,13 +144,14 @@ def decode_weights(
 
     Whole ones are None for another backend, streamed ones where a run cannot stream them, or is not to.
 
-    Raises InputError: a backend was requested by name that cannot be used.
+    Raises InputError: a backend was requested by name that cannot be used, or ranks that cannot share the weights.
     """
     model = as_trained(actor, dtype)
     backend, _ = choose_backend(model, options, None)
+    size = options.tensor_parallel_size
+    check_tensor_parallelism(model, size, backend)
     if backend != "fused":
         return None, None
-    size = options.tensor_parallel_size
     why_not = why_not_streamed(
         partitioned=actor.settings.partitioned == "weights", ranks=ranks, tensor_parallel_size=size, backend=backend
     )

@@ -20,6 +20,7 @@ from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
+from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.forwards.fused_weights import DecodeWeights
 from pipeline.generation.options import GenerationOptions
@@ -278,3 +279,10 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
         assert (plan.slots < 64) == fills and peak.rollout == cache
         rest = 0.04 * (peak.total - fills * cache)
         assert plan.reserved("generate")[0] == pytest.approx(peak.total + rest + peak.graph + plan.besides[0], abs=1)
+
+
+def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan(tmp_path):
+    """12 heads; a run would refuse it, and the ladder proposes it to nobody."""
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference_tp_size 5"), "5xH200", tmp_path)
+    with pytest.raises(InputError, match="inference_tp_size 5: must divide the 12 heads of keys and values"):
+        planner.needs(resolved)
