@@ -6,6 +6,20 @@ CACHE_MEMORY_FRACTION = 0.9
 # Least free memory of an update that the KV cache is kept through: a share of the device for the first one, a multiple
 # of what the largest one took for later ones, with the unused rest of the allocator's blocks. Chosen by hand.
 FREE_SHARE_FOR_UPDATE, UPDATE_MARGIN = 1 / 3, 1.09
+# Slots that must fit beside whole weights; where fewer fit, the weights are streamed. Chosen by hand.
+MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
+
+
+def leave_slots(copies: int, slot: int, free: int) -> bool:
+    """Tell whether copies of all weights leave memory for a few slots of the KV cache; else the weights are streamed.
+
+    A run asks with the bytes that it measures, its plan with those that it expects.
+
+    Args:
+        copies, slot: bytes of the copies, and of a slot.
+        free: bytes of the device before the copies.
+    """
+    return copies + MIN_SLOTS_WITH_WHOLE_WEIGHTS * slot <= CACHE_MEMORY_FRACTION * free
 
 
 def keeps_cache(free: int, device: int, *, taken: int) -> bool:

@@ -1,15 +1,18 @@
-"""The terminal of a command: lines on stderr, output that outlives its reader, and Ctrl-C while it is imported."""
+"""The terminal of a command: its width, lines on stderr, output that outlives its reader, and Ctrl-C in an import."""
 
 import errno
 import io
 import os
+import re
 import signal
 import sys
+import textwrap
 from types import FrameType
 from typing import Any
 
 from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault
 
+WIDTH = 80  # columns of a page
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
 
@@ -78,3 +81,10 @@ def say(*lines: str) -> None:
     # Back to the start of the line, erase it, show the cursor.
     left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
     print(left + "\n".join(lines), end="\n" if lines else "", file=sys.stderr, flush=True)
+
+
+def wrapped(line: str) -> str:
+    """Return a line in lines of at most 80 columns, what follows its label below what stands behind it."""
+    label = re.match(r" *\S+ {2,}", line)
+    indent = " " * (label.end() if label else len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -22,7 +22,7 @@ from pipeline.files import has_config
 from pipeline.launching.hosts import chosen_hosts, ranks_by_host
 from pipeline.launching.machine import check_device_count, check_port
 from pipeline.launching.scripts import run_script
-from pipeline.preparation.dry_run import NOTHING_STARTED, show_stage
+from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached
@@ -73,7 +73,7 @@ def check_stages(plan: Plan) -> None:
         try:
             engine_jsons(planned.stage, planned.resolved, ranks=ranks)
         except InputError as error:
-            errors += [f"{planned.stage.section}: {line}" for line in str(error).splitlines()]
+            errors += [as_override(line, planned.stage.section) for line in str(error).splitlines()]
     if errors:
         raise InputError("\n".join(errors))
 
@@ -147,7 +147,8 @@ def show_plan(plan: Plan, finished: Collection[int]) -> None:
     for planned in plan.chosen:
         is_done = planned.stage.number in finished
         print(finished_line(planned) if is_done else header(planned, plan.config))
-        show_stage(planned.stage, planned.resolved, ranks=ranks)
+        show_notes(planned.stage, planned.resolved, ranks=ranks)
+        show_flags(planned.stage, planned.resolved, ranks=ranks)
     sys.stdout.flush()
 
 
@@ -212,8 +213,7 @@ def run(argv: list[str], prog: str) -> int:
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
         for folder, start in bases.items():
-            print(f"note: {folder} does not exist: planned as made from {start}")
-        show_plan(on_target(plan), finished)
+            print(f"note: {folder} does not exist: planned as made from {start}", flush=True)
     to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
     slots = None if target_of(plan) else ranks_by_host(request_of(plan.config))
     python, code = environment["PYTHON"], EXIT_DONE
@@ -222,6 +222,7 @@ def run(argv: list[str], prog: str) -> int:
     if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
         print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
     if dry_run:
+        show_plan(on_target(plan), finished)
         print(NOTHING_STARTED)
     if dry_run or code != EXIT_DONE:
         return code

@@ -218,6 +218,8 @@ def nest(values: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, Any]
 
 def convert(value: Any, flag: Flag) -> Any:
     """Convert what people write for a type: a word or none for a list, 5e8 for an int, a number for a text."""
+    if "true" in flag.choices:
+        return str(value).lower()
     if flag.is_list and flag.choices and value in ("none", ["none"]):
         return []
     if flag.is_list and isinstance(value, str | int | float):

@@ -32,11 +32,15 @@ OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A checked configuration, where the value of every flag came from, and what its user should know of it."""
+    """A checked configuration, where the value of every flag came from, and what its user should know of it.
+
+    preset: the file of --preset, whose values give way to others; empty: none.
+    """
 
     config: Any
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
+    preset: str = ""
 
     def is_given(self, name: str) -> bool:
         """Return True for a flag whose value is not left to its default."""
@@ -188,7 +192,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
 
 def wrong_count(flag: Flag | None, words: list[str]) -> str:
     """Return the error in the number of words after a flag (None: --preset or --config), or ""."""
-    if flag and flag.is_bool and not words:
+    if flag and (flag.is_bool or "true" in flag.choices) and not words:
         return ""
     if not words:
         return f"found no value, wanted {flag.type_name if flag else 'a file'}"
@@ -221,7 +225,7 @@ def parse(
     check_dashes(argv)
     names = Names(config_class)
     given, errors, notes = read_command_line(names, argv)
-    layers = []
+    layers, preset = [], str(given.get("preset", ""))
     for path in [given.pop(key) for key in FILE_FLAGS if key in given]:
         try:
             flags, about_sections = read_yaml(path, section, sections, flags=names.known)
@@ -233,7 +237,7 @@ def parse(
         notes += more_notes
         layers.append((path, values))
     resolved = resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
-    return replace(resolved, notes=(*notes, *resolved.notes))
+    return replace(resolved, notes=(*notes, *resolved.notes), preset=preset)
 
 
 def resolve_layers(

@@ -7,6 +7,7 @@ from pydantic import model_validator
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 
+AutoFit = Literal["false", "true", "any"]
 # Flags behind those of a first start, with which a run goes on from what it has saved since.
 RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
@@ -105,9 +106,10 @@ class RunConfig(Group):
         "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
         on_resume="free",
     )
-    auto_fit: bool = flag(
-        False,
-        "Where the plan does not fit into memory, run with the cheapest changes of flags that make it fit",
+    auto_fit: AutoFit = flag(
+        "false",
+        "Where the plan does not fit into memory, run with the cheapest changes of flags that make it fit: true: those "
+        "that train the same; any: else also those that train something else (LoRA, int8)",
         on_resume="free",
     )
     auto_batch: bool = flag(
@@ -124,6 +126,11 @@ class RunConfig(Group):
     def starts_nothing(self) -> bool:
         """Return True for a dry run, by whichever flag."""
         return self.dry_run or self.explain or bool(self.target)
+
+    @property
+    def searches(self) -> list[str]:
+        """Return the flags given that choose others before the ranks start."""
+        return [name for name in ("auto_fit", "auto_batch") if getattr(self, name) not in (False, "false")]
 
     @property
     def resumes_from(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from pipeline.cache_memory import CACHE_MEMORY_FRACTION, tokens_that_fit
+from pipeline.cache_memory import MIN_SLOTS_WITH_WHOLE_WEIGHTS, leave_slots, tokens_that_fit
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -34,8 +34,6 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 OF_MODULES: dict[Backend, Callable[[nn.Module, Vocabulary], SessionSource]] = {
     "eager": EagerGenerator,
 }
-# Slots that must fit next to whole weights; where fewer fit, the weights are streamed. Chosen by hand.
-MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +160,7 @@ def whole_weights_fit(num_bytes: int, bytes_per_slot: int, device: torch.device)
         cache / GIB,
         free / GIB,
     )
-    return num_bytes + cache <= CACHE_MEMORY_FRACTION * free
+    return leave_slots(num_bytes, bytes_per_slot, free)
 
 
 def cached_tokens_that_fit(forward: CachedForward) -> int:

@@ -42,6 +42,10 @@ class GenerationOptions:
     weights: Literal["auto", "whole", "streamed"] = "auto"
     min_slots: int = 0
 
+    def decides_by_memory(self, why_not: str | None) -> bool:
+        """Tell whether `whole_weights_fit` decides how weights are held; why_not: the answer of `why_not_streamed`."""
+        return self.weights == "auto" and why_not is None
+
 
 def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
     """Return the reason that rules out `--rollout_weights streamed`, or None; `ranks` is None where it is not known."""

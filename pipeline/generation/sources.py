@@ -13,11 +13,12 @@ from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies_fit, choose_backend, whole_weights_fit
 from pipeline.generation.forwards.static import StaticCacheForward
-from pipeline.generation.options import GenerationOptions, why_not_streamed
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.generation.session import NO_ROOM, Room, SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
+from pipeline.tensor_ops import round_up
 
 if TYPE_CHECKING:  # they import triton, which the eager backend does without
     from pipeline.generation.forwards.fused import FusedForward
@@ -55,26 +56,14 @@ class WeightSource:
         for fallback in fallbacks:
             log.info("generation: fell back from %s", fallback)
         log.info("generation: %s backend", self.backend)
-        self._check_tensor_parallelism()
+        check_tensor_parallelism(model, size, self.backend)
+        if size > 1:
+            log.info("generation: tensor parallel, over %d ranks", size)
         self._why_whole = why_not_streamed(
             partitioned=partitioned, ranks=dist.world_size(), tensor_parallel_size=size, backend=self.backend
         )
         if options.weights == "streamed" and self._why_whole:
             raise InputError(f"--rollout_weights streamed: {self._why_whole}; else give auto")
-
-    def _check_tensor_parallelism(self) -> None:
-        size = self.group.size
-        if size == 1:
-            return
-        if self.backend != "fused":
-            raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {self.backend}")
-        architecture = read_architecture(self.model)
-        if (heads := architecture.num_kv_heads) % size:
-            raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
-        if architecture.joins_head_norms:
-            kind = base_model(self.model).config.model_type
-            raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
-        log.info("generation: tensor parallel, over %d ranks", size)
 
     def of_modules(self, vocabulary: Vocabulary) -> SessionSource:
         """Return the sessions of a backend that samples from the modules as they are (`OF_MODULES`)."""
@@ -117,13 +106,28 @@ class WeightSource:
         if self.options.weights == "streamed":
             log.info("generation: weights are streamed, as --rollout_weights says")
             return True
-        if self.options.weights == "whole" or self._why_whole:
+        if not self.options.decides_by_memory(self._why_whole):
             return False
-        bytes_per_slot = whole.cache_layout.bytes_per_token * self.options.max_sequence_length
+        slot_length = round_up(self.options.max_sequence_length, CACHE_LENGTH_MULTIPLE)
+        bytes_per_slot = whole.cache_layout.bytes_per_token * slot_length
         fit = whole_weights_fit(whole.weights.num_bytes_to_copy, bytes_per_slot, self.device)
         streams = dist.max_over_ranks(float(not fit), self.device) > 0
         log.info("generation: weights are %s", "streamed: on some rank they do not fit" if streams else "whole")
         return streams
+
+
+def check_tensor_parallelism(model: nn.Module, size: int, backend: str) -> None:
+    """Raise InputError where so many ranks cannot share the weights of a model in a rollout."""
+    if size == 1:
+        return
+    if backend != "fused":
+        raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
+    architecture = read_architecture(model)
+    if (heads := architecture.num_kv_heads) % size:
+        raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+    if architecture.joins_head_norms:
+        kind = base_model(model).config.model_type
+        raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
 
 
 def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:

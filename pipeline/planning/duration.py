@@ -116,8 +116,8 @@ def phase_seconds(
     }
     states = sum(states.optimizer for states in plan.states.values())
     seconds["train"] += needs.steps_each * STEP_TRAFFIC * states / (target.tb_per_s * 1e12 * COPIES)
-    if needs.rollout:
-        seconds["generate"] += decode_seconds(uses["actor"], dtype, needs.rollout, target, slots=plan.slots)
+    if plan.rollout:
+        seconds["generate"] += decode_seconds(uses["actor"], dtype, plan.rollout, target, slots=plan.slots)
     return seconds
 
 

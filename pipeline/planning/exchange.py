@@ -73,8 +73,8 @@ def exchange_seconds(
             once = name == "generate" or gathers_once(size, gather, target.memory)
             times = sum((2 if work.trains else 1) * work.times for work in passes if work.role == role)
             seconds[name] += (1 if once else times) * ring.gather(size.num_bytes, size.num_layers)
-    if needs.rollout:
-        seconds["generate"] += rollout_seconds(needs.rollout, plan, target)
+    if plan.rollout:
+        seconds["generate"] += rollout_seconds(plan.rollout, plan, target)
     return seconds
 
 

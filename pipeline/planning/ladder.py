@@ -1,24 +1,34 @@
-"""The cheapest changes of settings for a plan that does not fit, in order, each planned anew with the ones before."""
+"""What makes a plan fit that does not, or is tight: changes of flags in order, each planned with the ones before.
 
-from collections.abc import Callable, Iterator, Mapping
+Two answers: the same training in less memory, and another training. A change that a later one makes needless is left
+out.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import Resolved, validated
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
+from pipeline.configuration.global_batch import SHARED, with_ranks
 from pipeline.configuration.groups import STAGE
+from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
 from pipeline.files import GIB
+from pipeline.launching.target import Target
 from pipeline.planning.memory import MemoryPlan
-from pipeline.planning.page import StagePlanner, fits, host_text
+from pipeline.planning.page import StagePlanner, fits, lacking
 
 Values = Mapping[str, Any]
+ChangeOf = Callable[[Values, Target], dict[str, Any]]
 LORA_DIM = 16
 LEAST_SHARE = 0.01  # Share of what is missing below which a change is not worth its cost.
 OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
+NOT_ENOUGH = "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
+EVALUATED, STREAMED = "per_device_eval_batch_size", "rollout_weights"
 
 
 def named(values: Values, flag: str) -> list[str]:
@@ -26,12 +36,12 @@ def named(values: Values, flag: str) -> list[str]:
     return [name for name in (flag, f"actor_{flag}", f"critic_{flag}") if name in values]
 
 
-def smaller_micro_batch(values: Values, ranks: int) -> dict[str, Any]:
+def smaller_micro_batch(values: Values, target: Target) -> dict[str, Any]:
     """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
 
     --train_batch_size gives that number where the ranks divide it; else the rows that it was rounded to.
     """
-    micro, meant = values["per_device_train_batch_size"], values["train_batch_size"]
+    micro, meant, ranks = values["per_device_train_batch_size"], values["train_batch_size"], target.num_gpus
     rows = micro * values["gradient_accumulation_steps"]
     total: dict[str, Any] = {}
     if meant and meant % ranks == 0:
@@ -44,77 +54,123 @@ def smaller_micro_batch(values: Values, ranks: int) -> dict[str, Any]:
     return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **total}
 
 
-def with_checkpointing(values: Values, ranks: int) -> dict[str, Any]:
+def smaller_evaluation_batch(values: Values, target: Target) -> dict[str, Any]:
+    return {EVALUATED: values[EVALUATED] // 2} if values[EVALUATED] > 1 else {}
+
+
+def with_checkpointing(values: Values, target: Target) -> dict[str, Any]:
     return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
 
 
-def save_synchronously(values: Values, ranks: int) -> dict[str, Any]:
+def save_synchronously(values: Values, target: Target) -> dict[str, Any]:
     return {"save_in_background": False} if values["save_in_background"] else {}
 
 
-def partitioned(stage: int) -> Callable[[Values, int], dict[str, Any]]:
-    """Return the change to a ZeRO stage, where there are ranks to partition over."""
+def shared_rollout(values: Values, target: Target) -> dict[str, Any]:
+    """Let more GPUs of a machine share the actor's weights in a rollout, where they are not streamed."""
+    if values.get(STREAMED) in (None, "streamed"):
+        return {}
+    sizes = [size for size in range(values[SHARED] + 1, target.gpus + 1) if all(n % size == 0 for n in target.slots)]
+    return {SHARED: sizes[0]} if sizes else {}
 
-    def change(values: Values, ranks: int) -> dict[str, Any]:
-        new: dict[str, Any] = {name: stage for name in named(values, STAGE) if ranks > 1 and values[name] < stage}
+
+def streamed_rollout(values: Values, target: Target) -> dict[str, Any]:
+    return {} if STREAMED not in values else {SHARED: 1, STREAMED: "streamed"}
+
+
+def partitioned(stage: int) -> ChangeOf:
+    """Return the change to a ZeRO stage, where there are ranks to partition over; 3 takes no quantised weights."""
+
+    def change(values: Values, target: Target) -> dict[str, Any]:
+        names = [name for name in named(values, STAGE) if target.num_gpus > 1 and values[name] < stage]
+        new: dict[str, Any] = {
+            name: stage for name in names if stage < 3 or values[f"{name.removesuffix(STAGE)}quantization"] == "none"
+        }
         return new | {"optimizer_states": "fp32"} if new and stage == 3 else new
 
     return change
 
 
-def states_in_8_bits(values: Values, ranks: int) -> dict[str, Any]:
+def states_in_8_bits(values: Values, target: Target) -> dict[str, Any]:
     """Round the moments where bitsandbytes is installed; offload and ZeRO stage 3 have them in fp32."""
     return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
 
 
-def offload_states_during_rollout(values: Values, ranks: int) -> dict[str, Any]:
+def offload_states_during_rollout(values: Values, target: Target) -> dict[str, Any]:
     """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
     return {} if values["offload"] or OFFLOAD_DURING_ROLLOUT not in values else {OFFLOAD_DURING_ROLLOUT: True}
 
 
-def optimizer_offload(values: Values, ranks: int) -> dict[str, Any]:
+def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
     """Keep optimizer states in host memory always, at ZeRO stage 1 at least."""
     if values["offload"]:
         return {}
-    changed = {"offload": True, "optimizer_states": "fp32"} | {
-        name: 1 for name in named(values, STAGE) if not values[name]
-    }
+    stages = {name: 1 for name in named(values, STAGE) if not values[name]}
+    changed = {"offload": True, "optimizer_states": "fp32"} | stages
     return changed | ({OFFLOAD_DURING_ROLLOUT: False} if OFFLOAD_DURING_ROLLOUT in values else {})
 
 
-def parameter_offload(values: Values, ranks: int) -> dict[str, Any]:
-    stages = named(values, STAGE)
-    return (
-        {} if values["offload_parameters"] or any(values[name] < 3 for name in stages) else {"offload_parameters": True}
-    )
+def parameter_offload(values: Values, target: Target) -> dict[str, Any]:
+    is_partitioned = all(values[name] == 3 for name in named(values, STAGE))
+    return {"offload_parameters": True} if is_partitioned and not values["offload_parameters"] else {}
 
 
-def lora(values: Values, ranks: int) -> dict[str, Any]:
-    return {name: LORA_DIM for name in named(values, "lora_dim") if not values[name]}
+def adapters(place: int, base: str = "none") -> ChangeOf:
+    """Return the change to adapters of a stage's first trained model, or of its second.
+
+    base: how the frozen weights are quantised; ZeRO stage 3 does not partition them then.
+    """
+
+    def change(values: Values, target: Target) -> dict[str, Any]:
+        dims, bases, stages = (named(values, flag)[place : place + 1] for flag in ("lora_dim", "quantization", STAGE))
+        new: dict[str, Any] = {name: LORA_DIM for name in dims if not values[name]}
+        if base == "none" or any(values[name] != "none" for name in bases):
+            return new
+        below_3 = {name: min(2, values[name]) for name in stages}
+        return dict.fromkeys(bases, base) | below_3 | new | ({"offload_parameters": False} if bases else {})
+
+    return change
 
 
-def int8_base(values: Values, ranks: int) -> dict[str, Any]:
-    """Quantise the frozen weights, which ZeRO stage 3 does not partition."""
-    chosen = {name: "int8" for name in named(values, "quantization") if values[name] == "none"}
-    return chosen and chosen | {"offload_parameters": False} | {
-        name: min(2, values[name]) for name in named(values, STAGE)
-    }
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A way to change flags.
+
+    change: values, target -> other values.
+    cost: what it costs, in words.
+    times: steps of it that are taken at once.
+    """
+
+    change: ChangeOf
+    cost: str
+    times: int = 1
 
 
-# (change, what it costs), the cheapest first.
-CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
-    (save_synchronously, "training waits for each checkpoint"),
-    (smaller_micro_batch, "smaller products"),
-    (with_checkpointing, "one more forward pass"),
-    (partitioned(1), "the weights are gathered once a step"),
-    (partitioned(2), "gradients are reduced in each micro-batch"),
-    (states_in_8_bits, "rounded moments"),
-    (offload_states_during_rollout, "states cross the bus twice a rollout"),
-    (optimizer_offload, "states cross the bus each step"),
-    (partitioned(3), "weights are gathered in each pass"),
-    (parameter_offload, "weights cross the bus in each pass"),
-    (lora, "another training: adapters only"),
-    (int8_base, "rounded base weights"),
+# The cheapest first. Those that take no memory of the host,
+LIGHT = (
+    Rung(save_synchronously, "training waits for each checkpoint"),
+    Rung(smaller_micro_batch, "smaller products"),
+    Rung(smaller_evaluation_batch, "smaller passes of an evaluation"),
+    Rung(with_checkpointing, "one more forward pass"),
+    Rung(partitioned(1), "the weights are gathered once a step"),
+    Rung(partitioned(2), "gradients are reduced in each micro-batch"),
+    Rung(shared_rollout, "GPUs exchange hidden states for each token"),
+    Rung(streamed_rollout, "GPUs gather all layers for each token"),
+)
+# those that take it, or time at each pass,
+HEAVY = (
+    Rung(offload_states_during_rollout, "states cross the bus twice a rollout"),
+    Rung(optimizer_offload, "states cross the bus each step"),
+    Rung(partitioned(3), "weights are gathered in each pass"),
+    Rung(parameter_offload, "weights cross the bus in each pass"),
+)
+# and those that train something else.
+OTHER = (
+    Rung(states_in_8_bits, "rounded moments"),
+    Rung(adapters(0), "adapters only"),
+    Rung(adapters(0, "int8"), "adapters on rounded weights"),
+    Rung(adapters(1), "adapters only"),
+    Rung(adapters(1, "int8"), "adapters on rounded weights"),
 )
 
 
@@ -122,27 +178,42 @@ CHANGES: tuple[tuple[Callable[[Values, int], dict[str, Any]], str], ...] = (
 class Change:
     """Flags that are changed together.
 
+    rung: the way in which they are changed.
     flags: their names and new values.
     resolved: the settings with them.
     plan: the plan with them.
-    gained: bytes freed of a GPU.
-    gained_on_host: bytes freed of the host.
-    cost: what they cost, in words.
+    gained: bytes freed of a GPU, and of the host.
     """
 
+    rung: Rung
     flags: Mapping[str, Any]
     resolved: Resolved
     plan: MemoryPlan
-    gained: int
-    gained_on_host: int
-    cost: str
+    gained: tuple[int, int]
 
     def __str__(self) -> str:
-        flags = " ".join(f"--{name} {str(value).lower()}" for name, value in self.flags.items())
-        expected, _ = self.plan.reserved()
-        gained = [f"{size(self.gained)} ({expected / GIB:.1f} GiB expected)"] if self.gained > 0 else []
-        gained += [f"{size(self.gained_on_host)} of the host"] if self.gained_on_host > 0 else []
-        return f"{flags}: gives back {' and '.join(gained)}; cost: {self.cost}"
+        (on_device, on_host), (expected, _) = self.gained, self.plan.reserved()
+        gained = [f"{size(on_device)} ({expected / GIB:.1f} GiB expected)"] if on_device > 0 else []
+        gained += [f"{size(on_host)} of the host"] if on_host > 0 else []
+        return f"{shlex.join(flag_words(self.flags))}: gives back {' and '.join(gained)}; cost: {self.rung.cost}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Changes in order, none of them needless, and settings and plan with all of them.
+
+    is_enough: the plan fits with them; where it fitted before, it is not tight.
+    """
+
+    changes: Sequence[Change]
+    resolved: Resolved
+    plan: MemoryPlan
+    is_enough: bool
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags that are other ones than before."""
+        return {name: value for change in self.changes for name, value in change.flags.items()}
 
 
 def size(num_bytes: int) -> str:
@@ -150,48 +221,103 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def changes(planner: StagePlanner, resolved: Resolved) -> Iterator[Change]:
-    """Yield each change that gives back what is missing, planned with those before it, until the plan fits.
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What makes a plan fit: the same training up to rounding, and another that takes little of the host, if any."""
 
-    After each change the cheapest are tried first again: activations may be the peak once states are small. No change
-    raises a micro-batch: `--auto_batch` finds the largest one.
+    same: Answer
+    another: Answer | None
+
+    @classmethod
+    def of(cls, planner: StagePlanner, resolved: Resolved) -> Self:
+        """Find both. Raises InputError, EnvironmentFault: see `StagePlanner.memory`."""
+        resolved = replace(resolved, preset="")  # changes that contradict a preset are none
+        same = answer(planner, resolved, (*LIGHT, *HEAVY))
+        another = answer(planner, resolved, (*LIGHT, *OTHER, *HEAVY))
+        changes_training = any(change.rung in OTHER for change in another.changes)
+        return cls(same, another if changes_training else None)
+
+    def chosen(self, auto_fit: AutoFit) -> Answer | None:
+        """Return the answer that --auto_fit takes; None where it does not suffice."""
+        allowed = [self.same] if auto_fit == "true" else [self.same, self.another] if auto_fit == "any" else []
+        return next((one for one in allowed if one is not None and one.is_enough), None)
+
+    @property
+    def instead(self) -> str:
+        """What to do where the same training does not fit, in words."""
+        if self.another is None or not self.another.is_enough:
+            return NOT_ENOUGH
+        return f"--auto_fit any would train something else: {shlex.join(flag_words(self.another.flags))}"
+
+
+def answer(planner: StagePlanner, resolved: Resolved, rungs: Sequence[Rung]) -> Answer:
+    """Return changes that make a plan fit, or one that fits fit with its high estimate, as far as they can.
+
+    After each change the cheapest are tried first again: activations may be the peak once states are small. Of those
+    that a later change makes needless the dearest leave the list first; several steps of a change are one.
     """
-    target, before = planner.target, planner.memory(resolved)
-    while not fits(before, target):
-        cheapest = next(filter(None, (changed(planner, resolved, before, *change) for change in CHANGES)), None)
-        if cheapest is None:
+    start, target = planner.memory(resolved), planner.target
+    high = fits(start, target)
+    taken = list(climbed(planner, resolved, start, rungs, high=high))
+    is_enough = suffices(taken, target, high=high)
+    kept = [change.rung for change in taken]
+    for rung in sorted(kept, key=rungs.index, reverse=True) if is_enough else ():
+        fewer = list(kept)
+        fewer.remove(rung)
+        again = list(replayed(planner, resolved, start, fewer))
+        if len(again) == len(fewer) and suffices(again, target, high=high):
+            taken, kept = again, fewer
+    taken = list(
+        replayed(planner, resolved, start, [replace(rung, times=kept.count(rung)) for rung in dict.fromkeys(kept)])
+    )
+    end = (taken[-1].resolved, taken[-1].plan) if taken else (resolved, start)
+    return Answer(taken, *end, is_enough)
+
+
+def suffices(taken: Sequence[Change], target: Target, *, high: bool) -> bool:
+    """Tell whether nothing is lacking after these changes."""
+    return bool(taken) and not any(lacking(taken[-1].plan, target, high=high))
+
+
+def climbed(
+    planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rungs: Sequence[Rung], *, high: bool
+) -> Iterator[Change]:
+    """Yield the cheapest change that gives back what is lacking, then the next, until nothing is or none does."""
+    while any(lacks := lacking(before, planner.target, high=high)):
+        found = (changed(planner, resolved, before, rung) for rung in rungs)
+        change = next((one for one in found if one and any(map(helps, one.gained, lacks))), None)
+        if change is None:
             return
-        resolved, before = cheapest.resolved, cheapest.plan
-        yield cheapest
+        resolved, before = change.resolved, change.plan
+        yield change
 
 
-def changed(
-    planner: StagePlanner,
-    resolved: Resolved,
-    before: MemoryPlan,
-    change: Callable[[Values, int], dict[str, Any]],
-    cost: str,
-) -> Change | None:
-    """Return a change of settings that are planned as `before`; None where it changes nothing or hardly helps."""
-    target, values = planner.target, dict(flat_items(resolved.config))
-    new = {name: value for name, value in change(values, target.num_gpus).items() if values[name] != value}
-    if not new:
+def replayed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rungs: Sequence[Rung]) -> Iterator[Change]:
+    """Yield the changes of these rungs, one after the other, up to one that changes nothing."""
+    for rung in rungs:
+        if (change := changed(planner, resolved, before, rung)) is None:
+            return
+        resolved, before = change.resolved, change.plan
+        yield change
+
+
+def changed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rung: Rung) -> Change | None:
+    """Return a change of settings that are planned as `before`; None where it changes nothing, or they contradict."""
+    target, values, new = planner.target, dict(flat_items(resolved.config)), dict[str, Any]()
+    for _ in range(rung.times):
+        new |= rung.change(values | new, target)
+    if not (new := {name: value for name, value in new.items() if values[name] != value}):
         return None
     try:
-        config: Any = validated(type(resolved.config), values | new, resolved.origins)
-        resolved = with_ranks(replace(resolved, config=config), target.num_gpus)
+        origins = resolved.origins | dict.fromkeys(new, COMMAND_LINE)
+        config: Any = validated(type(resolved.config), values | new, origins)
+        resolved = with_ranks(replace(resolved, config=config, origins=origins), target.num_gpus)
         plan = planner.memory(resolved)
     except RunError:
         return None  # settings that do not go together
-    gained = before.phases[before.worst].total - plan.phases[plan.worst].total
-    gained_on_host = before.host - plan.host
-    lacking = before.reserved()[0] - target.memory
-    lacking_on_host = before.on_host[0] - target.host_memory if target.host_memory else 0
-    if not (helps(gained, lacking) or helps(gained_on_host, lacking_on_host)):
-        return None
     # Accumulation follows from --train_batch_size.
     new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)
-    return Change(new, resolved, plan, gained, gained_on_host, cost)
+    return Change(rung, new, resolved, plan, (before.reserved()[0] - plan.reserved()[0], before.host - plan.host))
 
 
 def helps(gained: int, lacking: int) -> bool:
@@ -199,24 +325,10 @@ def helps(gained: int, lacking: int) -> bool:
     return lacking > 0 and gained >= LEAST_SHARE * lacking
 
 
-def ladder(planner: StagePlanner, resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each change, and a last one: whether they are enough, and what they take of the host."""
-    plan = planner.memory(resolved)
-    for change in changes(planner, resolved):
-        resolved, plan = change.resolved, change.plan
-        yield str(change)
-    if not fits(plan, planner.target):
-        on_disk = replace(planner, jsons_of=lambda settings: with_nvme(planner.jsons_of(settings))).memory(resolved)
-        if gained := plan.host - on_disk.host:
-            yield (
-                '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed_config: gives back '
-                f"{gained / GIB:.1f} GiB of the host; cost: states cross the disk each step"
-            )
-        plan = on_disk
-    if fits(plan, planner.target):
-        yield f"with these it fits, and takes of the host {host_text(plan, planner.target)}"
-    else:
-        yield "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
+def gained_on_disk(planner: StagePlanner, resolved: Resolved) -> tuple[int, MemoryPlan]:
+    """Return the bytes of the host that states on NVMe would give back, and the plan with them there."""
+    on_disk = replace(planner, jsons_of=lambda settings: with_nvme(planner.jsons_of(settings))).memory(resolved)
+    return planner.memory(resolved).host - on_disk.host, on_disk
 
 
 def with_nvme(engines: Mapping[str, Json]) -> dict[str, Json]:

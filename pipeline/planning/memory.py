@@ -39,23 +39,32 @@ class PhaseMemory:
     """The peak of a phase on one GPU, in bytes of tensors, by what holds them.
 
     states: weights, optimizer states and what else lasts.
-    gradients: gradients with buckets and temporary copies.
+    gradients: gradients with buckets, by role.
+    step: temporary copies of an optimizer step, where that is the peak.
     gathered: weights that ZeRO stage 3 gathers.
     rollout: KV cache and copied weights.
     activations: activations with logits.
     graph: the pool of the decode step's CUDA graph, which is in no tensor: it counts in expected and high alone.
+    fitted_cache: bytes of `rollout` that are a KV cache as large as what was left: unused blocks would have made it
+        smaller, so they are not added to it.
     """
 
     states: int
-    gradients: int = 0
+    gradients: Mapping[str, int]
+    step: int = 0
     gathered: int = 0
     rollout: int = 0
     activations: int = 0
     graph: int = 0
+    fitted_cache: int = 0
 
     @property
     def total(self) -> int:
-        return self.states + self.gradients + self.gathered + self.rollout + self.activations
+        return self.states + self.gradient_bytes + self.step + self.gathered + self.rollout + self.activations
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(self.gradients.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class MemoryPlan:
     sizes: numbers of weights, by role.
     states: what each model holds, by role.
     phases: peaks, by phase.
+    rollout: the buffers of generation, as the run would decide about them; None for a stage that samples nothing.
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing.
     keeps_rollout: the buffers of generation stay in memory through updates, except possibly the first.
     host: bytes of each machine's memory for what is offloaded, and for a checkpoint.
@@ -78,6 +88,7 @@ class MemoryPlan:
     sizes: Mapping[str, ModelSize]
     states: Mapping[str, States]
     phases: Mapping[str, PhaseMemory]
+    rollout: Rollout | None
     slots: int
     keeps_rollout: bool
     host: int
@@ -90,14 +101,14 @@ class MemoryPlan:
     @property
     def worst(self) -> str:
         """The phase with the highest peak."""
-        return max(self.phases, key=lambda name: self.phases[name].total)
+        return max(self.phases, key=lambda name: self.reserved(name)[0])
 
     def reserved(self, phase: str = "") -> tuple[int, int]:
-        """Return what a process takes of the device in a phase, by default the worst: expected and high."""
-        peak = self.phases[phase or self.worst]
-        if self.on_cpu:
-            return peak.total + self.besides[0], peak.total + self.besides[1]
-        return reserved(peak, self.besides)
+        """Return what a process takes of the device in a phase, by default at most in any: expected and high."""
+        peaks = [self.phases[phase]] if phase else self.phases.values()
+        rest = (0, 0) if self.on_cpu else UNUSED_REST
+        expected, high = (max(reserved(peak, rest[i]) for peak in peaks) + self.besides[i] for i in (0, 1))
+        return expected, high
 
     @property
     def on_host(self) -> tuple[int, int]:
@@ -106,10 +117,9 @@ class MemoryPlan:
         return self.host + self.per_host * process[0], self.host + self.per_host * process[1]
 
 
-def reserved(peak: PhaseMemory, besides: tuple[int, int]) -> tuple[int, int]:
-    """Return what a process takes of a GPU at a peak, expected and high."""
-    expected, high = (int(peak.total * (1 + UNUSED_REST[i])) + peak.graph + besides[i] for i in (0, 1))
-    return expected, high
+def reserved(peak: PhaseMemory, rest: float) -> int:
+    """Return the bytes of the device at a peak, with an unused `rest` of the allocator's blocks."""
+    return int((peak.total - peak.fitted_cache) * (1 + rest)) + peak.fitted_cache + peak.graph
 
 
 def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
@@ -162,16 +172,18 @@ def plan_memory(
         lasting = resident if name == "train" else resident - leaving
         phases[name] = phase_memory(passes, uses, states, dtype=dtype, resident=lasting)
     besides = bytes_of_libraries(target, ranks)
-    slots, keeps = 0, False
-    if needs.rollout:
+    rollout, slots, keeps = needs.rollout, 0, False
+    if rollout:
         free = on_device - resident + leaving - besides[0]
-        slots, buffers = rollout_buffers(needs.rollout, uses["actor"], states["actor"], dtype, target, free=free)
-        first, keeps = updates_with_cache(needs.rollout, phases, buffers, target, free=free)
+        rollout = rollout.as_decided(free) if on_device else rollout
+        slots, buffers = rollout_buffers(rollout, uses["actor"], states["actor"], dtype, target, free=free)
+        first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
-            phases[name] = replace(phases[name], **buffers)
-        if needs.rollout.copied_bytes:  # nothing is gathered besides the copies
+            phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # its numbers alone
+        if rollout.copied_bytes:  # nothing is gathered besides the copies
             phases["generate"] = replace(phases["generate"], gathered=0)
-    return MemoryPlan(sizes, states, phases, slots, keeps, host * per_host, ranks, besides, target.is_cpu, per_host)
+    host *= per_host
+    return MemoryPlan(sizes, states, phases, rollout, slots, keeps, host, ranks, besides, target.is_cpu, per_host)
 
 
 def rollout_buffers(
@@ -185,7 +197,9 @@ def rollout_buffers(
     slots = rollout.slots_that_fit(free) if target.memory else rollout.slots
     step = peak_bytes(actor, dtype, Pass("actor", slots, 1)) + slots * rollout.logits_bytes
     pool = -(-step // POOL_BLOCK) * POOL_BLOCK if target.memory else 0
-    return slots, {"rollout": rollout.num_bytes(slots), "graph": pool}
+    num_bytes = rollout.num_bytes(slots)
+    fitted = num_bytes - rollout.copied_bytes if slots < rollout.slots else 0
+    return slots, {"rollout": num_bytes, "graph": pool, "fitted_cache": fitted}
 
 
 def updates_with_cache(
@@ -218,17 +232,18 @@ def phase_memory(
     moments: list[PhaseMemory] = []
     for work in passes:
         others = [role for role in trained if role != work.role and is_before(role, work, trained)]
-        gradients = sum(states[role].gradients for role in others)
+        gradients = {role: states[role].gradients for role in others}
         if work.trains:
-            gradients += states[work.role].buckets + (states[work.role].gradients if work.accumulates else 0)
+            earlier = states[work.role].gradients if work.accumulates else 0
+            gradients[work.role] = states[work.role].buckets + earlier
         accumulates = work.accumulates or states[work.role].streams
         measured = replace(work, accumulates=accumulates, times=1, without_adapters=False)
         activations = peak_bytes(uses[work.role], dtype, measured)
-        moments.append(PhaseMemory(resident, gradients, gathered, activations=activations))
+        moments.append(PhaseMemory(resident, gradients, gathered=gathered, activations=activations))
     for number, role in enumerate(trained):  # models step in turn, and each releases its gathered weights
-        waiting = sum(states[role].gradients for role in trained[number:])
+        waiting = {role: states[role].gradients for role in trained[number:]}
         gathered = sum(states[role].gathered for role in trained[number + 1 :])
-        moments.append(PhaseMemory(resident, waiting + states[role].step, gathered))
+        moments.append(PhaseMemory(resident, waiting, states[role].step, gathered))
     return max(moments, key=lambda moment: moment.total)
 
 

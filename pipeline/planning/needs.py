@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.cache_memory import tokens_that_fit
+from pipeline.cache_memory import leave_slots, tokens_that_fit
 from pipeline.configuration.groups import ModelConfig, OptimizerConfig
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.batching import total_steps
@@ -75,6 +75,7 @@ class Rollout:
     logits_bytes: bytes of a slot's logits at a decode step, and of what the draw computes from them.
     gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
     kernels_per_step: kernels of a decode step.
+    streamed: the buffers of streamed weights, where the memory decides about them; else None.
     """
 
     slots: int
@@ -90,6 +91,13 @@ class Rollout:
     logits_bytes: int
     gathers_per_step: int
     kernels_per_step: int
+    streamed: "Rollout | None" = None
+
+    def as_decided(self, free: int) -> "Rollout":
+        """Return the buffers of a run on a device with so many free bytes: these, or those of streamed weights."""
+        if self.streamed is None or leave_slots(self.copied_bytes, self.cache_length * self.bytes_per_token, free):
+            return self
+        return self.streamed
 
     def rounds(self, slots: int) -> int:
         """Return how often a cache of so many rows is filled for all responses, where they are of full length."""

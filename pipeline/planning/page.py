@@ -1,9 +1,10 @@
 """The page of a stage's plan: sizes, batch arithmetic, memory by model and phase, and a verdict, for people."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flags import Resolved
@@ -18,6 +19,17 @@ from pipeline.planning.needs import StageNeeds
 
 NeedsOf = Callable[..., StageNeeds]
 JsonsOf = Callable[[Resolved], Mapping[str, Json]]
+# Rows of the tables, title -> attribute.
+HELD = {"weights": "weights", "optimizer": "optimizer", "buffers": "lasting_gradients", "moving average": "average"}
+PARTS = {
+    "states": "states",
+    "gradients": "gradient_bytes",
+    "optimizer step": "step",
+    "gathered weights": "gathered",
+    "KV cache, copies": "rollout",
+    "activations": "activations",
+    "low": "total",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +90,62 @@ class StagePlanner:
         return self.target.dtype if dtype == "auto" else dtype
 
 
-def stage_page(planner: StagePlanner, resolved: Resolved, num_rows: float) -> tuple[list[str], MemoryPlan]:
-    """Return the lines of a stage's plan, and its memory; num_rows: rows or prompts of the run, 0 if not known.
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The plan of a stage with its settings.
 
-    Raises:
-        InputError, EnvironmentFault: see `StagePlanner.memory`.
+    planner: the stage on its target.
+    resolved: the settings.
+    needs: what they need.
+    memory: what that takes.
+    num_steps: optimizer steps of the run; 0 where they are not known.
+    seconds, exchanged: see `StagePlanner.seconds`; {} too where the plan does not fit.
     """
-    needs, plan = planner.needs(resolved), planner.memory(resolved)
-    source = " (described)" if planner.target.described else ""
-    lines = [f"on {planner.target}{source}, {planner.dtype(resolved)}", *model_lines(plan)]
-    lines += [f"  batch    {line}" for line in needs.batch]
-    run = resolved.config.run
-    num_steps = needs.num_steps(ceil(num_rows)) if num_rows or run.max_steps else 0
-    if num_steps:
+
+    planner: StagePlanner
+    resolved: Resolved
+    needs: StageNeeds
+    memory: MemoryPlan
+    num_steps: int
+    seconds: Mapping[str, float]
+    exchanged: Mapping[str, float]
+
+    @classmethod
+    def of(cls, planner: StagePlanner, resolved: Resolved, num_rows: float) -> Self:
+        """Plan a stage; num_rows: rows or prompts of the run, 0 if not known. Raises InputError, EnvironmentFault."""
+        needs, memory, run = planner.needs(resolved), planner.memory(resolved), resolved.config.run
+        num_steps = needs.num_steps(ceil(num_rows)) if num_rows or run.max_steps else 0
+        times = planner.seconds(resolved, memory) if fits(memory, planner.target) else ({}, {})
+        return cls(planner, resolved, needs, memory, num_steps, *times)
+
+    @property
+    def hardware(self) -> str:
+        """The target in words, and the dtype of the models there."""
+        source = " (described)" if self.planner.target.described else ""
+        return f"{self.planner.target}{source}, {self.planner.dtype(self.resolved)}"
+
+
+def stage_page(stage: StagePlan) -> list[str]:
+    """Return the lines of a stage's plan: what its memory, its time and its disk consist of."""
+    planner, resolved, needs, plan = stage.planner, stage.resolved, stage.needs, stage.memory
+    lines, run = [*model_lines(plan), *(f"  batch    {line}" for line in needs.batch)], resolved.config.run
+    if stage.num_steps:
         why = "--max_steps" if run.max_steps else f"about; --num_train_epochs {run.num_train_epochs:g}"
-        rollouts = f" in {counted(-(-num_steps // needs.steps_each), 'rollout')}" if needs.rollout else ""
-        lines.append(f"  steps    {num_steps} of the optimizer{rollouts} ({why})")
-    lines += [
-        *phase_lines(plan),
-        *verdict_lines(needs, plan, planner.target, faults=planner.disk_faults(resolved, plan)),
-    ]
-    times = planner.seconds(resolved, plan)
+        rollouts = f" in {counted(-(-stage.num_steps // needs.steps_each), 'rollout')}" if needs.rollout else ""
+        lines.append(f"  steps    {counted(stage.num_steps, 'optimizer step')}{rollouts} ({why})")
+    faults = planner.disk_faults(resolved, plan)
+    lines += [*phase_lines(plan), *verdict_lines(needs, plan, planner.target, faults=faults)]
     if planner.target.memory and not planner.target.is_cpu:
         lines.append(f"  device   {planner.target.source}")
-    is_measured, why_none = planner.target.measured is not None, why_no_time(planner.target, planner.dtype(resolved))
-    lines += time_lines(needs, plan, *times, num_steps=num_steps, is_measured=is_measured) or [f"  time     {why_none}"]
-    return [*lines, disk_line(planner, resolved, plan)], plan
+    if fits(plan, planner.target):
+        times, is_measured = (stage.seconds, stage.exchanged), planner.target.measured is not None
+        lines += time_lines(needs, plan, *times, num_steps=stage.num_steps, is_measured=is_measured)
+        lines += [] if stage.seconds else [f"  time     {why_no_time(planner.target, planner.dtype(resolved))}"]
+    return [*lines, f"  disk     {disk_text(planner, resolved, plan)}"]
 
 
-def row(name: str, values: Sequence[str]) -> str:
-    return f"  {name:<13}" + "".join(f"{value:>13}" for value in values)
+def row(name: str, values: Iterable[str]) -> str:
+    return f"  {name:<17}" + "".join(f"{value:>14}" for value in values)
 
 
 def gib(value: float) -> str:
@@ -127,28 +165,32 @@ def run_text(seconds: float) -> str:
     return seconds_text(seconds)
 
 
+def part_lines(parts: Mapping[str, str], holders: Collection[Any]) -> list[str]:
+    """Return a row of GiB for each of `parts`, title -> attribute, that any of the holders has; "-": this has none."""
+    held = {title: [getattr(one, name) for one in holders] for title, name in parts.items()}
+    return [row(title, [gib(n) if n else "-" for n in line]) for title, line in held.items() if any(line)]
+
+
 def model_lines(plan: MemoryPlan) -> list[str]:
-    """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB."""
-    head = ["weights, M", "trained", "no embedding", "GiB: weights", "gradients", "optimizer", "buffers"]
-    lines = [row("model", head)]
-    for role, size in plan.sizes.items():
-        states = plan.states[role]
-        counts = [f"{count / 1e6:,.1f}" for count in (size.weights, size.trained, size.weights - size.embeddings)]
-        # Weights, optimizer and buffers of all rows add up to the states of a phase; buckets are of a backward pass.
-        parts = (states.weights, states.gradients + states.buckets, states.optimizer, states.lasting_gradients)
-        lines.append(row(role, [*counts, *map(gib, parts)]))
-        if states.average:
-            lines.append(row(f"{role}_ema", ["", "", "", gib(states.average), *[gib(0)] * 3]))
-    return lines
+    """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB.
+
+    Weights, optimizer states, buffers and averages of all models add up to the states of a phase, the gradients to
+    those at the peak of training.
+    """
+    sizes, gradients = plan.sizes.values(), plan.phases["train"].gradients
+    counts = {"weights": [size.weights for size in sizes], "trained": [size.trained for size in sizes]}
+    counts["no embedding"] = [size.weights - size.embeddings for size in sizes]
+    lines = [row("millions", plan.sizes)]
+    lines += [row(name, [f"{n / 1e6:,.1f}" for n in line]) for name, line in counts.items()]
+    lines += [row("GiB", plan.sizes), *part_lines(HELD, plan.states.values())]
+    return [*lines, row("gradients", [gib(gradients.get(role, 0)) for role in plan.sizes])]
 
 
 def phase_lines(plan: MemoryPlan) -> list[str]:
-    """Return the table of phases: the peak of each on a GPU in GiB, by what holds it."""
-    head = ["states", "gradients", "gathered", "KV cache", "activations", "low", "expected", "high"]
-    lines = [row("phase, GiB", head)]
-    for name, peak in plan.phases.items():
-        parts = (peak.states, peak.gradients, peak.gathered, peak.rollout, peak.activations)
-        lines.append(row(name, [*map(gib, parts), *map(gib, (peak.total, *plan.reserved(name)))]))
+    """Return the table of phases: the peak of each in GiB of a GPU, by what holds it, whose sum is low."""
+    lines = [row("GiB", plan.phases), *part_lines(PARTS, plan.phases.values())]
+    figures = zip(*(plan.reserved(name) for name in plan.phases), strict=True)
+    lines += [row(name, map(gib, line)) for name, line in zip(("expected", "high"), figures, strict=True)]
     context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
     libraries = "CUDA's and NCCL's" if plan.ranks > 1 else "CUDA's"
@@ -172,7 +214,7 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults
             cache = "kept during the update"
         elif plan.phases["train"].rollout:
             cache = "kept during the first update alone, and made again with its graph for each rollout"
-        if seconds := states_seconds(needs, plan, target):
+        if (seconds := states_seconds(needs, plan, target)) and fits(plan, target):
             cache += f": {seconds_text(seconds)} in which optimizer states move to the host and back (estimate)"
         lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {cache}")
     lines.append(f"  host     {host_text(plan, target)}")
@@ -242,14 +284,14 @@ def exchange_line(seconds: Mapping[str, float], exchanged: Mapping[str, float]) 
     return f"  exchange {known}"
 
 
-def disk_line(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:
+def disk_text(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:
     """Return what the stage's models, its checkpoints and what it offloads to NVMe take on the disk of a machine."""
     config, models = resolved.config, planner.needs(resolved).models
     taken = outputs(models, planner.dtype(resolved), config.run, saves_adapters=config.deepspeed.save_adapter_only)
     number, size = taken.num_checkpoints, gib(taken.checkpoint)
     each = f", {number} x {size} GiB of checkpoints at most" if number else ", no checkpoint"
     files = "".join(f", {gib(size)} GiB in {folder} (NVMe)" for folder, size in planner.files(resolved, plan).items())
-    return f"  disk     {gib(sum(taken.models))} GiB of models{each}{files}"
+    return f"{gib(sum(taken.models))} GiB of models{each}{files}"
 
 
 def verdict(plan: MemoryPlan, target: Target) -> str:
@@ -270,6 +312,12 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
 
 def fits(plan: MemoryPlan, target: Target) -> bool:
     """Tell whether the expected peak is within the device's memory, processes and offloaded states in the host's."""
-    expected, _ = plan.reserved()
-    host_fits = not target.host_memory or plan.on_host[0] <= target.host_memory
-    return not target.memory or (expected <= target.memory and host_fits)
+    return not any(lacking(plan, target))
+
+
+def lacking(plan: MemoryPlan, target: Target, *, high: bool = False) -> tuple[int, int]:
+    """Return the bytes that a GPU and a host lack, by the expected figures or by the high ones."""
+    if not target.memory:
+        return 0, 0
+    on_host = plan.on_host[high] - target.host_memory if target.host_memory else 0
+    return max(0, plan.reserved()[high] - target.memory), max(0, on_host)

@@ -24,7 +24,7 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.source import ModelSource
-from pipeline.planning.ladder import changes
+from pipeline.planning.ladder import Answers
 from pipeline.planning.page import fits, verdict
 from pipeline.preparation.plans import stage_planner
 
@@ -48,7 +48,7 @@ def chosen_flags(
         raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
     target, ranks = this_machine(*slots), sum(slots)
     resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
-    if run.auto_fit:
+    if "auto_fit" in run.searches:
         flags = flags_that_fit(stage, resolved, target)
         resolved = with_flags(resolved, flags, ranks)
     if run.auto_batch:
@@ -68,21 +68,20 @@ def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str
     """Return the changes of flags that make the plan fit, {} where it fits as it is or no GPU's memory is known.
 
     Raises:
-        EnvironmentFault: all changes together are not enough.
+        EnvironmentFault: the changes that it may take are not enough.
     """
     planner, resolved = stage_planner(stage, resolved, target, {})
-    target = planner.target
-    plan, flags = planner.memory(resolved), dict[str, Any]()
+    target, plan = planner.target, planner.memory(resolved)
     say(f"auto_fit: {verdict(plan, target)}")
-    for change in changes(planner, resolved):
-        plan, flags = change.plan, {**flags, **change.flags}
+    if fits(plan, target):
+        return {}
+    answers = Answers.of(planner, resolved)
+    if (answer := answers.chosen(resolved.config.run.auto_fit)) is None:
+        raise EnvironmentFault(f"--auto_fit: {verdict(answers.same.plan, target)} ({target}); {answers.instead}")
+    for change in answer.changes:
         say(f"auto_fit: {change}")
-    if not fits(plan, target):
-        lacking = f"{verdict(plan, target)} ({target})"
-        raise EnvironmentFault(f"--auto_fit: {lacking}; take more GPUs, larger ones, shorter rows or a smaller model")
-    if flags:
-        say(f"auto_fit: {verdict(plan, target)}")
-    return flags
+    say(f"auto_fit: {verdict(answer.plan, target)}")
+    return answer.flags
 
 
 def largest_micro_batch(

@@ -20,7 +20,7 @@ from pipeline.run.layout import automatic_file
 def searches(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if flags are chosen before the ranks start."""
     run: RunConfig = resolved.config.run
-    return bool(request.autotuning or run.auto_fit or run.auto_batch)
+    return bool(request.autotuning or run.searches)
 
 
 def chosen_words(stage: Stage, resolved: Resolved, request: LaunchRequest, signals: Signals) -> list[str]:
@@ -36,7 +36,7 @@ def chosen_words(stage: Stage, resolved: Resolved, request: LaunchRequest, signa
         say(f"as chosen before ({file}): {shlex.join(words) or 'nothing that no flag of this command replaces'}")
         return words
     if tuning:
-        if stage.number != 1 or not request.is_on_one_machine or run.auto_fit or run.auto_batch:
+        if stage.number != 1 or not request.is_on_one_machine or run.searches:
             raise errors.InputError("--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch")
         flags = tuned_flags(f"{stage.package}.main", request, signals, run_dir, resolved)
     else:

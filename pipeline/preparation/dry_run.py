@@ -11,6 +11,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
+from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
@@ -21,17 +22,20 @@ from pipeline.run.earlier_runs import is_finished
 NOTHING_STARTED = "dry run: nothing was started"
 
 
-def show_stage(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
-    """Print value and origin of each flag, then the DeepSpeed JSON of each engine. Raises InputError."""
+def show_notes(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
+    """Print what a user should know of the settings. Raises InputError for those that contradict each other."""
+    engine_jsons(stage, resolved, ranks=ranks)
+    for line in with_ranks(resolved, ranks).notes:
+        print(wrapped(f"  note: {line}"))
+
+
+def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
+    """Print value and origin of each flag, then the DeepSpeed JSON of each engine, where `--explain` asks for them."""
     resolved = with_ranks(resolved, ranks)
-    jsons = engine_jsons(stage, resolved, ranks=ranks)
     if resolved.config.run.explain:
         for name, value in flat_items(resolved.config):
             print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
-    for line in resolved.notes:
-        print(f"  note: {line}")
-    if resolved.config.run.explain:
-        for name, content in jsons.items():
+        for name, content in engine_jsons(stage, resolved, ranks=ranks).items():
             print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 
 
@@ -55,7 +59,7 @@ def look_and_plan(
             configs, dry_run=True, named_by_section=named_by_section, base_of_output=base_of_output
         )
         for line in lines:
-            print(f"  note: {line}")
+            print(wrapped(f"  note: {line}"))
     except EnvironmentFault as fault:
         faults.append(str(fault))
     try:
@@ -80,10 +84,11 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
     if not described and not resolved.config.run.auto_fit:  # which adds what it chose for the run before
         is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, stage, ranks=ranks)
-    show_stage(stage, resolved, ranks=ranks)
+    show_notes(stage, resolved, ranks=ranks)
     try:
         look_and_plan({stage: resolved}, slots=slots)
     finally:
+        show_flags(stage, resolved, ranks=ranks)
         print(NOTHING_STARTED)
 
 
@@ -94,5 +99,6 @@ def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
     slots = [here] * hosts + [rest] * bool(rest)
     if hosts > 1 and not resolved.config.run.target:
         machines = " + ".join(map(str, slots))
-        print(f"  note: {ranks} ranks, {here} of them here: planned on machines like this one, of {machines} ranks")
+        note = f"  note: {ranks} ranks, {here} of them here: planned on machines like this one, of {machines} ranks"
+        print(wrapped(note))
     dry_run_stage(stage, resolved, slots=slots)

@@ -5,16 +5,19 @@ from functools import partial
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.resume_rules import memory_flags
-from pipeline.configuration.stage import Stage, StageConfig
+from pipeline.configuration.resume_rules import memory_flags, values_by_rule
+from pipeline.configuration.stage import Stage
+from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.launching.target import GIB, Target, parse_target, this_machine, with_constants
-from pipeline.planning.ladder import changes, ladder
-from pipeline.planning.memory import MemoryPlan
-from pipeline.planning.page import StagePlanner, fits, stage_page, verdict
+from pipeline.files import read_object
+from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants
+from pipeline.planning.ladder import Answers
+from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
+from pipeline.planning.summary import proposals, table
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
 from pipeline.run.evaluations import memory_peaks, run_flags
+from pipeline.run.layout import environment_file
 
 
 def stage_planner(
@@ -36,7 +39,7 @@ def stage_planner(
 def plan_stages(
     stages: Mapping[Stage, Resolved], *, slots: Sequence[int] | None, base_of_output: Mapping[str, str] = NO_OUTPUTS
 ) -> None:
-    """Print the plan of each stage, by its section: sizes, batches, memory, and a ladder of changes if it does not fit.
+    """Print the plans of stages: a table, what would make those fit that lack memory, and with `--explain` all parts.
 
     Args:
         slots: ranks of each machine; ignored where `--target` describes others. None: not known.
@@ -45,69 +48,77 @@ def plan_stages(
     Raises:
         InputError, EnvironmentFault: a line for each stage that does not fit, or has models that cannot be planned.
     """
-    bases, errors, unplanned = dict(base_of_output), list[str](), dict[str, list[str]]()  # unplanned: by reason
+    bases, plans, data = dict(base_of_output), dict[str, StagePlan](), dict[str, list[str]]()
+    unplanned = dict[str, list[str]]()  # sections by reason
     error_class: type[RunError] = EnvironmentFault
+    of_section = {stage.section: stage for stage in stages}
     for stage, given in stages.items():
         described = given.config.run.target
         target = parse_target(described) if described else None if slots is None else this_machine(*slots)
         if target is None:
             reason = "the number of ranks is not known here; describe the GPUs by --target"
-            print(f"plan of {stage.section}: none: {reason}")
+            print(wrapped(f"{stage.section}: not planned: {reason}"))
             continue
         planner, resolved = stage_planner(stage, given, target, bases)
         start = stage.start_models(resolved.config, bases)[0].path
         start = bases.get(start, start)
         bases |= {str(folder): start for folder in stage.outputs(resolved.config)[:1]}
         try:
-            errors += print_plan(stage, planner, resolved, start)
+            samples = list(sample_sources(stage, resolved.config, start))
+            rows = [sample.rows for sample in samples]
+            plans[stage.section] = StagePlan.of(planner, resolved, 0 if None in rows else sum(filter(None, rows)))
+            data[stage.section] = [f"  data     {sample.line}" for sample in samples if sample.line]
         except RunError as error:
-            print(f"plan of {stage.section}: none: {str(error).partition(';')[0]}")
             unplanned.setdefault(str(error), []).append(stage.section)
             error_class = InputError if isinstance(error, InputError) else error_class
+    print(*map(wrapped, table(plans)), sep="\n")
+    errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
+    for section, plan in plans.items():
+        if plan.resolved.config.run.explain:
+            lines = [f"parts of the plan of {section}", *stage_page(plan), *data[section]]
+            lines += measured_lines(of_section[section], plan)
+            print(*map(wrapped, lines), sep="\n")
     errors += [f"{', '.join(sections)}: not planned: {reason}" for reason, sections in unplanned.items()]
     if errors:
         raise error_class("\n".join(errors))
 
 
-def print_plan(stage: Stage, planner: StagePlanner, resolved: Resolved, start: str) -> list[str]:
-    """Print the plan of one stage, with what would make it fit; return what it lacks, a line each.
-
-    Args:
-        start: path of the model whose tokenizer reads the data.
+def print_proposals(section: str, plan: StagePlan) -> list[str]:
+    """Print what a stage lacks, and what would make it fit; return a line for each thing that ends its start.
 
     Raises:
         RunError: a model that cannot be planned.
     """
-    target, lacks = planner.target, list[str]()
-    samples = list(sample_sources(stage, resolved.config, start))
-    rows = [sample.rows for sample in samples]
-    lines, memory = stage_page(planner, resolved, 0 if None in rows else sum(filter(None, rows)))
-    data = [f"  data     {sample.line}" for sample in samples if sample.line]
-    measured = measured_lines(stage, resolved.config, memory)
-    print(f"plan of {stage.section}, {lines[0]}", *lines[1:], *data, *measured, sep="\n")
-    if not fits(memory, target):
-        last = list(changes(planner, resolved))[-1:]
-        changes_it = resolved.config.run.auto_fit and bool(last) and fits(last[0].plan, target)
-        how = "--auto_fit makes it fit" if changes_it else "to make it fit"
-        print(f"  {how}, each with those before it:", *ladder(planner, resolved), sep="\n    ")
-        if not changes_it:
-            here = target.is_cpu and not target.described
-            elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""
-            lacks.append(f"{stage.section}: {verdict(memory, target)} ({target}){elsewhere}")
-    return lacks + [f"{stage.section}: {fault}" for fault in planner.disk_faults(resolved, memory)]
+    target, run = plan.planner.target, plan.resolved.config.run
+    faults = [f"{section}: {fault}" for fault in plan.planner.disk_faults(plan.resolved, plan.memory)]
+    if not any(lacking(plan.memory, target, high=True)):
+        return faults
+    answers = Answers.of(plan.planner, plan.resolved)
+    print(*map(wrapped, proposals(section, plan, answers, all_of_them=run.explain)), sep="\n")
+    if fits(plan.memory, target):
+        return faults
+    if answers.chosen(run.auto_fit):
+        print(f"  --auto_fit {run.auto_fit} makes it fit")
+        return faults
+    here = target.is_cpu and not target.described
+    elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""
+    instead = f"; {answers.instead}" if "auto_fit" in run.searches else ""
+    return [f"{section}: {verdict(plan.memory, target)} ({target}){elsewhere}{instead}", *faults]
 
 
-def measured_lines(stage: Stage, config: StageConfig, memory: MemoryPlan) -> list[str]:
-    """Return planned peaks and those of the last run in the stage's folder: of each phase, and on the host."""
+def measured_lines(stage: Stage, plan: StagePlan) -> list[str]:
+    """Return a line of the GiB that the last run in the stage's folder measured, if it was of its like.
+
+    Of the same models on the same kind of device, in each phase as the plan's low figure, and of a process on the host.
+    """
+    config, target = plan.resolved.config, plan.planner.target
     folder = stage.run_folder(config.run)
-    planned = {phase: (peak.total, "low") for phase, peak in memory.phases.items()}
-    planned["host_memory"] = (memory.on_host[0] // memory.per_host, "expected")
-    peaks = ", ".join(
-        f"{phase} planned {planned[phase][0] / GIB:.1f} ({planned[phase][1]}), last measured {value:.1f}"
-        for phase, value in memory_peaks(folder).items()
-    )
-    if not peaks:
+    saved, device = run_flags(folder), str(read_object(environment_file(folder)).get("device", ""))
+    is_same = device == "cpu" if target.is_cpu else target.name == device or is_model(target.name, device)
+    models = values_by_rule(config, "model")
+    peaks = ", ".join(f"{name.partition('_')[0]} {value:.1f}" for name, value in memory_peaks(folder).items())
+    if not peaks or not is_same or any(saved.get(name) != path for name, path in models.items()):
         return []
-    saved, current = run_flags(folder), memory_flags(config)
-    others = [f"--{name} {saved[name]}" for name, value in current.items() if saved.get(name, value) != value]
-    return [f"  measured {peaks} GiB in {folder}{', then with ' if others else ''}{' '.join(others)}"]
+    current = memory_flags(config)
+    others = ", other flags" if any(saved.get(name, value) != value for name, value in current.items()) else ""
+    return [f"  last run {peaks} GiB{others}"]

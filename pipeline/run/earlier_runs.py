@@ -101,7 +101,7 @@ def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False
     run = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
-    if not ((run.auto_fit or run.auto_batch or tuned) and goes_on and file.is_file()):
+    if not ((run.searches or tuned) and goes_on and file.is_file()):
         return None
     flags, before = load_yaml(str(file)), dict[str, Any]()
     for line in file.read_text(encoding="utf-8").splitlines():

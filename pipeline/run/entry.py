@@ -67,8 +67,8 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
 
 def check_supervised(run: RunConfig) -> None:
     """Raise InputError for --auto_fit and --auto_batch in a stage without a supervisor, which searches for it."""
-    for name in ("auto_fit", "auto_batch"):
-        if getattr(run, name) and supervisor_name() is None and not run.starts_nothing:
+    for name in run.searches:
+        if supervisor_name() is None and not run.starts_nothing:
             raise InputError(
                 f"--{name}: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a launch "
                 "script: bash launch/single_gpu.sh N"

@@ -5,6 +5,7 @@ Models, schedule, options, backend and copied weights come from the functions th
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,7 +17,8 @@ from pipeline.generation.backends import choose_backend
 from pipeline.generation.forwards.fused_weights import DecodeWeights, SlicedWeights
 from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.generation.forwards.projections import Shard
-from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, GenerationOptions
+from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, MAX_PREFILL_TOKENS, GenerationOptions, why_not_streamed
+from pipeline.generation.sources import check_tensor_parallelism
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import DTYPES, base_model
 from pipeline.models.partitions import mark_partitioned
@@ -110,10 +112,10 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
     """Return the buffers of generation on a GPU, where the fused backend runs the models that it knows."""
     sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config)
-    model_config, weights = planned_config(actor.path), decode_weights(actor, dtype, options, ranks)
+    model_config, (weights, sliced) = planned_config(actor.path), decode_weights(actor, dtype, options, ranks)
     step = Pass("actor", options.min_slots, 1)  # of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
-    return Rollout(
+    buffers = Rollout(
         slots=options.min_slots,
         cache_length=round_up(options.max_sequence_length, CACHE_LENGTH_MULTIPLE),
         bytes_per_token=CacheLayout.of(model_config, DTYPES[dtype]).bytes_per_token,
@@ -125,24 +127,37 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
         tensor_parallel_size=options.tensor_parallel_size,
         hidden_bytes=model_config.hidden_size * size.element,
         logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
-        gathers_per_step=len(weights.groups) if isinstance(weights, SlicedWeights) else 0,
+        gathers_per_step=0,
         kernels_per_step=decode_kernels(weights) if weights else sum(count_pass(actor, dtype, step).kernels.values()),
     )
+    if sliced is None:
+        return buffers
+    streamed = replace(buffers, copied_bytes=sliced.num_bytes_to_copy, gathers_per_step=len(sliced.groups))
+    return streamed if options.weights == "streamed" else replace(buffers, streamed=streamed)
 
 
 @lru_cache(maxsize=64)
-def decode_weights(actor: ModelUse, dtype: str, options: GenerationOptions, ranks: int) -> DecodeWeights | None:
-    """Return the weights that the fused backend would read on a GPU, without values; None for another backend.
+def decode_weights(
+    actor: ModelUse, dtype: str, options: GenerationOptions, ranks: int
+) -> tuple[DecodeWeights | None, SlicedWeights | None]:
+    """Return the weights that the fused backend would read on a GPU, without values: whole, and streamed.
 
-    Raises InputError: a backend was requested by name that cannot be used.
+    Whole ones are None for another backend, streamed ones where a run cannot stream them, or is not to.
+
+    Raises InputError: a backend was requested by name that cannot be used, or ranks that cannot share the weights.
     """
     model = as_trained(actor, dtype)
     backend, _ = choose_backend(model, options, None)
+    size = options.tensor_parallel_size
+    check_tensor_parallelism(model, size, backend)
     if backend != "fused":
-        return None
-    if options.weights == "streamed":
-        return SlicedWeights(read_architecture(model), ranks)
-    return DecodeWeights(read_architecture(model), Shard(size=options.tensor_parallel_size))
+        return None, None
+    why_not = why_not_streamed(
+        partitioned=actor.settings.partitioned == "weights", ranks=ranks, tensor_parallel_size=size, backend=backend
+    )
+    may_stream = options.weights == "streamed" or options.decides_by_memory(why_not)
+    sliced = SlicedWeights(read_architecture(model), ranks) if may_stream else None
+    return DecodeWeights(read_architecture(model), Shard(size=size)), sliced
 
 
 def as_trained(actor: ModelUse, dtype: str) -> nn.Module:

@@ -143,7 +143,7 @@ def test_refused_combinations():
     settings = DeepSpeedConfig(offload=True, offload_parameters=True)
     assert refusal(built, settings, zero_stage=0, dtype="fp16", device="cpu") == [
         "--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave --offload out",
-        "--offload_parameters: needs ZeRO stage 3, found stage 0",
+        "--offload_parameters: needs ZeRO stage 3, found stage 0; give --zero_stage 3",
         "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
     ]
     assert "found stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
@@ -203,7 +203,7 @@ def test_a_models_own_flags_are_named_where_they_are_refused():
     assert refusal(built, zero_stage=0, offload_optimizer="cpu", offload_weights="cpu") == [
         "--offload_optimizer cpu: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave "
         "--offload_optimizer cpu out",
-        "--offload_weights cpu: needs ZeRO stage 3, found stage 0",
+        "--offload_weights cpu: needs ZeRO stage 3, found stage 0; give --zero_stage 3",
     ]
     user, given = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": "config.yaml"}
     (line,) = refusal(built, offload_optimizer="none", user_json=user, origins=given)
@@ -224,7 +224,7 @@ def test_moments_in_8_bits_stay_on_the_device_below_zero_stage_3():
 def test_quantised_weights_are_neither_partitioned_nor_trained():
     for kind in ("int8", "nf4"):
         assert refusal(built, zero_stage=3, quantization=kind) == [
-            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; use ZeRO stage 0, 1 or 2",
+            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; give --zero_stage 2",
             f"--quantization {kind}: quantised weights are not trained; give --lora_dim 16, found 0",
         ]
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False), quantization="int8", lora_dim=4)

@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from pipeline.errors import InputError
 from pipeline.generation.backends import BACKENDS, choose_backend
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.options import GenerationOptions
-from pipeline.generation.sources import WeightSource
+from pipeline.generation.sources import check_tensor_parallelism
 from pipeline.models.forward import packed_attention
 from pipeline.models.lora import add_lora, quantise_to_int8
 
@@ -208,12 +207,6 @@ def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
 
 
 # --- tensor parallelism ---
-
-
-def check_tensor_parallelism(model: Any, size: int, backend: str) -> None:
-    WeightSource._check_tensor_parallelism(
-        SimpleNamespace(group=SimpleNamespace(size=size), model=model, backend=backend)
-    )
 
 
 def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():

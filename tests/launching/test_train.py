@@ -273,7 +273,11 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         (("--exclude", "localhost"), 2, "--exclude: localhost: leaves no GPU"),
         (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "found 3, but 2 GPUs are visible here"),
         (("--step", "4"), 2, "--step: found '4'"),
-        (("--sft.offload",), 2, "sft: --offload: needs ZeRO stage 1, 2 or 3, found stage 0"),
+        (
+            ("--sft.offload",),
+            2,
+            "--sft.offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --sft.zero_stage or leave",
+        ),
         (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
         (("--data-path", "x", "\u2014dry-run"), 2, "error: \u2014dry-run: '\u2014' begins no flag; write --dry-run\n"),
         (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
@@ -339,7 +343,7 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
     done = train(tmp_path, *TINY, *flags, "--explain")
-    assert done.returncode == 2 and f"error: ppo: {says}" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"error: --ppo.{says.removeprefix('--')}" in done.stderr, done.stderr
 
 
 def test_batch_arithmetic_of_the_users_json(tmp_path):

@@ -40,7 +40,9 @@ def test_what_each_zero_stage_exchanges_by_hand(tmp_path):
     for stage in range(4):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage), FOUR, tmp_path)
         needs, engines = planner.needs(resolved), planner.jsons_of(resolved)
-        plan = MemoryPlan({use.role: model_size(use, "bf16") for use in needs.models}, {}, {}, 64, True, 0, 4, (0, 0))
+        plan = MemoryPlan(
+            {use.role: model_size(use, "bf16") for use in needs.models}, {}, {}, needs.rollout, 64, True, 0, 4, (0, 0)
+        )
         exchanged.append(exchange_seconds(needs, engines, plan, planner.target, gather="auto"))
     assert exchanged[0]["train"] == pytest.approx(2 * whole, rel=0.02)  # summed once a step
     assert exchanged[1]["train"] == pytest.approx(3 * whole, rel=0.02)  # and weights gathered

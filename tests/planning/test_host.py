@@ -11,7 +11,7 @@ from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
 from pipeline.files import GIB
-from pipeline.planning.ladder import changes
+from pipeline.planning.ladder import Answers
 from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, host_text
 from pipeline.planning.states import page_locked
@@ -174,7 +174,7 @@ def test_a_host_without_room_for_the_copy_lets_training_wait_for_checkpoints(tmp
     words = f"{WORDS} --dtype bf16 --save_in_background true"
     planner, resolved = planned(tmp_path, words, name="mine", memory_gib=80, host_memory_gib=3)
     assert not fits(planner.memory(resolved), planner.target)
-    (change,) = changes(planner, resolved)
+    (change,) = Answers.of(planner, resolved).same.changes
     assert str(change) == (
         "--save_in_background false: gives back 1.4 GiB of the host; cost: training waits for each checkpoint"
     )
@@ -189,10 +189,10 @@ def test_the_plan_of_a_process_on_a_cpu_is_near_what_a_run_measures(tmp_path, mo
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "wide")
     words = "--model_name_or_path wide --data_path train.jsonl --data_split none --max_seq_len 48 --max_steps 2 "
     words += "--output_dir out/sft --run_dir run --keep_checkpoints 0 --per_device_train_batch_size 2"
-    page = run_command("step1_sft", [*words.split(), "--dry-run"], folder=tmp_path)
+    page = run_command("step1_sft", [*words.split(), "--explain"], folder=tmp_path)
     done = run_command("step1_sft", words.split(), folder=tmp_path)
     assert (page.code, done.code) == (0, 0), done.stderr
-    low, expected, _ = map(float, re.search(r"\n  train .+?([\d.]+) +([\d.]+) +([\d.]+)\n", page.stdout).groups())
+    low, expected = (float(re.search(rf"\n  {name} +([\d.]+) ", page.stdout)[1]) for name in ("low", "expected"))
     lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     measured = max(json.loads(line).get("host_memory_gib", 0.0) for line in lines)
     assert low < measured and abs(expected - measured) < 0.75 and expected > 3.0

@@ -50,7 +50,7 @@ def plan_of_qwen(folder, monkeypatch, capsys, *words):
     """The plan of stage 1 where no hub is reached."""
     monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
     monkeypatch.chdir(folder)
-    model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64"]
+    model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64", "--explain"]
     task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "slots": None, "base_of_output": {}}
     assert main(json.dumps(task)) == 0
     return capsys.readouterr().out
@@ -58,7 +58,7 @@ def plan_of_qwen(folder, monkeypatch, capsys, *words):
 
 def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
     page = plan_of_qwen(tmp_path, monkeypatch, capsys)
-    assert re.search(r"^ +model +494\.0 +494\.0", page, re.MULTILINE)
+    assert re.search(r"^  weights +494\.0\n  trained +494\.0\n", page, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ladder: each change is planned with those before it, and the last one makes the plan fit."""
+"""The ladder's two answers: each change is planned with those before it, the last one makes the plan fit."""
 
 import re
 from pathlib import Path
@@ -12,14 +12,24 @@ from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
-from pipeline.launching.target import parse_target
-from pipeline.planning.ladder import Change, helps, ladder, smaller_micro_batch
-from pipeline.planning.page import StagePlanner, fits, verdict_lines
+from pipeline.launching.target import Target, parse_target
+from pipeline.planning.ladder import (
+    OTHER,
+    Answer,
+    Answers,
+    Change,
+    helps,
+    optimizer_offload,
+    shared_rollout,
+    smaller_micro_batch,
+)
+from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, verdict_lines
+from pipeline.planning.summary import NOT_ENOUGH, proposals
 from pipeline.preparation.automatic import with_flags
 from step1_sft.config import SFTConfig
 
 WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"
-FITS = "with these it fits, and takes of the host "
+FITS = "    then it takes "
 CHANGE = re.compile(r"(--.*): gives back ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
 
 
@@ -33,10 +43,20 @@ def planned(
     return planner_of("sft", f"{WORDS} {more}", str(file), folder)
 
 
-def changes(memory_gib: float, folder: Path, **target: int) -> list[str]:
+def answers(memory_gib: float, folder: Path, **target: int) -> Answers:
     planner, resolved = planned(memory_gib, folder, **target)
-    assert not fits(planner.memory(resolved), planner.target)
-    return list(ladder(planner, resolved))
+    return Answers.of(planner, resolved)
+
+
+def flags_of(answer: Answer) -> list[str]:
+    """The first flag of each change."""
+    return [str(change).split()[0] for change in answer.changes]
+
+
+def page(planner: StagePlanner, resolved: Resolved) -> list[str]:
+    """What a dry run says of a stage that does not fit, or is tight."""
+    plan = StagePlan.of(planner, resolved, 0)
+    return list(proposals("sft", plan, Answers.of(planner, resolved), all_of_them=True))
 
 
 def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) -> tuple[bool, float]:
@@ -50,23 +70,22 @@ def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) 
     return fits(plan, planner.target), plan.reserved()[0] / GIB
 
 
-@pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.2, 1), (3.2, 2)]))
+@pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.4, 1), (3.2, 2)]))
 def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus):
-    *lines, end = changes(memory_gib, tmp_path, gpus=gpus)
-    assert end.startswith(FITS) and lines
+    same = answers(memory_gib, tmp_path, gpus=gpus).same
+    lines = [str(change) for change in same.changes]
+    assert same.is_enough and lines
     for count in range(1, len(lines) + 1):
         does_fit, expected = replanned(lines[:count], memory_gib, tmp_path, gpus=gpus)
         assert does_fit == (count == len(lines))
         assert expected == pytest.approx(float(CHANGE.match(lines[count - 1])[3]), abs=0.051)
 
 
-def test_cheap_changes_come_first_and_again_where_a_dearer_one_has_moved_the_peak(tmp_path, monkeypatch):
+def test_cheap_changes_come_first_and_go_on_where_a_dearer_one_has_moved_the_peak(tmp_path):
     """At first the step's copies of gradients are the peak, with states over four ranks it is the activations."""
-    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)  # bitsandbytes, which is optional
-    *lines, end = changes(2.26, tmp_path, gpus=4)
-    micro = "--per_device_train_batch_size"
-    assert [CHANGE.match(line)[1].split()[0] for line in lines] == [micro, micro, "--zero_stage", micro]
-    assert end.startswith(FITS)
+    same = answers(2.26, tmp_path, gpus=4).same
+    assert flags_of(same) == ["--per_device_train_batch_size", "--zero_stage"] and same.is_enough
+    assert same.flags == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "zero_stage": 1}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +99,9 @@ def test_cheap_changes_come_first_and_again_where_a_dearer_one_has_moved_the_pea
 def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accumulated, meant, ranks, smaller):
     """Where --train_batch_size is given, 6 x 16 = 96 rows become the 48 that it means; 9 ranks cannot have its 64."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
-    found = smaller_micro_batch(dict(zip(names, (micro, accumulated, meant), strict=True)), ranks)
+    found = smaller_micro_batch(
+        dict(zip(names, (micro, accumulated, meant), strict=True)), Target("GPU", GIB, (ranks,))
+    )
     more = f" for {found[names[2]]}" if names[2] in found else ""
     assert (f"{found[names[0]]} x {found[names[1]]}{more}" if found else "") == smaller
 
@@ -89,8 +110,9 @@ def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accu
 def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, meant, gpus, rows):
     """The flags of its line, given to a run, make as many rows an optimizer step as the ladder says."""
     planner, resolved = planned(2.2, tmp_path, gpus=gpus, more=f"--max_seq_len 1024 --train_batch_size {meant}")
-    line = next(ladder(planner, with_flags(resolved, {"per_device_train_batch_size": micro}, gpus)))
-    assert line.startswith(f"--per_device_train_batch_size {micro // 2 if micro == 6 else 1}")
+    given = with_flags(resolved, {"per_device_train_batch_size": micro}, gpus)
+    line = str(Answers.of(planner, given).same.changes[0])
+    assert line.startswith("--per_device_train_batch_size 1")
     words = CHANGE.match(line)[1].split()
     given = [*WORDS.split(), "--train_batch_size", str(meant), *words]
     config = with_ranks(parse(SFTConfig, given, section="sft"), gpus).config
@@ -108,7 +130,7 @@ def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, mea
 )
 def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, on_host, said):
     plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
-    change = Change({"lora_dim": 16}, None, plan, gained, on_host, "adapters only")
+    change = Change(OTHER[1], {"lora_dim": 16}, None, plan, (gained, on_host))
     assert str(change) == f"--lora_dim 16: gives back {said}; cost: adapters only"
 
 
@@ -119,21 +141,56 @@ def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_le
 
 @pytest.mark.slow
 def test_changes_that_are_not_enough_end_with_what_else_helps(tmp_path):
-    *lines, end = changes(0.9, tmp_path, gpus=4)
-    assert [line.split()[0] for line in lines[-2:]] == ["--lora_dim", "--quantization"]
-    assert end.startswith("no change of flags is enough: take more GPUs")
+    planner, resolved = planned(0.9, tmp_path, gpus=4)
+    first, end = page(planner, resolved)
+    assert first.startswith("sft does not fit: ") and end == f"  {NOT_ENOUGH}"
 
 
-@pytest.mark.parametrize("is_installed", slow_but([True], [True, False]))
-def test_moments_are_rounded_before_they_are_offloaded_where_bitsandbytes_is(tmp_path, monkeypatch, is_installed):
-    """An offload after it has them in fp32 again: its AdamW is torch's."""
-    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: is_installed or None)
-    *lines, _ = ladder(*planned(1.6, tmp_path, more="--reduce_bucket_size 10000000"))
-    flags = [CHANGE.match(line)[1] for line in lines]
-    rounded = [place for place, line in enumerate(flags) if line == "--optimizer_states 8bit"]
-    offloaded = next(place for place, line in enumerate(flags) if line.startswith("--offload true"))
-    assert rounded == ([offloaded - 1] if is_installed else [])
-    assert ("--optimizer_states fp32" in flags[offloaded]) == is_installed
+def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless(tmp_path, monkeypatch):
+    """Adapters alone suffice, where the same training halves its micro-batch twice and offloads."""
+    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)  # bitsandbytes, which is optional
+    found = answers(2.6, tmp_path)
+    assert flags_of(found.same) == ["--per_device_train_batch_size", "--offload"]
+    assert found.same.flags["per_device_train_batch_size"] == 2, "by two steps, told as one"
+    assert found.another.flags == {"lora_dim": 16} and found.another.is_enough
+    assert found.same.plan.host > found.another.plan.host == 0
+    assert (found.chosen("true"), found.chosen("any"), found.chosen("false")) == (found.same, found.same, None)
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_by_keeping_the_training_has_no_other_answer(tmp_path):
+    """Two GPUs share the optimizer states; with more memory a plan is tight, and is proposed what fits easily."""
+    assert answers(3.2, tmp_path, gpus=2).another is None
+    planner, resolved = planned(4.0, tmp_path)
+    assert fits(planner.memory(resolved), planner.target)
+    first, _, change, end = page(planner, resolved)
+    assert first.startswith("sft is tight: ") and change.startswith("    --per_device_train_batch_size 4")
+    assert end.startswith(FITS) and not any(lacking(Answers.of(planner, resolved).same.plan, planner.target, high=True))
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits_are_another_training_where_bitsandbytes_is(tmp_path, monkeypatch):
+    for is_installed in (True, False):
+        monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name, found=is_installed: found or None)
+        another = answers(2.8, tmp_path, more="--per_device_train_batch_size 2").another
+        assert another.flags == ({"optimizer_states": "8bit"} if is_installed else {"lora_dim": 16})
+
+
+def test_an_offload_has_moments_in_32_bits():
+    """Its AdamW is torch's."""
+    values = {"offload": False, "zero_stage": 2, "optimizer_states": "8bit"}
+    assert optimizer_offload(values, Target("GPU", GIB)) == {"offload": True, "optimizer_states": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("size", "slots", "shared"),
+    [(1, (8,), 2), (2, (8,), 4), (1, (6, 3), 3), (8, (8, 8), 0), (1, (5,), 5), (1, (1,), 0)],
+)
+def test_a_rollout_is_shared_by_more_gpus_of_one_machine(size, slots, shared):
+    values = {"rollout_weights": "auto", "inference_tp_size": size}
+    expected = {"inference_tp_size": shared} if shared else {}
+    assert shared_rollout(values, Target("GPU", GIB, slots)) == expected
+    assert shared_rollout(values | {"rollout_weights": "streamed"}, Target("GPU", GIB, slots)) == {}
 
 
 def test_the_page_says_where_the_memory_of_the_host_is_not_known(tmp_path):
@@ -148,7 +205,8 @@ def test_the_page_says_where_the_memory_of_the_host_is_not_known(tmp_path):
     assert unknown == f"  host     4.18 to 6.68 GiB of each machine: {parts}{more}"
 
 
-def test_the_end_of_a_ladder_names_the_host_memory_of_the_plan_that_fits(tmp_path):
+@pytest.mark.slow
+def test_an_answer_names_the_host_memory_that_it_takes_and_whether_the_host_has_it(tmp_path):
     """Offload takes 18 bytes of each of 125 million weights in blocks of powers of two, also where none is known."""
     file = tmp_path / "target.yaml"
     for known in (64, 0):
@@ -156,29 +214,38 @@ def test_the_end_of_a_ladder_names_the_host_memory_of_the_plan_that_fits(tmp_pat
         if not known:
             file.write_text("memory_gib: 2.6", encoding="utf-8")
             planner, resolved = planner_of("sft", WORDS, str(file), tmp_path)
-        *lines, end = ladder(planner, resolved)
-        assert any(line.startswith("--offload true") for line in lines)
-        machine = "each machine's 64.00" if known else "each machine"
-        assert end.startswith(f"{FITS}4.18 to 6.68 GiB of {machine}: 2.18 offloaded, 1 process with ")
-        assert end.endswith("not compared with its memory: give host_memory_gib in a target file") != bool(known)
+        lines = page(planner, resolved)
+        assert any(line.startswith("    --offload true") for line in lines)
+        host = "of its 64.0" if known else "whose memory is not known"
+        ends = [line for line in lines if line.startswith(FITS)]
+        assert ends[0].endswith(f", and 4.2 to 6.7 of the host, {host}") and ends[1].endswith(
+            f"2.0 to 4.5 of the host, {host}"
+        )
 
 
 @pytest.mark.slow
 def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
     """16 bytes for each of 125 million weights are 1.9 GiB."""
     planner, resolved = planned(2.6, tmp_path, host_gib=3)
-    *lines, end = ladder(planner, resolved)
-    assert not end.startswith(FITS) or "--lora_dim" in lines[-1]
+    found = Answers.of(planner, resolved)
+    assert not found.same.is_enough and found.chosen("true") is None and found.chosen("any") is found.another
+    assert found.another.flags == {"lora_dim": 16}
+    assert found.instead == "--auto_fit any would train something else: --lora_dim 16"
+    line = page(planner, resolved)[1]
+    assert line.startswith("  the same training does not fit by any changes of flags: ")
+    assert line.endswith("GiB of a GPU, and 4.2 to 6.7 of the host, of its 3.0")
 
 
 @pytest.mark.slow
 def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
     """20 bytes for each of 85 million weights of adapters are in no memory, but for four buffers of a sub-group."""
     more = "--zero_stage 3 --offload true --lora_dim 512 --sub_group_size 10000000"
-    planner, resolved = planned(8, tmp_path, host_gib=3.2, more=more)
-    line, end = ladder(planner, resolved)
-    assert re.match(r'"offload_optimizer": \{"device": "nvme", .*: gives back 1\.6 GiB of the host; cost: ', line)
-    assert end.startswith(FITS)
+    *_, head, takes, line = page(*planned(8, tmp_path, host_gib=3.2, more=more))
+    assert head == "  the same training fits with these changes, each planned with those before it:"
+    assert takes.endswith(" of the host, of its 3.2")
+    assert re.match(
+        r' *with "offload_optimizer": \{"device": "nvme", .*: gives back 1\.6 GiB of the host; cost: ', line
+    )
 
 
 @pytest.mark.slow
@@ -189,5 +256,6 @@ def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path)
     file.write_text("gpus: 4\nmemory_gib: 52\nhost_memory_gib: 400", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file), tmp_path)
     assert planner.memory(resolved).worst == "generate"
-    line, end = ladder(planner, resolved)
-    assert line.startswith("--offload_optimizer_during_rollout true: gives back ") and end.startswith(FITS)
+    same = Answers.of(planner, resolved).same
+    assert [str(change.flags) for change in same.changes] == ["{'offload_optimizer_during_rollout': True}"]
+    assert same.is_enough

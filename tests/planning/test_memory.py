@@ -185,15 +185,16 @@ def test_what_makes_room_for_what(tmp_path):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(tmp_path, stage):
-    """Buckets of a backward pass are gradients; the moving average, 4 bytes a weight, has a line of its own."""
+    """Of gradients too: at the peak of training, buckets among them. The moving average is 4 bytes a weight."""
     plan = plan_of(ppo(OPT, 16, 4, stage, "--enable_ema true"), FOUR, tmp_path)
-    cells = {
-        line.split()[0]: [float(cell.replace(",", "")) for cell in line[15:].split()] for line in model_lines(plan)[1:]
-    }
+    lines = [line.replace(" -", " 0") for line in model_lines(plan)[5:]]
+    cells = {line[2:19].rstrip(): [float(cell) for cell in line[19:].split()] for line in lines}
     shares = 4 if stage == 3 else 1
-    assert cells["actor_ema"] == [pytest.approx(4 * 1.3158e9 / GIB / shares, abs=0.01), 0, 0, 0]
-    states = float(phase_lines(plan)[3].split()[1])
-    assert states == pytest.approx(sum(row[-4] + row[-2] + row[-1] for row in cells.values()), abs=0.04)
+    assert cells["moving average"][:2] == [pytest.approx(4 * 1.3158e9 / GIB / shares, abs=0.01), 0]
+    phases = {line[2:19].rstrip(): line[19:].split() for line in phase_lines(plan)}
+    lasting = sum(sum(cells[name]) for name in cells if name != "gradients")
+    assert float(phases["states"][2]) == pytest.approx(lasting, abs=0.04)
+    assert float(phases["gradients"][2]) == pytest.approx(sum(cells["gradients"]), abs=0.02) and any(cells["gradients"])
 
 
 def test_epochs_have_their_plural(tmp_path):

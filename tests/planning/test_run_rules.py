@@ -12,6 +12,7 @@ from bench.random_models import config_of
 from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
+from support.marks import slow_but
 
 import step3_ppo.models.engines
 import step3_ppo.models.needs
@@ -19,14 +20,17 @@ from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
+from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.forwards.fused_weights import DecodeWeights
 from pipeline.generation.options import GenerationOptions
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import add_lora
 from pipeline.planning import memory
+from pipeline.planning import needs as planning_needs
 from pipeline.planning.needs import ModelUse
-from pipeline.planning.page import stage_page
+from pipeline.planning.page import StagePlan, stage_page
+from pipeline.preparation.automatic import with_flags
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import Sources
 from step3_ppo.models.needs import decode_weights, needs
@@ -79,7 +83,7 @@ def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_on
     free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
     assert calls == [(free, device, 0), (free, device, update.total - update.rollout - update.states)]
     assert (plan.keeps_rollout, update.rollout > 0) == (later, first or later)
-    assert any(line in text for text in stage_page(planner, resolved, 0)[0])
+    assert any(line in text for text in stage_page(StagePlan.of(planner, resolved, 0)))
 
 
 def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it(monkeypatch, tmp_path):
@@ -160,7 +164,8 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         )
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
-        assert "  steps    70 of the optimizer in 10 rollouts" in "\n".join(stage_page(planner, resolved, 640)[0])
+        page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
+        assert "  steps    70 optimizer steps in 10 rollouts (about; --num_train_epochs 1)" in page
     with monkeypatch.context() as patch:
         patch.setattr(
             step3_ppo.models.needs,
@@ -197,7 +202,7 @@ def test_copied_weights_are_counted_as_a_real_engine_has_them(world, tmp_path, n
     real = DecodeWeights(read_architecture(engine_of(model, zero_stage).module.model))
     settings = ModelConfig(zero_stage=zero_stage, lora_dim=lora_dim)
     use = ModelUse("actor", str(tmp_path), settings)
-    planned = decode_weights(use, "fp32", GenerationOptions(), 1)
+    planned, _ = decode_weights(use, "fp32", GenerationOptions(), 1)
     assert planned.num_bytes_to_copy == real.num_bytes_to_copy
     assert (planned.num_bytes_to_copy == 0) == (zero_stage == 2 and not lora_dim)
 
@@ -209,7 +214,7 @@ def test_a_quantised_base_is_read_where_it_is(tmp_path):
         decode_weights(
             ModelUse("actor", str(tmp_path), ModelConfig(zero_stage=0, lora_dim=2, quantization=quantization)),
             "bf16", GenerationOptions(), 1,
-        )
+        )[0]
         for quantization in ("none", "int8", "nf4")
     )  # fmt: skip
     hidden, keys, inner, layers = 32, 16, 48, 2
@@ -224,6 +229,60 @@ def test_streamed_weights_take_a_slice_of_each_rank(tmp_path):
     """Slices of all layers, buffers of up to two groups, embeddings and norms whole."""
     config_of("llama-tiny").save_pretrained(tmp_path)
     use = ModelUse("actor", str(tmp_path), ModelConfig(zero_stage=3))
-    few, many = (decode_weights(use, "bf16", GenerationOptions(weights="streamed"), ranks) for ranks in (2, 8))
+    few, many = (decode_weights(use, "bf16", GenerationOptions(weights="streamed"), ranks)[1] for ranks in (2, 8))
     assert few.num_bytes_to_copy - many.num_bytes_to_copy == few.slice_bytes - many.slice_bytes > 0
     assert few.replicated_bytes == many.replicated_bytes > 0
+
+
+SMALL = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m"
+
+
+@pytest.mark.parametrize("fit", slow_but([False], [False, True]))
+def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(monkeypatch, tmp_path, fit):
+    """It is asked with whole copies, a slot of 256 + 256 tokens, and what states and CUDA's own leave of a GPU."""
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3), "2xH200", tmp_path)
+    whole, forced = (
+        planner.memory(with_flags(resolved, {"rollout_weights": weights}, 2)) for weights in ("whole", "streamed")
+    )
+    calls: list[tuple[int, int, int]] = []
+
+    def answer(*figures: int) -> bool:
+        calls.append(figures)
+        return fit
+
+    monkeypatch.setattr(planning_needs, "leave_slots", answer)
+    plan = planner.memory(resolved)
+    assert plan.phases == (whole if fit else forced).phases and (plan.rollout.gathers_per_step > 0) != fit
+    free = planner.target.memory - sum(one.resident for one in plan.states.values()) - plan.besides[0]
+    cached_token = 12 * 2 * 768 * 2
+    assert calls == [(whole.rollout.copied_bytes, 512 * cached_token, free)]
+    seconds, exchanged = planner.seconds(resolved, plan)
+    assert (exchanged["generate"] > seconds["generate"] / 4) != fit, "layers are gathered at each step"
+
+
+@pytest.mark.parametrize("words", ["--inference_tp_size 2", "--generation_engine static"])
+def test_weights_that_a_run_cannot_stream_are_planned_whole(tmp_path, words):
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, words), "2xH200", tmp_path)
+    rollout = planner.needs(resolved).rollout
+    assert rollout.gathers_per_step == 0 and rollout.as_decided(free=0) is rollout
+
+
+def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path):
+    """One of all rows has 4 % of them, one of fewer rows would have had fewer still."""
+    file = tmp_path / "small.yaml"
+    for gib, fills in ((139, False), (5, True)):
+        file.write_text(f"memory_gib: {gib}", encoding="utf-8")
+        planner, resolved = planner_of("ppo", ppo(SMALL, 4, 16, 2), str(file), tmp_path)
+        plan = planner.memory(resolved)
+        peak = plan.phases["generate"]
+        cache = plan.slots * 512 * 12 * 2 * 768 * 2
+        assert (plan.slots < 64) == fills and peak.rollout == cache
+        rest = 0.04 * (peak.total - fills * cache)
+        assert plan.reserved("generate")[0] == pytest.approx(peak.total + rest + peak.graph + plan.besides[0], abs=1)
+
+
+def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan(tmp_path):
+    """12 heads; a run would refuse it, and the ladder proposes it to nobody."""
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference_tp_size 5"), "5xH200", tmp_path)
+    with pytest.raises(InputError, match="inference_tp_size 5: must divide the 12 heads of keys and values"):
+        planner.needs(resolved)

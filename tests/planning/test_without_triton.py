@@ -27,4 +27,4 @@ def test_stage_3_is_planned_without_triton(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "plan of ppo, on 1 x H100" in done.stdout and "  verdict  fits: " in done.stdout
+    assert "plan of ppo, on 1 x H100" in done.stdout and "\n  ppo      fits " in done.stdout

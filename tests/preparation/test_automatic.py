@@ -15,6 +15,7 @@ import pytest
 import yaml
 from bench.random_models import config_of
 from support.launch_stub import ROOT, started, stub_environment, write_program
+from support.marks import slow_but
 from support.tiny_run import make_folder, read_metrics
 
 from pipeline.configuration.flags import flag_words, parse
@@ -97,17 +98,33 @@ def test_a_single_row_without_memory_is_an_error(tmp_path):
 
 def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)  # bitsandbytes, which is optional
-    given = settings(tmp_path)
+    given = settings(tmp_path, "--auto_fit")
     assert flags_that_fit(SFT, given, Target("GPU", 80 * GIB)) == {}
     flags = flags_that_fit(SFT, given, Target("GPU", int(2.6 * GIB)))
     said = [line for line in capsys.readouterr().err.splitlines() if "gives back" in line]
     smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     assert flags == {**smaller, "offload": True, "zero_stage": 1}
-    assert len(said) == 3 and all(re.search(r"^auto_fit: --.*gives back .* GiB .*; cost: ", line) for line in said)
+    assert len(said) == 2 and all(re.search(r"^auto_fit: --.*gives back .* GiB .*; cost: ", line) for line in said)
     planner, changed = stage_planner(SFT, settings(tmp_path, *flag_words(flags)), Target("GPU", int(2.6 * GIB)), {})
     assert fits(planner.memory(changed), planner.target)
     with pytest.raises(EnvironmentFault, match="--auto_fit: does not fit: .*take more GPUs"):
         flags_that_fit(SFT, given, Target("GPU", GIB // 2))
+
+
+@pytest.mark.parametrize(
+    ("gib", "host_gib", "lacks"),
+    slow_but([(2.6, 3, "the host lacks 1.1")], [(2.6, 3, "the host lacks 1.1"), (2.05, 64, "of 2.05 GiB")]),
+)
+def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks):
+    """Of a GPU with so little memory, or a host without room for an optimizer."""
+    target = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB)
+    with pytest.raises(EnvironmentFault, match=f"--auto_fit: does not fit: .*{lacks}") as fault:
+        flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "true"), target)
+    assert str(fault.value).endswith("; --auto_fit any would train something else: --lora_dim 16")
+    assert flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "any"), target) == {"lora_dim": 16}
+    assert "auto_fit: --lora_dim 16: gives back " in capsys.readouterr().err
+    enough = Target("GPU", int(2.6 * GIB), host_memory=64 * GIB)
+    assert "lora_dim" not in flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "any"), enough), "the first suffices"
 
 
 def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.CompletedProcess[str]:
@@ -126,12 +143,12 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     settings(tmp_path)  # makes the model
     words = ["--model_name_or_path", tmp_path / "125m", "--per_device_train_batch_size", 8, "--dtype", "bf16",
              "--auto_fit", "--output_dir", tmp_path / "out/sft"]  # fmt: skip
-    done = launched(tmp_path, *words, memory_mib=2250)
+    done = launched(tmp_path, *words, memory_mib=2450)
     assert done.returncode == 0, done.stderr
     preset = tmp_path / "out/runs/sft/automatic.yaml"
     chosen = yaml.safe_load(preset.read_text())
     assert (
-        started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("gives back") >= 3
+        started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("gives back") == 2
     )
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
     assert read.optimizer.per_device_train_batch_size == 1 and read.deepspeed.offload

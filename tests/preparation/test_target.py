@@ -80,14 +80,17 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
 
     def time_of(text: str) -> str:
         file.write_text(f"memory_gib: 8\n{text}", encoding="utf-8")
-        return next(line for line in planned("--target", str(file)).stdout.splitlines() if line.startswith("  time "))
+        short, whole = (one_line(planned("--target", str(file), *more).stdout) for more in ((), ("--explain",)))
+        (said,) = re.findall(r" time +(.+?) disk ", whole)
+        assert f" times: {said}" in short or " times are rough, " in short
+        return said
 
     what = "of the device; give them in a target file, or its name if it has a data sheet"
-    assert time_of("name: Mine") == f"  time     not known without tb_per_s and tflops {what}"
-    assert time_of("tflops: 9") == f"  time     not known without tb_per_s {what}"
-    assert time_of("name: CPU") == "  time     not planned for a CPU"
-    assert time_of("name: L4").startswith("  time     train ")
-    assert time_of("name: T4").startswith("  time     not planned in fp32: ")
+    assert time_of("name: Mine") == f"not known without tb_per_s and tflops {what}"
+    assert time_of("tflops: 9") == f"not known without tb_per_s {what}"
+    assert time_of("name: CPU") == "not planned for a CPU"
+    assert time_of("name: L4").startswith("train ")
+    assert time_of("name: T4").startswith("not planned in fp32: ")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,11 @@ def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
     assert str(refused.value).startswith(line.format(file=file)) and "\n" not in str(refused.value)
 
 
+def one_line(page: str) -> str:
+    """A page whose lines are not wrapped, with single spaces."""
+    return " ".join(page.split())
+
+
 @pytest.fixture
 def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Stage 1's command in this process, in the folder of the inputs."""
@@ -141,16 +149,20 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml", "--data_split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 16
-    assert (
-        "  besides  in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks"
-        in done.stdout
-    )
-    assert "  batch    micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step" in lines
-    assert any(line.startswith("  verdict  fits: ") for line in lines)
-    data = next(line for line in lines if line.startswith("  data     train.jsonl: 8 rows of "))
-    assert "from all 8 records" in data and data.endswith("; 20% of the prompts are for this stage")
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 6
+    assert re.fullmatch(r"  sft      fits +\d\.\d to \d\.\d of 4\.0 +\d\.\d", lines[2])
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
+
+
+def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
+    lines = planned("--target", "small.yaml", "--explain").stdout.splitlines()
+    flags = lines.index(next(line for line in lines if line.startswith("  data_path ")))
+    page = " ".join(" ".join(lines[:flags]).split())
+    assert all(len(line) <= 80 for line in lines[:flags])
+    assert "besides in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks" in page
+    assert " batch micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step " in page
+    assert " verdict fits: " in page and " data train.jsonl: 8 rows of " in page
+    assert "from all 8 records" in page and "; 20% of the prompts are for this stage" in page
 
 
 def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned, inputs, capsys):
@@ -167,8 +179,8 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
     lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from all 5 records"
-    page = planned("--target", "small.yaml", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
-    assert f"\n  data     lengths.jsonl: {lengths}\n" in page
+    page = planned("--target", "small.yaml", "--explain", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
+    assert f" data lengths.jsonl: {lengths} " in one_line(page)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +204,11 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
     monkeypatch.setattr(target, "memory_of_machine", lambda: 16 * GIB)
     (inputs / "hosts").write_text("a slots=4\nb slots=1\n", encoding="utf-8")
     hosts = ["--hostfile", "hosts", *(["--include", include] if include else [])]
-    words = [*STAGE, "--per_device_train_batch_size", "3", "--dry_run"]
+    words = [*STAGE, "--per_device_train_batch_size", "3", "--explain"]
     assert run_job(SFT, parse_request("multi_node", [*hosts, "1", *words]), None) == 0
     by_launcher = capsys.readouterr().out
     assert f"plan of sft, on {hardware} each, fp32" in by_launcher
-    assert batch in by_launcher and largest in by_launcher
+    assert batch in one_line(by_launcher) and largest in one_line(by_launcher)
 
     def here(command: list[str], **_: object) -> SimpleNamespace:
         return SimpleNamespace(returncode=preflight.main(command[-1]))
@@ -206,7 +218,7 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
     words += ["--step", "1", "--deployment-type", "multi_node", *hosts, "--per-device-train-batch-size", "3"]
     assert train.main([*words, "--dry-run"]) == 0
     plan = by_launcher[by_launcher.index("plan of sft") :]
-    assert plan.split("\n  steps")[0] in capsys.readouterr().out
+    assert plan.split("\n  steps")[0].split("\nparts of ")[0] in capsys.readouterr().out
 
 
 def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
@@ -220,45 +232,47 @@ def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
 
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
-    words = ("--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
-    for more in ((), ("--data_split", "none")):
-        assert "  steps    8 of the optimizer (about; --num_train_epochs 2)\n" in planned(*words, *more).stdout
-    assert (
-        "  steps    2 of the optimizer (about; --num_train_epochs 2)\n"
-        in planned(*words, "--data_split", "2,4,4").stdout
-    ), "20 % are for this stage"
-    assert "  steps    3 of the optimizer (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
+    words = ("--explain", "--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
+    whole, shared = planned(*words).stdout, planned(*words, "--data_split", "2,4,4").stdout
+    assert "  steps    8 optimizer steps (about; --num_train_epochs 2)\n" in whole
+    assert "  steps    2 optimizer steps (about; --num_train_epochs 2)\n" in shared, "20 % are for this stage"
+    assert "  steps    3 optimizer steps (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
+    assert "  steps    1 optimizer step (--max_steps)\n" in planned(*words, "--max_steps", "1").stdout
     assert "  steps " not in planned(*words, "--packing", "true").stdout
 
 
-def test_peaks_of_an_earlier_run_stand_beside_the_plan(planned, inputs):
-    """The highest of all steps; a run of another folder is not told of."""
+def test_peaks_of_the_last_run_stand_beside_the_plan_of_its_like(planned, inputs):
+    """The highest of all steps; those of another model, another kind of device or another folder are not told."""
     lines = [{"step": 1, "memory/train_gib": 1.5, "host_memory_gib": 2.5}, {"step": 2, "memory/train_gib": 1.25},
              {"step": 2, "eval_loss": 1.0}]  # fmt: skip
     (inputs / "earlier").mkdir()
     (inputs / "earlier/run.lock").touch()
-    text = "\n".join(map(json.dumps, lines))
-    (inputs / "earlier/metrics.jsonl").write_text(text, encoding="utf-8")
-    words = ("--target", "small.yaml", "--run_dir", "earlier", "--overwrite")
-    page = planned(*words).stdout
-    low = re.search(r"\n  train .+?(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d\n", page)
-    told = f"  measured train planned {float(low[1]):.1f} (low), last measured 1.5, "
-    told += "host_memory planned 2.0 (expected), last measured 2.5 GiB in earlier"
-    assert f"{told}\n" in page
-    saved = {"per_device_train_batch_size": 4, "zero_stage": 0, "learning_rate": 1.0}
-    content = {name: {"value": value, "from": "default"} for name, value in saved.items()}
-    (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
-    assert f"{told}, then with --per_device_train_batch_size 4\n" in planned(*words).stdout, "the rate needs no memory"
-    assert "  measured" not in planned("--target", "small.yaml").stdout
+    (inputs / "earlier/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+    def told(model: str, device: str, **saved: object) -> str:
+        content = {name: {"value": value} for name, value in {"model_name_or_path": model, **saved}.items()}
+        (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
+        (inputs / "earlier/env.json").write_text(json.dumps({"device": device}), encoding="utf-8")
+        page = planned("--target", "1xRTX4090", "--run_dir", "earlier", "--overwrite", "--explain").stdout
+        return next((line for line in page.splitlines() if line.startswith("  last run ")), "")
+
+    same = "  last run train 1.5, host 2.5 GiB"
+    assert told("base", "NVIDIA GeForce RTX 4090") == same
+    other = told("base", "NVIDIA GeForce RTX 4090", per_device_train_batch_size=4, learning_rate=1.0)
+    assert other == f"{same}, other flags"
+    assert told("base", "NVIDIA GeForce RTX 4090", learning_rate=1.0) == same, "a rate needs no memory"
+    assert told("base", "cpu") == told("base", "NVIDIA H200") == told("other", "NVIDIA GeForce RTX 4090") == ""
+    assert "  last run" not in planned("--target", "1xRTX4090", "--explain").stdout
 
 
 def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     done = planned("--target", "none.yaml")
     assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")
     assert done.stderr.startswith("error: sft: does not fit: ") and done.stderr.count("\n") == 1
-    changes = done.stdout.partition("to make it fit, each with those before it:\n")[2].splitlines()
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"  sft      does not fit +\d\.\d to \d\.\d of 0\.4 +\d\.\d", lines[2]), "and no time"
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
-    assert changes[0].startswith("    no change of flags is enough")
+    assert lines[3].startswith("sft does not fit: ") and lines[4].startswith("  no change of flags is enough: take")
     assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
 
 
@@ -273,8 +287,8 @@ def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, c
     words += f" --preset {preset}"
     assert ppo_main(words.split()) == 3
     done = capsys.readouterr()
-    assert f"  note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks\n" in done.out
-    assert "  verdict  does not fit: " in done.out and "to make it fit, each with those before it:\n" in done.out
+    assert f"note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks " in one_line(done.out)
+    assert "\nppo does not fit: " in done.out and "\n  no change of flags is enough: " in done.out
     assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
     assert ppo_main([*words.split(), "--inference_tp_size", "8"]) == 2
     assert capsys.readouterr().err == "error: --inference_tp_size 8: must divide the 2 ranks; give 2\n"
@@ -284,11 +298,10 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     words = ("--target", "small.yaml", "--per_device_train_batch_size", "32768")
     lacking, changed = planned(*words), planned(*words, "--auto_fit")
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
-    lines = changed.stdout.partition("--auto_fit makes it fit, each with those before it:\n")[2].splitlines()
-    assert lines[0].startswith("    --per_device_train_batch_size 16384 --gradient_accumulation_steps 2: gives back ")
-    assert lines[1].startswith(
-        "    with these it fits, and takes of the host 4.00 to 9.00 GiB of each machine's 64.00: "
-    )
+    page = one_line(changed.stdout)
+    assert " fits with these changes, each planned with those before it: --per_device_train_batch_size 16384 " in page
+    assert ", and 4.0 to 9.0 of the host, of its 64.0 --auto_fit true makes it fit dry run: " in page
+    assert "makes it fit" not in lacking.stdout
 
 
 @pytest.mark.parametrize(
@@ -323,8 +336,8 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     monkeypatch.setattr("pipeline.run.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])
 
     def page(target: str) -> dict[str, str]:
-        lines = planned("--target", target).stdout.splitlines()
-        return {line.split()[0]: line for line in lines if line.strip()}
+        lines = planned("--target", target, "--explain").stdout.replace("\n           ", " ").splitlines()
+        return {line.split()[0]: line for line in reversed(lines) if line.strip()}
 
     def seconds(lines: dict[str, str]) -> float:
         return float(re.search(r"train ([\d.e-]+) s", lines["time"])[1])
@@ -339,7 +352,7 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     found = page("1xH200")
     assert found["device"] == "  device   measured here on 2026-11-22"
     assert seconds(found) == pytest.approx(2 * seconds(sheet), rel=0.06)
-    low, expected, high = (float(value) for value in found["train"].split()[-3:])
+    low, expected, high = (float(found[name].split()[1]) for name in ("low", "expected", "high"))
     assert expected == pytest.approx(1.04 * low + 3, abs=0.02) and high == pytest.approx(1.09 * low + 3.6, abs=0.02)
     assert " of 139.00 GiB " in found["verdict"] and "data sheet" in page("1xA100-80GB")["device"]
 
@@ -354,7 +367,7 @@ def on_cpu(planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
         (tmp_path / "own").write_text("0::/\n", encoding="utf-8")
         monkeypatch.setattr(processes, "CGROUPS", tmp_path)
         monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
-        return planned("--dry-run", *words)
+        return planned("--explain", *words)
 
     return run
 
@@ -366,6 +379,7 @@ def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
     assert small.stderr.startswith("error: sft: does not fit: 1.1") and "of 1.00 GiB in phase train" in small.stderr
     assert small.stderr.endswith("; for GPUs that are not here give --target, as 8xH100-80GB\n")
     assert "\n  verdict  tight: 1.1" in tight.stdout and "of 1.50 GiB in phase train\n" in tight.stdout
+    assert "\nsft is tight: 1.1" in tight.stdout and "\n  sft      tight " in tight.stdout
     assert "plan of sft, on 1 x CPU, 3.0 GiB each, fp32\n" in large.stdout
     assert re.search(r"\n  host     1.1\d to 1.9\d GiB of each machine's 3.00: 1 process\n", large.stdout)
     assert re.search(
@@ -377,7 +391,7 @@ def test_a_described_cpu_is_planned_as_one(planned, tmp_path):
     """Of a process, as of a GPU: two of them have twice as much."""
     file = tmp_path / "laptop.yaml"
     file.write_text("name: CPU\ngpus: 2\nmemory_gib: 1.0\n", encoding="utf-8")
-    done = planned("--target", str(file))
+    done = planned("--target", str(file), "--explain")
     assert done.returncode == 3 and "(2 x CPU, 1.0 GiB each)" in done.stderr
     assert "plan of sft, on 2 x CPU, 1.0 GiB each (described), fp32\n" in done.stdout
     assert re.search(r"\n  host     2.2\d to 3.8\d GiB of each machine: 2 processes\n", done.stdout)

@@ -1,0 +1,86 @@
+"""What a preset says of memory gives way to what was given by hand; what was given by hand is refused by its flag."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.stage import Stage
+from pipeline.errors import InputError
+from pipeline.preparation.engine_jsons import engine_jsons
+from step1_sft.stage import STAGE as SFT
+from step3_ppo.stage import STAGE as PPO
+
+MODELS = "--actor_model_name_or_path a --critic_model_name_or_path c"
+
+
+def given(stage: Stage, preset: str, words: str, folder: Path, *, flag: str = "--preset") -> Resolved:
+    """Settings of a file and of a command line."""
+    file = folder / "given.yaml"
+    file.write_text(preset.replace("; ", "\n"), encoding="utf-8")
+    words = f"{flag} {file} {words} {MODELS if stage is PPO else '--model_name_or_path m'}"
+    return parse(stage.config, words.split(), section=stage.section)
+
+
+@pytest.mark.parametrize(
+    ("stage", "preset", "words", "ranks", "changed"),
+    [
+        (SFT, "zero_stage: 3", "--quantization int8 --lora_dim 2", 1, {"zero_stage": 2}),
+        (SFT, "zero_stage: 3; offload_parameters: true", "--quantization nf4 --lora_dim 2", 4,
+         {"zero_stage": 2, "offload_parameters": False}),
+        (SFT, "zero_stage: 3; offload_parameters: true", "--zero_stage 1", 4, {"offload_parameters": False}),
+        (SFT, "zero_stage: 0", "--offload", 2, {"zero_stage": 2}),
+        (SFT, "zero_stage: 2; offload: true", "--optimizer_states 8bit", 2, {"offload": False}),
+        (PPO, "actor_zero_stage: 3; critic_zero_stage: 3", "--actor_quantization int8 --actor_lora_dim 2", 2,
+         {"actor_zero_stage": 2}),
+        (PPO, "actor_zero_stage: 2; critic_zero_stage: 2", "--offload_parameters", 2,
+         {"actor_zero_stage": 3, "critic_zero_stage": 3}),
+        (PPO, "actor_zero_stage: 3; inference_tp_size: 2", "--rollout_weights streamed", 2, {"inference_tp_size": 1}),
+        (PPO, "actor_zero_stage: 2", "--rollout_weights streamed", 2, {"actor_zero_stage": 3}),
+        (PPO, "actor_zero_stage: 2; inference_tp_size: 2", "--generation_engine static", 2, {"inference_tp_size": 1}),
+    ],
+)  # fmt: skip
+def test_a_preset_gives_way_to_flags_given_by_hand_and_says_so(tmp_path, stage, preset, words, ranks, changed):
+    before = given(stage, preset, words, tmp_path)
+    found = with_ranks(before, ranks)
+    was, now = (dict(flat_items(one.config)) for one in (before, found))
+    assert {name: value for name, value in now.items() if value != was[name]} == changed
+    engine_jsons(stage, before, ranks=ranks)
+    assert len(found.notes) == len(changed)
+    for (name, value), note in zip(changed.items(), found.notes, strict=True):
+        assert note.startswith(f"--{name} {value} in place of {was[name]} ({tmp_path}/given.yaml), since --")
+
+
+def test_the_note_of_a_preset_that_gives_way_has_the_reason(tmp_path):
+    found = with_ranks(given(SFT, "zero_stage: 3", "--quantization int8 --lora_dim 2", tmp_path), 1)
+    reason = "since --quantization int8: ZeRO stage 3 does not partition quantised weights"
+    assert found.notes == (f"--zero_stage 2 in place of 3 ({tmp_path}/given.yaml), {reason}",)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--zero_stage 3 --quantization int8 --lora_dim 2",
+         "--quantization int8: ZeRO stage 3 does not partition quantised weights; give --zero_stage 2"),
+        ("--zero_stage 2 --offload_parameters",
+         "--offload_parameters: needs ZeRO stage 3, found stage 2; give --zero_stage 3"),
+    ],
+)  # fmt: skip
+def test_what_was_given_by_hand_is_refused_by_the_flag_to_change(tmp_path, words, line):
+    """Also where the preset says something else, or a file of --config says it."""
+    found = with_ranks(given(SFT, "zero_stage: 1", words, tmp_path), 2)
+    with pytest.raises(InputError) as refused:
+        engine_jsons(SFT, found, ranks=2)
+    assert (str(refused.value), found.notes) == (line, ())
+    stage, *rest = words.removeprefix("--").split(" --")
+    in_file = given(SFT, stage.replace(" ", ": "), " ".join(f"--{one}" for one in rest), tmp_path, flag="--config")
+    with pytest.raises(InputError) as refused:
+        engine_jsons(SFT, in_file, ranks=2)
+    assert str(refused.value) == line
+
+
+def test_a_preset_that_contradicts_nothing_stays(tmp_path):
+    found = with_ranks(given(SFT, "zero_stage: 3; offload: true", "--lora_dim 2", tmp_path), 2)
+    assert found.config.model.zero_stage == 3 and found.config.deepspeed.offload and found.notes == ()
