@@ -27,6 +27,10 @@ class InputError(RunError):
     code = EXIT_INPUT
 
 
+class ContradictionError(InputError):
+    """Values of a stage that are right one by one, and do not go together."""
+
+
 class EnvironmentFault(RunError):
     """A machine that lacks what a run needs: port, GPUs, disk space, host, network, library version."""
 

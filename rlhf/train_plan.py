@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pipeline.configuration.flags import (
     TRAIN,
-    ContradictionError,
     Resolved,
     check_dashes,
     load_yaml,
@@ -20,7 +19,7 @@ from pipeline.configuration.flags import (
 )
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.configuration.stage import Stage
-from pipeline.errors import InputError, nearest
+from pipeline.errors import ContradictionError, InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DeepSpeedConfig, Group, ModelConfig, Offload
+from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.errors import InputError
 
 Json = dict[str, Any]
@@ -238,13 +238,13 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
         flags = " / ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
         errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave {optimizer} out")
     if offloaded["offload_weights"] and stage < 3:
-        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}; give --{role}zero_stage 3")
+        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}; give --{role}{STAGE} 3")
     if offloaded["offload_weights"] and settings.zero3_gather == "once":
         errors.append(f"--zero3_gather once: needs weights on the device, found {weights}; use layers")
     if model.quantization != "none":
         name = f"--{role}quantization {model.quantization}"
         if stage == 3:
-            errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; give --{role}zero_stage 2")
+            errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; give --{role}{STAGE} 2")
         if not model.lora_dim:
             errors.append(f"{name}: quantised weights are not trained; give --{role}lora_dim 16, found 0")
         elif not settings.only_optimize_lora:

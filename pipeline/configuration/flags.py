@@ -22,7 +22,7 @@ from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flag
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, secret_values
-from pipeline.errors import InputError, nearest
+from pipeline.errors import ContradictionError, InputError, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
 COMMAND_LINE = "command line"
@@ -45,10 +45,6 @@ class Resolved:
     def is_given(self, name: str) -> bool:
         """Return True for a flag whose value is not left to its default."""
         return self.origins.get(name, "default") != "default"
-
-
-class ContradictionError(InputError):
-    """Values of a stage that are right one by one, and do not go together."""
 
 
 class FlagLoader(yaml.SafeLoader):

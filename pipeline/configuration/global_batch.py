@@ -14,11 +14,12 @@ from typing import Any
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
+from pipeline.configuration.groups import STAGE
 from pipeline.errors import InputError, counted
 
 SHARED = "inference_tp_size"  # flag of stage 3
 # Values that numbers of a preset take where they give way, the nearest first; what is true becomes false.
-GIVES_WAY = {"zero_stage": (2, 1, 3), SHARED: (1,)}
+GIVES_WAY = {STAGE: (2, 1, 3), SHARED: (1,)}
 
 
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:

@@ -260,15 +260,15 @@ def answer(planner: StagePlanner, resolved: Resolved, rungs: Sequence[Rung]) -> 
     high = fits(start, target)
     taken = list(climbed(planner, resolved, start, rungs, high=high))
     is_enough = suffices(taken, target, high=high)
-    kept = [change.rung for change in taken]
-    for rung in sorted(kept, key=rungs.index, reverse=True) if is_enough else ():
-        fewer = list(kept)
+    needed = [change.rung for change in taken]
+    for rung in sorted(needed, key=rungs.index, reverse=True) if is_enough else ():
+        fewer = list(needed)
         fewer.remove(rung)
         again = list(replayed(planner, resolved, start, fewer))
         if len(again) == len(fewer) and suffices(again, target, high=high):
-            taken, kept = again, fewer
+            taken, needed = again, fewer
     taken = list(
-        replayed(planner, resolved, start, [replace(rung, times=kept.count(rung)) for rung in dict.fromkeys(kept)])
+        replayed(planner, resolved, start, [replace(rung, times=needed.count(rung)) for rung in dict.fromkeys(needed)])
     )
     end = (taken[-1].resolved, taken[-1].plan) if taken else (resolved, start)
     return Answer(taken, *end, is_enough)
@@ -284,8 +284,8 @@ def climbed(
 ) -> Iterator[Change]:
     """Yield the cheapest change that gives back what is lacking, then the next, until nothing is or none does."""
     while any(lacks := lacking(before, planner.target, high=high)):
-        found = (changed(planner, resolved, before, rung) for rung in rungs)
-        change = next((one for one in found if one and any(map(helps, one.gained, lacks))), None)
+        tried = (changed(planner, resolved, before, rung) for rung in rungs)
+        change = next((one for one in tried if one and any(map(helps, one.gained, lacks))), None)
         if change is None:
             return
         resolved, before = change.resolved, change.plan

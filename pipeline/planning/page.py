@@ -20,7 +20,7 @@ from pipeline.planning.needs import StageNeeds
 NeedsOf = Callable[..., StageNeeds]
 JsonsOf = Callable[[Resolved], Mapping[str, Json]]
 # Rows of the tables, title -> attribute.
-HELD = {"weights": "weights", "optimizer": "optimizer", "buffers": "lasting_gradients", "moving average": "average"}
+LASTING = {"weights": "weights", "optimizer": "optimizer", "buffers": "lasting_gradients", "moving average": "average"}
 PARTS = {
     "states": "states",
     "gradients": "gradient_bytes",
@@ -99,7 +99,8 @@ class StagePlan:
     needs: what they need.
     memory: what that takes.
     num_steps: optimizer steps of the run; 0 where they are not known.
-    seconds, exchanged: see `StagePlanner.seconds`; {} too where the plan does not fit.
+    seconds: seconds of each phase (`StagePlanner.seconds`); {} too where the plan does not fit.
+    exchanged: those of them in which GPUs exchange tensors.
     """
 
     planner: StagePlanner
@@ -167,8 +168,8 @@ def run_text(seconds: float) -> str:
 
 def part_lines(parts: Mapping[str, str], holders: Collection[Any]) -> list[str]:
     """Return a row of GiB for each of `parts`, title -> attribute, that any of the holders has; "-": this has none."""
-    held = {title: [getattr(one, name) for one in holders] for title, name in parts.items()}
-    return [row(title, [gib(n) if n else "-" for n in line]) for title, line in held.items() if any(line)]
+    sizes = {title: [getattr(one, name) for one in holders] for title, name in parts.items()}
+    return [row(title, [gib(n) if n else "-" for n in line]) for title, line in sizes.items() if any(line)]
 
 
 def model_lines(plan: MemoryPlan) -> list[str]:
@@ -182,7 +183,7 @@ def model_lines(plan: MemoryPlan) -> list[str]:
     counts["no embedding"] = [size.weights - size.embeddings for size in sizes]
     lines = [row("millions", plan.sizes)]
     lines += [row(name, [f"{n / 1e6:,.1f}" for n in line]) for name, line in counts.items()]
-    lines += [row("GiB", plan.sizes), *part_lines(HELD, plan.states.values())]
+    lines += [row("GiB", plan.sizes), *part_lines(LASTING, plan.states.values())]
     return [*lines, row("gradients", [gib(gradients.get(role, 0)) for role in plan.sizes])]
 
 

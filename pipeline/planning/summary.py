@@ -11,7 +11,7 @@ from pipeline.planning.disk import outputs
 from pipeline.planning.ladder import NOT_ENOUGH, Answer, Answers, gained_on_disk, size
 from pipeline.planning.page import StagePlan, fits, run_text, seconds_text, verdict, why_no_time
 
-FIRST = 3  # changes of an answer that are told first
+FIRST = 3  # changes of an answer that are shown without --explain
 ON_DISK = '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed_config'
 
 
@@ -57,21 +57,21 @@ def proposals(section: str, plan: StagePlan, answers: Answers, *, all_of_them: b
     does_fit = fits(plan.memory, target)
     yield f"{section} {'is ' if does_fit else ''}{verdict(plan.memory, target)}"
     if same.is_enough:
-        yield from told("the same training", same, target, all_of_them=all_of_them)
+        yield from answer_lines("the same training", same, target, all_of_them=all_of_them)
     elif not does_fit:
         gained, on_disk = gained_on_disk(plan.planner, same.resolved)
         if gained and fits(on_disk, target):
-            yield from told("the same training", replace(same, plan=on_disk), target, all_of_them=all_of_them)
+            yield from answer_lines("the same training", replace(same, plan=on_disk), target, all_of_them=all_of_them)
             yield f"    with {ON_DISK}: gives back {size(gained)} of the host; cost: states cross the disk each step"
         elif another is None or not another.is_enough:
             yield f"  {NOT_ENOUGH}"
         else:
             yield f"  the same training does not fit by any changes of flags: {what_it_takes(same, target)}"
     if another is not None and another.is_enough:
-        yield from told("another training", another, target, all_of_them=all_of_them)
+        yield from answer_lines("another training", another, target, all_of_them=all_of_them)
 
 
-def told(name: str, answer: Answer, target: Target, *, all_of_them: bool) -> Iterator[str]:
+def answer_lines(name: str, answer: Answer, target: Target, *, all_of_them: bool) -> Iterator[str]:
     """Yield an answer: its first changes, or `all_of_them`, and what it takes."""
     yield f"  {name} fits with these changes, each planned with those before it:"
     shown = answer.changes if all_of_them else answer.changes[:FIRST]

@@ -82,7 +82,7 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     """
     described = resolved.config.run.target
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
-    if not described and not resolved.config.run.auto_fit:  # which adds what it chose for the run before
+    if not described and "auto_fit" not in resolved.config.run.searches:  # which adds what it chose for the run before
         is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, stage, ranks=ranks)
     show_notes(stage, resolved, ranks=ranks)
     try:

@@ -50,7 +50,7 @@ def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more
     of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
     note = f"--inference_tp_size {size} in place of 8 ({preset}), which does not divide {of_ranks}"
     assert resolved.notes == (() if size == 8 else (note,)) and with_ranks(resolved, ranks) == resolved
-    origin = str(preset) if size == 8 else f"--inference_tp_size 8 on {of_ranks}"
+    origin = str(preset) if size == 8 else f"in place of 8 in {preset}"
     assert resolved.origins["inference_tp_size"] == origin
     assert on(ranks, "ppo", "--inference_tp_size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
 

@@ -50,7 +50,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     assert code == (2 if errors else 3 if lines else 0)
     if errors:
         return
-    rows = dict(row.split(maxsplit=1) for row in printed.out.splitlines() if row.startswith("  ") and " " in row)
+    rows = dict(row.split(maxsplit=1) for row in printed.out.splitlines() if re.match(r"  \w+ +\S", row))
     known, words = Names(PROGRAMS[{1: "sft", 2: "reward", 3: "ppo"}[step]]).known, line.split()
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--") and word[2:] in known:

@@ -11,7 +11,6 @@ from support.marks import slow_but
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
 from pipeline.launching.request import parse_request
-from rlhf.train_config import split_overrides
 from rlhf.train_plan import make_plan
 
 PRESETS = ROOT / "launch" / "presets"
@@ -379,11 +378,6 @@ def test_help_is_one_fast_screen():
     lines = output.splitlines()
     assert len(lines) <= 25 and max(map(len, lines)) <= 80
     assert all(f"--{name}" in output for name in ("actor-model", "dry-run", "sft.FLAG", "config FILE"))
-
-
-def test_split_overrides():
-    own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
-    assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
 
 
 @pytest.mark.parametrize(

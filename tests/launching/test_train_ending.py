@@ -1,9 +1,11 @@
-"""What `train.py` says at the end of a stage, and proposes next: launch scripts whose stages are stand-ins."""
+"""What `train.py` says at the end of a stage and proposes next, with stand-ins for stages; how it splits its words."""
 
 import json
 
 import pytest
 from support.launch_stub import TINY, train
+
+from rlhf.train_config import split_overrides
 
 WORSE = {  # stage -> first and last evaluation -> what the stage's line says of them
     "1": (
@@ -37,6 +39,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     number, section = case[0], {"1": "sft", "2": "reward", "3": "ppo"}[case[0]]
     run_dir = tmp_path / "out/runs" / section
     run_dir.mkdir(parents=True)
+    (run_dir / "run.lock").touch()
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
     more = ["--sft.keep_best"] if case == "1 kept" else []
     for name in ("sft", "reward") if number == "3" else ():
@@ -51,3 +54,8 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
         assert following.startswith("next: python chat.py")
+
+
+def test_split_overrides():
+    own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
+    assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}

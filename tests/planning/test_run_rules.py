@@ -13,6 +13,7 @@ from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
 from support.marks import slow_but
+from transformers import PretrainedConfig
 
 import step3_ppo.models.engines
 import step3_ppo.models.needs
@@ -145,7 +146,7 @@ def test_the_run_loads_the_models_that_the_plan_counts(monkeypatch, tmp_path, fr
     monkeypatch.setattr(step3_ppo.models.engines, "base_model", lambda model: model)
     config = config.replace(ppo=config.ppo.replace(normalise_scores=False).model_dump())
     run = SimpleNamespace(world=SimpleNamespace(device=None))
-    start = SimpleNamespace(base=None, config=None)
+    start = SimpleNamespace(base=None, config=PretrainedConfig())
     sources = Sources({role.name: start for role in ROLES}, tokenizer=None, reward_tokenizer=None)  # type: ignore
     step3_ppo.models.engines.make_models(run, config, sources)
     assert loaded == [use.role for use in needs(config, {}, "bf16", 1).models] == ["actor", "critic", *frozen]

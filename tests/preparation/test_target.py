@@ -155,7 +155,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
 
 
 def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
-    lines = planned("--target", "small.yaml", "--explain").stdout.splitlines()
+    lines = planned("--target", "small.yaml", "--explain", "--data_split", "2,4,4").stdout.splitlines()
     flags = lines.index(next(line for line in lines if line.startswith("  data_path ")))
     page = " ".join(" ".join(lines[:flags]).split())
     assert all(len(line) <= 80 for line in lines[:flags])

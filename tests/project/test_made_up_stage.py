@@ -67,7 +67,7 @@ WAYS = {4: ("--step", "4"), 3: ("--step", "3", "--method", "labelled")}
 @pytest.mark.parametrize("number", WAYS)
 def test_it_is_looked_at_and_planned(tmp_path, data, number):
     project = project_with(tmp_path / "project", number)
-    done = train(project, data, *WAYS[number], "--dry-run", max_steps=2)
+    done = train(project, data, *WAYS[number], "--explain", max_steps=2)
     assert done.returncode == 0, done.stdout + done.stderr
     word = {4: "4", 3: "labelled"}[number]
     assert f"== stage {number}: answers with a label\n" in done.stdout

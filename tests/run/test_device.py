@@ -85,6 +85,8 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     for name, value in stand_ins.items():
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(measure_device, "measure", measure)
