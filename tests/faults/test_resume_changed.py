@@ -18,11 +18,8 @@ from support.tiny_run import make_folder
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 
 STEPS = 2
-SAME = (
-    "--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant", "--eval_interval", "0",
-    "--keep_checkpoints", "2",
-)  # fmt: skip
-
+SAME = ("--eval_interval", "0", "--keep_checkpoints", "2")
+SUPERVISED = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant")
 
 EACH_STAGE = pytest.mark.parametrize(
     "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo"))]
@@ -30,7 +27,7 @@ EACH_STAGE = pytest.mark.parametrize(
 
 
 def story_of(stage: str, folder: Path, steps: int, *changes: object) -> Story:
-    return Story(stage, folder, steps=steps, more=(*(SAME if stage != "ppo" else ("--eval_interval", 0)), *changes))
+    return Story(stage, folder, steps=steps, more=(*SAME, *(SUPERVISED if stage != "ppo" else ()), *changes))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +132,7 @@ def test_fewer_steps_than_before_are_told_of(folder):
     assert code == 0 and "before it was to end" not in said
     shutil.rmtree(folder / "run/runs/sft/checkpoints/step-4")
     (folder / "run/runs/sft/done.json").unlink()
-    story = Story("sft", folder, steps=STEPS, more=SAME)
+    story = story_of("sft", folder, STEPS)
     assert run(story, "run") == 0 and story.log("run").read_text().count(ended) == 1
 
 
@@ -161,7 +158,7 @@ def test_an_end_that_was_cut_off_repeats_nothing(folder):
     run_dir = folder / "run" / "runs" / "sft"
     before = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "done.json").unlink()
-    assert run(Story("sft", folder, steps=STEPS, more=SAME), "run") == 0
+    assert run(story_of("sft", folder, STEPS), "run") == 0
     assert (run_dir / "metrics.jsonl").read_text() == before and (run_dir / "done.json").is_file()
 
 
@@ -195,7 +192,7 @@ def test_a_checkpoint_of_another_stage_is_refused(folder):
 
 
 def test_a_best_model_that_is_gone_is_not_taken_for_saved(folder):
-    best = (*SAME, "--keep_best", "true", "--eval_interval", "1", "--overwrite", "true")
+    best = (*SAME, *SUPERVISED, "--keep_best", "true", "--eval_interval", "1", "--overwrite", "true")
     story = Story("sft", folder, steps=STEPS, more=best)
     assert run(story, "run") == 0
     shutil.rmtree(folder / "run" / "sft")

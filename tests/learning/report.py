@@ -192,7 +192,8 @@ def differences(runs: Sequence[Run]) -> str:
         of_answers, of_seeds = (math.sqrt(a + b) for a, b in zip(own, variances, strict=True))
         # A single seed has no error of seeds (NaN): nothing is beyond it.
         verdict = "beyond noise" if abs(apart) >= 2 * of_answers and abs(apart) >= 2 * of_seeds else "within noise"
-        rows.append([name, len(groups[name]), f"{apart:+.2f} +- {of_answers:.2f}", f"+- {of_seeds:.2f}", verdict])
+        spread_of_seeds = "one seed" if math.isnan(of_seeds) else f"+- {of_seeds:.2f}"
+        rows.append([name, len(groups[name]), f"{apart:+.2f} +- {of_answers:.2f}", spread_of_seeds, verdict])
     names = [f"gold above '{AS_IT_IS}', error of answers", "error of seeds", "by two errors, of either kind"]
     return table(["run", "seeds", *names], rows)
 
