@@ -33,7 +33,7 @@ OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def check_environment() -> None:
     """Raise EnvironmentFault for variables of launchers that cannot be, alone or together, and for too few files."""
-    if (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:
+    if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:  # RLIM_INFINITY is -1
         raise EnvironmentFault(f"{limit} open files are allowed, a run needs {LEAST_FILES}; give `ulimit -n 1024`")
     if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in ("cpu", "cuda"):
         raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, wanted cpu or cuda; unset, it is what the machine has")

@@ -65,6 +65,12 @@ def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+def test_open_files_without_a_limit_are_enough(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with stopped_at_the_models(monkeypatch):
+        assert call("sft", stage_words("sft", folder, tmp_path / "out")).loaded
+
+
 def test_without_a_path_a_run_has_no_commit_and_a_launch_script_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,26 +229,26 @@ def logged_times(info, *, seconds: list[float], total: int, every: int, terminal
     return times
 
 
-def test_a_slow_first_step_is_not_in_the_rate_for_long(info):
-    """After a first step of 100 s, steps of 2 s: the rate of the last 20 is theirs, and 40 s are left of the run."""
+def advance(total_steps: int, seconds: Iterable[float]) -> None:
+    """Log the progress of a run, a line a step, whose first steps take so many seconds each."""
     now, console = 0.0, Terminal(stderr=True, get_time=lambda: now)
-    progress = Progress("sft", total_steps=60, start_step=0, every=1, console=console)
-    for step in range(1, 41):
-        now += 100.0 if step == 2 else 2.0
+    progress = Progress("sft", total_steps=total_steps, start_step=0, every=1, console=console)
+    for step, took in enumerate(seconds, 1):
+        now += took
         progress.update(step, {})
     progress.end()
+
+
+def test_a_slow_first_step_is_not_in_the_rate_for_long(info):
+    """After a first step of 100 s, steps of 2 s: the rate of the last 20 is theirs, and 40 s are left of the run."""
+    advance(60, [2.0, 100.0, *[2.0] * 38])
     assert info.messages[0] == "[sft] 1/60", "one step says nothing of the next ones"
     assert info.messages[39] == "[sft] 40/60  0.5 steps/s  40s left"
 
 
 def test_short_steps_have_the_rate_of_half_a_minute(info):
     """Of steps of 0.1 s, 20 would be 2 s, in which one pause of a second is half of the time."""
-    now, console = 0.0, Terminal(stderr=True, get_time=lambda: now)
-    progress = Progress("sft", total_steps=1000, start_step=0, every=1, console=console)
-    for step in range(1, 401):
-        now += 1.1 if step == 395 else 0.1
-        progress.update(step, {})
-    progress.end()
+    advance(1000, [*[0.1] * 394, 1.1, *[0.1] * 5])
     (rate,) = re.findall(r"  ([\d.]+) steps/s", info.messages[399])
     assert float(rate) == pytest.approx(290 / 30, rel=0.02)
 
