@@ -21,7 +21,7 @@ from pipeline.configuration.flag_checks import unsafe_paths
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, nest
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
-from pipeline.configuration.redact import redacted, secret_values
+from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
 from pipeline.errors import ContradictionError, InputError, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
@@ -178,7 +178,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
             errors.append(f"--{word or name}: {problem}")
         else:
             if name in given:
-                notes.append(f"--{name}: given more than once; the last replaces {redacted(shown_value(given[name]))}")
+                notes.append(repeated(f"--{name}", given[name]))
             is_list = flag is not None and flag.is_list
             ended = flag.switches if flag and is_list else ()
             given = {key: value for key, value in given.items() if key not in ended}
@@ -313,11 +313,6 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
     if unread:
         notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {' and '.join(map(str, sorted(stages)))}")
     return config, [f"{path}: {line}" for line in notes]
-
-
-def shown_value(value: Any) -> str:
-    """Return a flag's value as an error or a note shows it: the words of a list."""
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
 def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -32,9 +32,19 @@ def shown(name: str, value: object) -> str:
     return MASK if SECRET_NAME.search(name) else redacted(repr(value))
 
 
+def shown_value(value: Any) -> str:
+    """Return a flag's value as an error or a note shows it: the words of a list."""
+    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
 def redacted(text: str) -> str:
     """Replace whatever looks like a token or a password by ***."""
     return SECRET.sub(MASK, text)
+
+
+def repeated(flag: str, before: Any) -> str:
+    """Return the note on a flag that is given again: the last value counts."""
+    return f"{flag}: given more than once; the last replaces {redacted(shown_value(before))}"
 
 
 def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:

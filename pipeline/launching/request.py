@@ -5,7 +5,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from pipeline.configuration.redact import repeated
 from pipeline.errors import InputError
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
@@ -80,7 +82,11 @@ class LaunchRequest:
 
 
 def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
-    """Read the words of a launch script. Raises InputError that names the flag, what was found and what is right."""
+    """Read the words of a launch script; print a note on a flag that is given again.
+
+    Raises:
+        InputError: names the flag, what was found and what is right.
+    """
     try:
         values, unknown = launcher_parser().parse_known_args(list(words))
     except argparse.ArgumentError as error:
@@ -97,14 +103,26 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
     return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
 
 
+class LastCounts(argparse.Action):
+    """What the parser does with a value: a later one replaces it, and a note says so."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        """Keep the value; `--no_ssh` has its own, which stands for that of `--launcher`."""
+        if self.dest in namespace:
+            print(f"note: {repeated(f'--{self.dest}', getattr(namespace, self.dest))}", file=sys.stderr)
+        setattr(namespace, self.dest, self.const or values)
+
+
 def launcher_parser() -> argparse.ArgumentParser:
     """Return the parser of DeepSpeed's flags for its launcher, of ours, and of the words from STEP on."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, add_help=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--no_ssh", dest="launcher", action="store_const", const="none")
+    parser.add_argument("--no_ssh", dest="launcher", action=LastCounts, nargs=0, const="none")
     for names, kind in FLAGS.items():
-        parser.add_argument(*names.split(), type=kind)
+        parser.add_argument(*names.split(), action=LastCounts, type=kind)
     for names in (*SWITCHES, *IDLE_SWITCHES):
         parser.add_argument(*names.split(), action="store_true")
     parser.add_argument("words", nargs=argparse.REMAINDER)

@@ -30,6 +30,16 @@ def test_the_way_to_other_hosts():
         assert request.is_first_host == (launcher != "none") and not request.is_on_one_machine
 
 
+def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
+    words = "--num_gpus 2 --launcher pdsh --include a:1 --num_accelerators=3 --no_ssh -i b:2 --check --check 1 --seed 1"
+    request = parse_request("multi_node", words.split())
+    assert (request.num_gpus, request.launcher, request.include, request.check) == (3, "none", "b:2", True)
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: {flag}: given more than once; the last replaces {value}"
+        for flag, value in (("--num_gpus", 2), ("--launcher", "pdsh"), ("--include", "a:1"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
