@@ -25,7 +25,7 @@ from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_data
+from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
@@ -91,9 +91,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     make_room(run)
     data = config.data
     tokenizer, seq2seq = prepare_tokenizer(source, data.template), source.is_encoder_decoder
-    # The turns before the last one are the encoder's input.
-    turns = "last" if seq2seq else data.train_turns
-    rows = prepare_data(data, tokenizer, keep_best=config.keep_best, **run.stage.row_options, train_turns=turns)
+    (rows,) = prepare_stage(run, config, tokenizer, seq2seq=seq2seq)
     if seq2seq:
         check_sources(rows)
     collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)

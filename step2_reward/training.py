@@ -20,7 +20,7 @@ from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_data
+from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
@@ -94,9 +94,8 @@ def build(run: Run, config: RewardConfig) -> Reward:
     start_engines(run)
     (source,) = check_start_models(run.stage.start_models(config, {}))
     make_room(run)
-    data = config.data
-    tokenizer = prepare_tokenizer(source, data.template)
-    pairs = prepare_data(data, tokenizer, keep_best=config.keep_best, **run.stage.row_options)
+    tokenizer = prepare_tokenizer(source, config.data.template)
+    (pairs,) = prepare_stage(run, config, tokenizer)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)

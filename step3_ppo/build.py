@@ -23,10 +23,9 @@ from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.rollout import (
     Schedule,
     generation_options,
-    make_prompts,
+    make_data,
     make_sampling,
     make_schedule,
-    make_text,
     sampling_line,
 )
 from step3_ppo.state import PPO, State, fingerprint_of
@@ -40,8 +39,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     start_engines(run)
     sources = make_sources(run, config)
     make_room(run)
-    prompts = make_prompts(run, config, sources.tokenizer)
-    text = make_text(run, config, sources.tokenizer)
+    prompts, text = make_data(run, config, sources.tokenizer)
     models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     reads_columns = any(one.reward.reads_columns for one in models.rewards)

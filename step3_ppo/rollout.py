@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
-from pipeline.configuration.groups import DataConfig
 from pipeline.data.batching import SFTBatch, num_steps, packed_sft_batch, rank_slices, rows_of_step, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
@@ -22,7 +21,7 @@ from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.run.run import Run
 from pipeline.tensor_ops import masked_sum, moments
-from pipeline.training.inputs import prepare_data
+from pipeline.training.inputs import prepare_stage
 from pipeline.training.metrics import finite
 from step3_ppo.config import PPOConfig
 from step3_ppo.estimators import explained_variance
@@ -45,26 +44,17 @@ SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16
 log = logging.getLogger(__name__)
 
 
-def make_prompts(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> StageData:
-    """Read the prompts to train on, and the held-out ones."""
-    return prepare_data(config.data, tokenizer, **run.stage.row_options)
-
-
-def make_text(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> StepLoader[SFTBatch] | None:
-    """Read blocks of plain text for the ptx loss, as many per optimizer step as responses; None without the flag."""
-    if not config.data.unsupervised_data_path:
-        return None
-    source = DataConfig(
-        data_path=config.data.unsupervised_data_path,
-        mixture=config.data.mixture,
-        eval_fraction=0.0,
-        data_output_path=config.data.data_output_path,
-    )
-    length = config.max_sequence_length
-    built = prepare_data(source, tokenizer, rows="blocks", shares=(), title="text", max_seq_len=length)
-    return StepLoader(
-        built.train,
-        [[row] for row in range(len(built.train))],
+def make_data(
+    run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[StageData, StepLoader[SFTBatch] | None]:
+    """Read the prompts; and blocks of plain text for the ptx loss, as many per optimizer step as responses."""
+    prompts, *texts = prepare_stage(run, config, tokenizer)
+    if not texts:
+        return prompts, None
+    blocks = texts[0].train
+    loader = StepLoader(
+        blocks,
+        [[row] for row in range(len(blocks))],
         lambda packs: packed_sft_batch(packs, pad_id=tokenizer.pad_token_id),
         micro_batch_size=config.optimizer.per_device_train_batch_size,
         accumulation=config.optimizer.gradient_accumulation_steps,
@@ -72,6 +62,7 @@ def make_text(run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -
         rank=run.world.rank,
         seed=config.run.seed,
     )
+    return prompts, loader
 
 
 @dataclass(frozen=True, slots=True)

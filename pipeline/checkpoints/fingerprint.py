@@ -1,7 +1,7 @@
 """Run fingerprints: settings, data and start models that a resumed run must share with its checkpoint."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,35 @@ from typing import Any
 from datasets import Dataset
 
 from pipeline import dist
-from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
+from pipeline.configuration.resume_rules import SAME, batch_sizes, defaults_of, refuse, values_by_rule
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.cache import COLUMNS_SUFFIX
 from pipeline.data.row_kinds import EXTRA
 from pipeline.files import digest, model_fingerprint
-from pipeline.run.earlier_runs import input_contents
+from pipeline.run.earlier_runs import changed_contents, checkpoint_state, data_contents, input_contents
 
 
 def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
     """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order, or their other columns."""
     files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(COLUMNS_SUFFIX) == columns]
     return hashlib.sha256("".join(digest(Path(file)) for file in files).encode()).hexdigest()
+
+
+def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset]) -> None:
+    """Raise InputError where sources are not those of the checkpoint to go on from, and neither are training rows.
+
+    With --force_resume, and of a checkpoint that does not name its sources, the differences are told when it is loaded.
+
+    Args:
+        prepared: the rows to train on; not asked for where no source has changed.
+    """
+    folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
+    if config.run.force_resume or "inputs" not in saved:
+        return
+    lines = list(changed_contents(config, saved["inputs"], data_contents(config), "the checkpoint"))
+    known = saved["fingerprints"].values()
+    if lines and any(data_fingerprint(rows) not in known for rows in prepared):
+        refuse(folder, lines, SAME, force=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,14 @@ def options_of(flags: Any, **changes: object) -> DataOptions:
     return DataOptions(**{**values, "column_map": parse_column_map(flags.column_map), **changes})
 
 
+def check_held_out(number: int) -> None:
+    """Raise InputError if no row is held out, for a run that is to keep its best model."""
+    if not number:
+        raise InputError(
+            "--keep_best: no row is held out to choose by; give --eval_fraction above 0 or --eval_data_path"
+        )
+
+
 class Selected(NamedTuple):
     """Positions in a spool, ascending, of records to train on and records to evaluate on; no prompt is in both."""
 

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.stage import Stage, StageConfig
+from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
-from pipeline.data.selection import DataOptions, options_of, parse_shares
+from pipeline.data.selection import DataOptions, check_held_out, parse_shares
 from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import is_reachable, offline
 from pipeline.launching.target import this_machine
+from pipeline.run.data_split import data_of
 from pipeline.run.earlier_runs import check_resume
 
 if TYPE_CHECKING:
@@ -118,8 +120,12 @@ def look_before_start(
         tokenizer = look_at_tokenizer(findings, config, models[0].source) if start else None
         if not elsewhere:
             findings.look("--resume", partial(check_resume, config.run.resume))
-        for options in findings.look("--column_map", partial(data_of, stage, config)) or ():
+        seq2seq = bool(start) and models[0].source.is_encoder_decoder
+        data = findings.look("--column_map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
+        for options in data:
             look_at_rows(findings, options, tokenizer)
+        if len(findings.errors) == errors:
+            look_at_all_rows(findings, stage, config, data, tokenizer)
         bases |= {str(folder): start for folder in stage.outputs(config)[:1]}
         for folder, size in output_bytes(stage, config, bases) if is_usable else ():
             disk = os.stat(existing(folder)).st_dev
@@ -187,15 +193,6 @@ def look_at_tokenizer(
     return findings.look("--template", partial(prepare_tokenizer, source, config.data.template))
 
 
-def data_of(stage: Stage, config: StageConfig) -> list[DataOptions]:
-    """Return the options of the data of a stage: its own, and in stage 3 the text of the ptx loss."""
-    data = [options_of(config.data, **stage.row_options)]
-    if text := getattr(config.data, "unsupervised_data_path", None):
-        blocks = {"rows": "blocks", "title": "text", "data_path": tuple(text), "eval_data_path": ()}
-        data.append(options_of(config.data, **blocks))
-    return data
-
-
 def look_at_rows(findings: Findings, options: DataOptions, tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Render and tokenise one row of each source; without a tokenizer only read it."""
     data_flag = "unsupervised_data_path" if options.rows == "blocks" else "data_path"
@@ -210,6 +207,33 @@ def look_at_rows(findings: Findings, options: DataOptions, tokenizer: "PreTraine
             if path and (is_local(path) or not findings.is_out_of_reach(path, rows=True)):
                 with offline() if findings.dry_run else nullcontext():
                     findings.look(flag, partial(first_row, path, options, tokenizer))
+
+
+def look_at_all_rows(
+    findings: Findings,
+    stage: Stage,
+    config: StageConfig,
+    data: Sequence[DataOptions],
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> None:
+    """Make those checks of `prepare_stage` that need all rows, where all sources are in reach.
+
+    Rows are read where flags alone hold none out, and prepared in the cache where sources are not the checkpoint's.
+    """
+    from pipeline.checkpoints.fingerprint import check_rows
+
+    names = ("data_path", "eval_data_path", "sft_only_data_path")
+    paths = [parse_path(text)[0] for options in data for name in names for text in getattr(options, name)]
+    if any(not is_local(path) and findings.is_out_of_reach(path, rows=True) for path in paths):
+        return
+    with offline() if findings.dry_run else nullcontext():
+        if getattr(config, "keep_best", False) and not (data[0].eval_fraction or data[0].eval_data_path):
+            sources = (read_records(read_rows(path), Counts(), column_map=data[0].column_map) for path in paths)
+            tests = (record for records in sources for record in records if record.split == "test")
+            findings.look("--keep_best", lambda: check_held_out(any(True for _ in tests)))
+        if tokenizer and not config.run.target:
+            prepared = (load_or_build(options, tokenizer).train for options in data)
+            findings.look(stage.section, partial(check_rows, stage.run_folder(config.run), config, prepared))
 
 
 def first_row(path: str, options: DataOptions, tokenizer: "PreTrainedTokenizerBase | None") -> None:

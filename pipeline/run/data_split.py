@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.stage import Stage
-from pipeline.data.selection import parse_shares
+from pipeline.configuration.groups import DataConfig
+from pipeline.configuration.stage import Stage, StageConfig
+from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
 from pipeline.files import read_object
 from pipeline.run.earlier_runs import earlier_settings
@@ -34,6 +35,25 @@ class Reader(NamedTuple):
         """Return True if both read one source, or one a folder and the other what is in it. Raises InputError."""
         pairs = [(place_of(one), place_of(two)) for one in self.paths for two in other.paths]
         return any(one == two or one in two.parents or two in one.parents for one, two in pairs)
+
+
+def data_of(stage: Stage, config: StageConfig, *, seq2seq: bool = False) -> list[DataOptions]:
+    """Return the options of the data of a stage: of its own rows, and in stage 3 of the text of the ptx loss.
+
+    Args:
+        seq2seq: the model has an encoder, whose input are the turns before the last one.
+
+    Raises:
+        InputError: a --column_map that names no columns.
+    """
+    flags, length = config.data, getattr(config, "max_sequence_length", None)
+    turns = {"train_turns": "last"} if seq2seq and hasattr(flags, "train_turns") else {}
+    data = [options_of(flags, **stage.row_options, **turns)]
+    if text := getattr(flags, "unsupervised_data_path", None):
+        given = {"mixture": flags.mixture, "data_output_path": flags.data_output_path}
+        source = DataConfig(data_path=text, eval_fraction=0.0, **given)
+        data.append(options_of(source, rows="blocks", shares=(), title="text", max_seq_len=length))
+    return data
 
 
 def place_of(text: str) -> Path:

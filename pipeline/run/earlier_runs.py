@@ -122,8 +122,14 @@ def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False
 
 def input_contents(config: StageConfig) -> dict[str, Any]:
     """Return {flag: content} of all data and start models; a hub id stands for its content."""
-    data = {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
-    return data | {name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()}
+    return data_contents(config) | {
+        name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()
+    }
+
+
+def data_contents(config: StageConfig) -> dict[str, Any]:
+    """Return {flag: contents} of all data; see `data_content`."""
+    return {name: [data_content(path) for path in paths] for name, paths in values_by_rule(config, "data").items()}
 
 
 def data_content(text: str) -> str:

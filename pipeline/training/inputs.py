@@ -6,12 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipeline import dist
-from pipeline.configuration.groups import DataConfig
+from pipeline.checkpoints.fingerprint import check_rows
+from pipeline.configuration.stage import StageConfig
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, RowKind
-from pipeline.data.selection import options_of
-from pipeline.errors import InputError
+from pipeline.data.selection import DataOptions, check_held_out
+from pipeline.run.data_split import data_of
+from pipeline.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,31 +24,38 @@ MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them i
 KEPT_SHARE = 0.95  # the share of the rows, without those dropped for other reasons, that fit into a proposed length
 
 
-def prepare_data(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", *, keep_best: bool = False, **changes: object
-) -> StageData:
-    """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
+def prepare_stage(
+    run: Run, config: StageConfig, tokenizer: "PreTrainedTokenizerBase", *, seq2seq: bool = False
+) -> list[StageData]:
+    """Return the rows of a stage, and in stage 3 the text of the ptx loss; before any weight is read. A collective.
 
     Args:
-        keep_best: whether the best model is to be chosen on held-out rows.
-        changes: fields of DataOptions that are not the flags of `data`: rows, shares, title, limits.
+        seq2seq: see `data_of`.
 
     Raises:
-        InputError: a source cannot be read, or `keep_best` where no row is held out.
+        InputError: see `prepare_data`; --keep_best where no row is held out; rows that are not those of the checkpoint.
     """
-    options = options_of(data, **changes)
+    built = [prepare_data(options, tokenizer) for options in data_of(run.stage, config, seq2seq=seq2seq)]
+    if getattr(config, "keep_best", False):
+        check_held_out(len(built[0].eval))
+    dist.on_main(lambda: check_rows(run.folder, config, (rows.train for rows in built)))
+    return built
+
+
+def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
+    """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
+
+    Raises:
+        InputError: a source cannot be read.
+    """
     # Machines may share the cache or not: the first rank of each builds it, or finds it built.
     dist.on_each_machine(lambda: load_or_build(options, tokenizer) and None)
     built = load_or_build(options, tokenizer)
     if dist.is_main():
-        for line in row_lines(options.title, built.counts, data.data_split, num_sequences=len(built.train)):
+        for line in row_lines(options.title, built.counts, options.data_split, num_sequences=len(built.train)):
             log.info("%s", line)
         for line in row_warnings(options.title, options.kind, built.counts):
             log.warning("%s", line)
-    if keep_best and not len(built.eval):
-        raise InputError(
-            "--keep_best: no row is held out to choose by; give --eval_fraction above 0 or --eval_data_path"
-        )
     return built
 
 

@@ -18,7 +18,7 @@ from support.tiny_run import write_lines
 
 from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.configuration.groups import DataConfig
-from pipeline.data import cache, shards, sources
+from pipeline.data import cache, selection, shards, sources
 from pipeline.data.cache import StageData
 from pipeline.data.readers import to_json
 from pipeline.data.selection import DataOptions
@@ -119,7 +119,7 @@ def test_dates_and_decimals_have_a_form_and_other_values_are_not_passed(bpe_toke
     data = DataConfig(data_path=[parquet(tmp_path, prompts(2, **more))], data_split="none", eval_fraction=0.0,
                       data_output_path=str(tmp_path / "cache"))  # fmt: skip
     with caplog.at_level(logging.INFO):
-        built = prepare_data(data, bpe_tokenizer, **ROWS["ppo"])
+        built = prepare_data(selection.options_of(data, **ROWS["ppo"]), bpe_tokenizer)
     expected = {"when": "2026-11-02T03:04:05+00:00", "day": "2026-11-02", "price": 1.5, "took": 90.0}
     assert extras(built.train) == [{"answer": n, **expected} for n in range(2)]
     said = [record.getMessage() for record in caplog.records]

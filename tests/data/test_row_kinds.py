@@ -13,7 +13,7 @@ from support.tiny_run import write_lines
 from pipeline.configuration.groups import DataConfig
 from pipeline.data import shards
 from pipeline.data.row_kinds import PAIRS, PROMPTS, ROW_KINDS, SEQUENCES
-from pipeline.data.selection import share_of
+from pipeline.data.selection import options_of, share_of
 from pipeline.data.turns import Message, prompt_hash
 from pipeline.errors import InputError
 from pipeline.training.inputs import prepare_data
@@ -42,7 +42,7 @@ def data_of(folder, name="rows", **changes) -> DataConfig:
 
 
 def test_rows_of_a_kind_that_a_package_adds_are_read(labelled, bpe_tokenizer, tmp_path):
-    built = prepare_data(data_of(tmp_path), bpe_tokenizer, **labelled, max_seq_len=200)
+    built = prepare_data(options_of(data_of(tmp_path), **labelled, max_seq_len=200), bpe_tokenizer)
     mine = [n for n in range(60) if share_of(prompt_hash([Message("user", f"{n}?")]), 1234, (1 / 3,) * 3) in (1, 2)]
     assert 30 < len(mine) < 50 and [row["label"] for row in built.train] == [n % 3 > 0 for n in mine]
     for n, row in zip(mine, built.train, strict=True):
@@ -56,21 +56,21 @@ def test_rows_of_a_kind_that_a_package_adds_are_read(labelled, bpe_tokenizer, tm
 
 
 def test_it_is_reported_as_others_are(labelled, bpe_tokenizer, tmp_path, caplog):
-    whole = prepare_data(data_of(tmp_path, data_split="none"), bpe_tokenizer, **labelled, max_seq_len=200)
+    whole = prepare_data(options_of(data_of(tmp_path, data_split="none"), **labelled, max_seq_len=200), bpe_tokenizer)
     assert whole.counts["no response"] == 1 and whole.counts["response beyond max_seq_len"] == 1
     assert whole.counts.lengths.total() == 1 and len(whole.train) == 60
     with pytest.raises(InputError, match=r"^stage kto: data_split 1,0,0 leaves no training row"):
-        prepare_data(data_of(tmp_path, data_split="1,0,0"), bpe_tokenizer, **labelled)
+        prepare_data(options_of(data_of(tmp_path, data_split="1,0,0"), **labelled), bpe_tokenizer)
 
 
 def test_other_processes_know_it(labelled, bpe_tokenizer, tmp_path, monkeypatch):
     """They import the module by its name, and write the same bytes."""
     monkeypatch.setattr(shards, "SHARD_RECORDS", 10)
     data = data_of(tmp_path)
-    alone = prepare_data(data, bpe_tokenizer, **labelled)
+    alone = prepare_data(options_of(data, **labelled), bpe_tokenizer)
     here = write_one_here(monkeypatch)
     other = data.model_copy(update={"data_output_path": str(tmp_path / "other")})
-    together = prepare_data(other, bpe_tokenizer, **labelled)
+    together = prepare_data(options_of(other, **labelled), bpe_tokenizer)
     assert here == ["labelled-000000.arrow"], "the job writes the others"
     files = [built.train.cache_files[0]["filename"] for built in (alone, together)]
     assert files[0] != files[1] and Path(files[0]).read_bytes() == Path(files[1]).read_bytes()

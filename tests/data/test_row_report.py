@@ -12,6 +12,7 @@ from support.tiny_run import write_lines
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SEQUENCES
+from pipeline.data.selection import options_of
 from pipeline.training.inputs import prepare_data, row_lines, row_warnings
 
 
@@ -35,7 +36,7 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
     paths = write_mixture(tmp_path)
     data = DataConfig(data_path=paths, data_split=split, eval_fraction=0.2, data_output_path=str(tmp_path / "cache"))
     with caplog.at_level(logging.INFO):
-        built = prepare_data(data, bpe_tokenizer, **ROWS["reward"], max_seq_len=60)
+        built = prepare_data(options_of(data, **ROWS["reward"], max_seq_len=60), bpe_tokenizer)
     said = [record.getMessage() for record in caplog.records]
     pattern = re.compile(r"(\d+) (to train on|held out|of other stages|left out|dropped|given)")
     whole, first, second = (
@@ -108,8 +109,8 @@ def test_real_answers_labelled_false_train_no_policy_and_give_prompts(real_data,
     shipped = json.loads(path.read_text(encoding="utf-8"))
     options = {"data_split": "none", "eval_fraction": 0.0, "data_output_path": str(tmp_path)}
     data = DataConfig(data_path=[str(path)], **options)
-    sft = prepare_data(data, bpe_tokenizer, **ROWS["sft"], max_seq_len=8192)
+    sft = prepare_data(options_of(data, **ROWS["sft"], max_seq_len=8192), bpe_tokenizer)
     assert len(sft.train) == sum(row["label"] for row in shipped) < len(shipped)
     assert sft.counts["response is labelled false"] == len(shipped) - len(sft.train)
-    prompts = prepare_data(data, bpe_tokenizer, **ROWS["ppo"], max_prompt_seq_len=8192)
+    prompts = prepare_data(options_of(data, **ROWS["ppo"], max_prompt_seq_len=8192), bpe_tokenizer)
     assert len(prompts.train) == len({json.dumps(row["messages"][:-1]) for row in shipped})

@@ -3,6 +3,7 @@
 Row 30 of the fault list in docs/reliability.md.
 """
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -55,11 +56,18 @@ def folder(begun: Callable[[str], Path], stage: str, tmp_path: Path) -> Path:
     return tmp_path / "all"
 
 
-def go_on(folder: Path, *changes: object, stage: str = "sft") -> tuple[int, str]:
+def go_on(
+    folder: Path, *changes: object, stage: str = "sft", first: Callable[[], None] | None = None
+) -> tuple[int, str]:
     """(exit code, what it printed) of a run with two steps more."""
     log = folder / f"run.{stage}.log"
     log.unlink(missing_ok=True)
-    return run(story_of(stage, folder, 2 * STEPS, *changes), "run"), log.read_text()
+    return run(story_of(stage, folder, 2 * STEPS, *changes), "run", first=first), log.read_text()
+
+
+def read_no_weights() -> None:
+    """In a child: a model under DeepSpeed would be a TypeError."""
+    importlib.import_module("pipeline.engine.build").training_engine = None
 
 
 @pytest.mark.parametrize("changes", [(), ("--keep_checkpoints", 1, "--save_in_background", "true")], ids=str)
@@ -102,7 +110,7 @@ def test_changed_data_is_refused_unless_forced(folder, stage):
     rows = (folder / "train.jsonl").read_text().splitlines()
     row = json.loads(rows[0]) | {"prompt": "Describe something else.", "chosen": "It was something else."}
     (folder / "train.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]) + "\n")
-    code, said = go_on(folder, stage=stage)
+    code, said = go_on(folder, stage=stage, first=read_no_weights)
     kind = "prompts" if stage == "ppo" else "training rows"
     changed = f"--data_path: the content of {folder / 'train.jsonl'} is not what the checkpoint was made of"
     assert code == 2 and f"error: {changed}" in said and "found content" not in said, said

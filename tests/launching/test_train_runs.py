@@ -1,6 +1,7 @@
 """`train.py --step 1 2 3` as a user runs it: the real launcher, real steps, small data and models."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,22 @@ def test_the_same_command_again_trains_nothing(finished: Any) -> None:
     again = train(folder)
     assert again.returncode == 0 and again.stdout.count("finished already") == 3, again.stderr[-2000:]
     assert (folder / "output" / "actor" / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["start", "dry run"])
+def test_changed_data_of_the_last_stage_is_refused_before_the_first_one_trains(
+    finished: Any, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "all")
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "other.jsonl").write_text("".join(lines[1:]))
+    done = train(folder, "--sft.overwrite", "--ppo.data_path", "other.jsonl", "--ppo.max_steps", "3", *more)
+    assert done.returncode == 2 and ("== stage 1" in done.stdout) == bool(more), "the plan is shown all the same"
+    assert done.stderr.splitlines() == [
+        "error: --ppo.data_path: the content of other.jsonl is not what the checkpoint was made of",
+        "error: ppo: output/runs/ppo/checkpoints/step-2: resume with the same flags, data, models and batch sizes, or "
+        "start over with --ppo.overwrite; --ppo.force_resume goes on nevertheless",
+    ]
 
 
 def test_the_stages_hand_on_adapters_of_quantised_bases(tmp_path: Path) -> None:

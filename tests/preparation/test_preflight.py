@@ -338,6 +338,26 @@ def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
     dry_run_stage(SFT, fitted, slots=None)  # the run adds what was chosen before
 
 
+HELD_OUT = {
+    "no fraction": ("--eval_fraction 0", False),
+    "a fraction": ("--eval_fraction 0.5", True),
+    "evaluation rows": ("--eval_fraction 0 --eval_data_path test.jsonl", True),
+    "test rows of a source": ("--eval_fraction 0 --data_path train.jsonl marked.jsonl", True),
+}
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_the_best_model_is_not_kept_where_flags_hold_no_row_out(inputs, stage, name):
+    flags, is_right = HELD_OUT[name]
+    row = {"prompt": "Who?", "chosen": "Me.", "rejected": "Us."}
+    write_lines(inputs / "marked.jsonl", [row | {"split": "train"}, row | {"split": "test"}])
+    plan = {stage: f"--keep_best {flags}"}
+    ways = f"give --{stage}.eval_fraction above 0 or --{stage}.eval_data_path"
+    expected = [f"--{stage}.keep_best: no row is held out to choose by; {ways}"]
+    assert (look_before_start(configs(**plan), dry_run=True) == []) if is_right else (problems(**plan) == expected)
+
+
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
 def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
     """In the process of its own, without the demo's model and data."""

@@ -15,7 +15,7 @@ from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_data
+from pipeline.training.inputs import prepare_stage
 from pipeline.training.metrics import SUPERVISED
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
@@ -49,7 +49,7 @@ def build(run: Run, config: LabelledConfig) -> Supervised[LabelledConfig, SFTBat
     start_engines(run)
     (source,) = check_start_models(run.stage.start_models(config, {}))
     tokenizer = prepare_tokenizer(source, config.data.template)
-    rows = prepare_data(config.data, tokenizer, **run.stage.row_options)
+    (rows,) = prepare_stage(run, config, tokenizer)
 
     def collate(units: list[Any]) -> SFTBatch:
         labels = [0.0 if unit is None else 1.0 if unit[0]["label"] else -1.0 for unit in units]

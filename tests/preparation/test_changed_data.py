@@ -1,0 +1,109 @@
+"""Rows that are not those of a stage's checkpoint are found before the first stage of a command starts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_run import make_folder, write_lines
+from transformers import AutoTokenizer
+
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.checkpoints.fingerprint import data_fingerprint
+from pipeline.configuration.flags import parse
+from pipeline.configuration.stage import Stage
+from pipeline.data.cache import load_or_build
+from pipeline.errors import InputError
+from pipeline.preparation import preflight
+from pipeline.preparation.preflight import look_before_start
+from pipeline.run.data_split import data_of
+from pipeline.run.earlier_runs import input_contents
+from rlhf.stages import STAGES
+
+SFT, REWARD, PPO = STAGES
+STARTS = {
+    SFT: "--model_name_or_path base --output_dir out/sft --max_seq_len 96",
+    REWARD: "--model_name_or_path base --output_dir out/reward --max_seq_len 96",
+    PPO: "--actor_model_name_or_path base --critic_model_name_or_path scorer --output_dir out --max_prompt_seq_len 64 "
+    "--max_answer_seq_len 32 --unsupervised_data_path text.jsonl",
+}
+
+
+def configuration(stage: Stage, *more: str) -> Any:
+    words = f"{STARTS[stage]} --data_path train.jsonl --data_split none --data_output_path cache".split()
+    return parse(stage.config, [*words, *more], section=stage.section).config
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("changed"), num_train=8, num_test=4, num_documents=8)
+
+
+@pytest.fixture
+def begun(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Stage], Any]:
+    """Leave what a run's checkpoint says of its data, in a folder with the inputs; return its configuration."""
+    for path in inputs.iterdir():
+        if path.is_dir():
+            (tmp_path / path.name).symlink_to(path)
+        else:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "is_reachable", lambda: False)
+
+    def begin(stage: Stage) -> Any:
+        config, tokenizer = configuration(stage), AutoTokenizer.from_pretrained("base")
+        hashes = [data_fingerprint(load_or_build(options, tokenizer).train) for options in data_of(stage, config)]
+        state = {"inputs": input_contents(config), "fingerprints": dict(enumerate(hashes))}
+        folder = stage.run_folder(config.run) / "checkpoints/step-3"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps(state))
+        write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
+        return config
+
+    return begin
+
+
+def change(file: str, **changed: str) -> None:
+    """Change the first row of a file, or add columns to it."""
+    first, *others = (json.loads(line) for line in Path(file).read_text().splitlines())
+    write_lines(Path(file), [first | changed, *others])
+
+
+@pytest.mark.parametrize("dry_run", [False, True], ids=["start", "dry run"])
+@pytest.mark.parametrize("stage", STAGES, ids=[stage.section for stage in STAGES])
+def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
+    config = begun(stage)
+    plan = {SFT: configuration(SFT, "--output_dir", "before"), stage: config}
+
+    def look() -> list[str]:
+        return look_before_start(plan, dry_run=dry_run, named_by_section=True)
+
+    assert look() == [] and len(list(Path("cache").glob("*-*"))) == len(data_of(stage, config))
+    change("train.jsonl", note="Read by nobody.")
+    assert look() == [], "the rows are those of the checkpoint"
+    change("train.jsonl", prompt="Describe something else.")
+    flag, folder = f"--{stage.section}.data_path", stage.run_folder(config.run) / "checkpoints/step-3"
+    with pytest.raises(InputError) as error:
+        look()
+    changed, hint = str(error.value).splitlines()
+    assert changed == f"{flag}: the content of train.jsonl is not what the checkpoint was made of"
+    assert hint.startswith(f"{stage.section}: {folder}: resume with the same flags, data,")
+    assert hint.endswith(f"; --{stage.section}.force_resume goes on nevertheless")
+    for more in (("--force_resume",), ("--overwrite",), ("--resume", "never")):
+        plan[stage] = configuration(stage, *more)
+        assert look() == []
+
+
+def test_changed_text_of_the_ptx_loss_is_found(begun):
+    plan = {PPO: begun(PPO)}
+    change("text.jsonl", text="Something else.")
+    with pytest.raises(InputError, match=r"^--unsupervised_data_path: the content of text.jsonl is not what the chec"):
+        look_before_start(plan, dry_run=True)
+
+
+def test_sources_that_a_dry_run_does_not_read_are_not_compared(begun):
+    """A hub id in place of a file: whether its rows are the same is found when it is downloaded."""
+    begun(SFT)
+    plan = {SFT: configuration(SFT, "--data_path", "train.jsonl", "org/rows")}
+    assert look_before_start(plan, dry_run=True) == ["not looked at (no network): org/rows"]
