@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
-from pipeline.models.source import ModelSource
+from pipeline.models.source import ModelSource, num_positions
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
@@ -162,6 +162,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     if tokenizer.chat_template is None:
         missing = "its tokenizer has no chat template, as stage 2 saves it; put it there as chat_template.jinja"
         raise InputError(f"--model: {options.model}: {missing}")
+    source = ModelSource(options.model)
     settings = DataOptions(
         rows="pairs",
         shares=(1,),
@@ -174,7 +175,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         eval_data_path=tuple(options.eval_data_path),
         column_map=parse_column_map(options.column_map),
         template="tokenizer",
-        max_seq_len=options.max_seq_len,
+        max_seq_len=min(options.max_seq_len, num_positions(source.config) or options.max_seq_len),
         long_pairs="truncate_left",
     )
     data = load_or_build(settings, tokenizer)
@@ -185,7 +186,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     for line in data.counts.lines():
         print(f"  rows: {line}", file=sys.stderr)
     device = default_device()
-    model = on_devices(load_reward_model(ModelSource(options.model), dtype=torch.float32), options.model)
+    model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
     batches = evaluation_batches(
         rows,

@@ -20,7 +20,7 @@ from pipeline.models.paths import read_config, reading_error
 from pipeline.models.reward_model import check_score_class, score_head_fields
 from pipeline.models.source import ModelSource, check_vocabulary
 from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
-from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code
+from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code, check_types
 
 # The backbone of a reward model, with its name before October 2023.
 BACKBONE = re.compile(r"^(rwtransformer|rwtranrsformer)\.")
@@ -75,7 +75,11 @@ def convert(source: Path, output: Path, *, tokenizer_path: str) -> str:
 
 
 def read_weights(file: Path) -> Weights:
-    """Read the tensors of a state dict on the CPU. Raises InputError for any other content, and for NaN or infinity."""
+    """Read the tensors of a state dict on the CPU.
+
+    Raises:
+        InputError: any other content, NaN or infinity, or weights that are no floating-point numbers.
+    """
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -86,6 +90,7 @@ def read_weights(file: Path) -> Weights:
     if bad := [name for name, value in weights.items() if not (is_plain(value) and value.isfinite().all())]:
         what = "hold NaN or infinity" if is_plain(weights[bad[0]]) else "are no dense real numbers of 16 bits or more"
         raise InputError(f"{file}: {len(bad)} of {len(weights)} tensors {what}, the first is {bad[0]}")
+    check_types(file, {name: (value.dim(), str(value.dtype).removeprefix("torch.")) for name, value in weights.items()})
     return weights
 
 

@@ -8,7 +8,6 @@ import csv
 import gzip
 import io
 import json
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
 NO_COLUMNS = "{}"  # what `to_json` makes of none
 MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
+MAX_LINE_BYTES = 2**30  # of a line or a CSV file's cell, unpacked: a small .gz may hold one without end
 PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 
@@ -87,8 +87,11 @@ def _read_jsonl(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, line with its line end), without a BOM at the head."""
-    for number, raw in enumerate(stream, start=1):
+    """Yield (line number, line with its line end), without a BOM at the head; no more than the limit is read."""
+    for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
+        if len(raw) > MAX_LINE_BYTES:
+            found = f"found a line of more than {MAX_LINE_BYTES:,} bytes"
+            raise InputError(f"{path}:{number}: {found}; a .jsonl file with one row on each line is right")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -137,7 +140,7 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
 
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
     # csv refuses cells above 128 KiB by default; long documents are legitimate here.
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.DictReader((line for _, line in _lines(stream, path)), strict=True)
     try:
         names = list(reader.fieldnames or ())
@@ -170,14 +173,16 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
 
 def _read_text(stream: IO[bytes], path: Path) -> NumberedRows:
     block: list[str] = []
-    first = 1
+    first, size = 1, 0
     for number, line in _lines(stream, path):
         if line.strip():
             first = first if block else number
-            block.append(line.rstrip("\r\n"))
+            if size <= MAX_ROW_CHARS + 1:  # a longer row is dropped, and its lines need no memory
+                block.append(line.rstrip("\r\n"))
+                size += len(block[-1]) + 1
         elif block:
             yield first, {"text": "\n".join(block)}
-            block = []
+            block, size = [], 0
     if block:
         yield first, {"text": "\n".join(block)}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING as PEFT_CLASSES
 from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from transformers import (
@@ -114,15 +115,17 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
         config = PeftConfig.from_pretrained(folder)
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
+        config.inference_mode = merged
         patterns = (config.target_modules, config.exclude_modules, *config.rank_pattern, *config.alpha_pattern)
         with time_limit(MAX_MATCH_S):
             for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
                 _ = [re.fullmatch(pattern, name) for name, _ in model.named_modules()]
         with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
             warnings.filterwarnings("ignore", "fan_in_fan_out")
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
-            wrapped: Any = PeftModel.from_pretrained(model, folder, config=config, is_trainable=not merged)
-        check_adapter_names(wrapped, path, folder)
+            wrapped: Any = PEFT_CLASSES.get(config.task_type, PeftModel)(model, config)
+        # `PeftModel.from_pretrained` does not return what it lacked.
+        loaded = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
+        check_adapter_names(wrapped, loaded, path)
         return merge_adapter(wrapped) if merged else wrapped
     except RunError:
         raise
@@ -134,18 +137,18 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
         raise reading_error(path, "cannot load the adapter", error) from error
 
 
-def check_adapter_names(wrapped: PeftModel, path: str, folder: str) -> None:
+def check_adapter_names(wrapped: PeftModel, loaded: Any, path: str) -> None:
     """Raise InputError if the file of an adapter lacks weights, which peft leaves random, or holds others.
 
-    peft's first loading does not tell: the weights are set once more.
+    Args:
+        loaded: the names that torch did not find, and those that the model does not have.
     """
-    found: Any = set_peft_model_state_dict(wrapped, load_peft_weights(folder, device="cpu"))
     weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
-    absent = set(found.missing_keys)
+    absent = set(loaded.missing_keys)
     held = {id(weight) for name, weight in weights.items() if name not in absent}
     missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
     # A head may go where another takes its place.
-    others = [name for name in found.unexpected_keys if LAYER.search(name) or base_model(wrapped).can_generate()]
+    others = [name for name in loaded.unexpected_keys if LAYER.search(name) or base_model(wrapped).can_generate()]
     for names, fault in ((missing, "are not in"), (others, "of another model are in")):
         if names:
             raise InputError(f"{path}: {len(names)} weights {fault} its {ADAPTER_WEIGHTS}, the first is {names[0]}")

@@ -47,11 +47,13 @@ def check_language_model(path: str, flag: str = "") -> None:
 
 
 def check_reward_model(path: str, flag: str = "") -> None:
-    """Check as `check_model_path`, and refuse a folder whose config.json names no model with a reward head."""
+    """Check as `check_model_path`, and refuse a folder of pickles, or whose config.json names no reward head."""
     check_model_path(path, flag)
     folder = Path(path).expanduser()
     if folder.is_dir():
         check_reward_config(read_config(folder), f"{at_flag(flag)}{path}")
+        if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+            raise InputError(f"{at_flag(flag)}{path} holds no safetensors; a pickle (.bin) is not read here")
 
 
 def check_reward_config(config: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,6 @@
-"""Check a model folder by config.json and the headers of its weights, before any weight is read. Imports no torch.
+"""Check a model folder by config.json and the headers of its weights, before any weight is read.
+
+Imports no torch, except to read a `.bin` file.
 
 Hub ids pass: their files are not here yet, and `loading.py` lets transformers read them under the same rules.
 """
@@ -17,7 +19,7 @@ from pipeline.config_fields import declared
 from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES, warn_of_links
 from pipeline.marks import OURS
-from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config
+from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config, reading_error
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -197,11 +199,11 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
     """Raise InputError for weights that are missing, cut short or contradict config.json."""
     files = weight_files(folder, flag)
     if not files:
-        if not pickles or not any((folder / name).is_file() for name in (PICKLED, PICKLED_INDEX)):
+        files = weight_files(folder, flag, PICKLED, PICKLED_INDEX) if pickles else []
+        if not files:
             extra = "; a pickle (.bin, .pt) is not read here" if any(folder.glob("*.bin")) else ""
             raise InputError(f"{at_flag(flag)}{folder} holds no weights (no {WEIGHTS}){extra}")
         warn_once(f"{folder}: no safetensors; {PICKLED} is read with weights_only")
-        return
     has_codes = bool(config.get("quantization_config"))
     shapes = {name: shape for file in files for name, shape in read_shapes(file, has_codes=has_codes).items()}
     inner = config.get("text_config")
@@ -215,11 +217,14 @@ def check_weights(folder: Path, config: Mapping[str, Any], flag: str = "", *, pi
             )
 
 
-def weight_files(folder: Path, flag: str = "") -> list[Path]:
-    """Return the safetensors files of a model folder. Raises InputError for an index that names missing files."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    index = folder / WEIGHTS_INDEX
+def weight_files(folder: Path, flag: str = "", whole: str = WEIGHTS, parts: str = WEIGHTS_INDEX) -> list[Path]:
+    """Return the safetensors files of a model folder, or those of other names; none where there are none.
+
+    Raises InputError for an index that names missing files.
+    """
+    if (folder / whole).is_file():
+        return [folder / whole]
+    index = folder / parts
     if not index.is_file():
         return []
     try:
@@ -233,31 +238,58 @@ def weight_files(folder: Path, flag: str = "") -> list[Path]:
 
 
 def read_shapes(file: Path, *, has_codes: bool = False) -> dict[str, list[int]]:
-    """Return the shape of each tensor by the header of a safetensors file.
+    """Return the shape of each tensor of a safetensors file, by its header, or of a `.bin` file.
 
     Args:
-        has_codes: True allows weights that are no floating-point numbers. Masks and positions, which files of older
-            versions hold, are not called weights.
+        has_codes: True allows weights that are no floating-point numbers.
 
     Raises:
         InputError: a broken file, or weights of a type that would be cast to other values.
     """
+    shapes, types = read_pickle(file) if file.suffix == ".bin" else read_header(file)
+    if not has_codes:
+        check_types(file, {name: (len(shape), types[name]) for name, shape in shapes.items()})
+    return shapes
+
+
+def read_header(file: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Return the shapes and types of the tensors of a safetensors file. Raises InputError for a broken one."""
     try:
         with file.open("rb"), safetensors.safe_open(file, framework="numpy") as opened:
-            names = opened.keys()
-            parts = {name: opened.get_slice(name) for name in names}
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
             shapes = {name: part.get_shape() for name, part in parts.items()}
-            types = {name: part.get_dtype() for name, part in parts.items()}
+            return shapes, {name: part.get_dtype() for name, part in parts.items()}
     except (OSError, safetensors.SafetensorError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise InputError(f"{file}: cannot be read: {error.strerror}") from None
         size = file.stat().st_size
         raise InputError(f"{file}: cut short or no safetensors file ({size} bytes: {error}); fetch it again") from None
-    for name, kind in types.items():
-        is_weight = name.endswith(".weight") or (name.endswith(".bias") and len(shapes[name]) == 1)
-        if is_weight and not has_codes and not kind.startswith(("F", "BF")):
+
+
+def read_pickle(file: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Return the shapes and types of the tensors of a `.bin` file, as transformers will load it, with weights_only.
+
+    The values of a file that torch 1.6 or later wrote stay on the disk. Raises InputError for a broken file.
+    """
+    from transformers.modeling_utils import load_state_dict
+
+    try:
+        weights = load_state_dict(file, weights_only=True)
+        shapes = {name: [*value.shape] for name, value in weights.items()}
+        return shapes, {name: str(value.dtype).removeprefix("torch.") for name, value in weights.items()}
+    except Exception as error:
+        raise reading_error(str(file), "cannot load the model", error) from error
+
+
+def check_types(file: Path, tensors: Mapping[str, tuple[int, str]]) -> None:
+    """Raise InputError for a weight that is no floating-point number. Values: number of dimensions and data type.
+
+    Masks and positions, which files of older versions hold, are not called weights.
+    """
+    for name, (num_dimensions, kind) in tensors.items():
+        is_weight = name.endswith("weight") or (name.endswith(".bias") and num_dimensions == 1)
+        if is_weight and not kind.lower().startswith(("f", "bf")):
             raise InputError(
                 f"{file}: {name} is stored as {kind}, not as floating-point numbers, and nothing says what its numbers "
                 "mean; take a checkpoint in 16 or 32 bits"
             )
-    return shapes

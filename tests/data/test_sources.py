@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
 import pytest
+from support.forks import ROOT
 
+from pipeline.data import readers
 from pipeline.data.sources import fingerprint, looks_local, parse_path, read_rows, split_of
 from pipeline.errors import EnvironmentFault, InputError
 
@@ -81,6 +85,55 @@ def test_damaged_gzip_is_named(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-20])
     with pytest.raises(InputError, match="damaged gzip"):
         list(read_rows(str(tmp_path / "a.jsonl.gz")))
+
+
+LONG = [
+    ("a.jsonl.gz", b'{"a": 1}\n{"a": "' + b"x" * 900 + b'"}\n', ":2: found a line of more than 900 bytes; a .jsonl"),
+    ("a.json", b'[{"a": "' + b"x" * 900 + b'"}]', ":1: found a line of more than 900 bytes; a .jsonl"),
+    ("a.csv", b"a,b\n1," + b"x" * 900 + b"\n", ":2: found a line of more than 900 bytes; a .jsonl"),
+    ("a.csv.gz", b'a,b\n1,"' + b"x\n" * 500 + b'"\n', ":2: not a CSV row (field larger than field limit (900))"),
+    ("a.txt", b"one\n\n" + b"x" * 901, ":3: found a line of more than 900 bytes; a .jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), LONG)
+def test_a_line_beyond_the_limit_is_refused(tmp_path, monkeypatch, name, content, says):
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 900)
+    path = write(tmp_path / name, content)
+    with pytest.raises(InputError) as error:
+        list(read_rows(path))
+    assert f"{path}{says}" in str(error.value)
+
+
+def test_a_line_at_the_limit_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 900)
+    line = b'{"a": "' + b"x" * 890 + b'"}\n'
+    assert len(line) == 900
+    assert len(list(read_rows(write(tmp_path / "a.jsonl.gz", line * 3)))) == 3
+
+
+@pytest.mark.slow
+def test_a_line_without_end_in_a_small_file_takes_no_more_memory_than_the_limit(tmp_path):
+    """4 GiB of one letter are 4 MiB packed. A process of its own: memory that was used once counts for ever."""
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"x" * 2**24) * 2**8)
+    code = (
+        f"import resource as r\nfrom pathlib import Path\nfrom pipeline.data.readers import read_file\n"
+        f"try:\n    list(read_file(Path({str(path)!r})))\nfinally:\n    print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "found a line of more than 1,073,741,824 bytes" in ended.stderr
+    assert int(ended.stdout) < 2.5 * 2**20
+
+
+def test_of_a_block_of_text_that_is_dropped_few_lines_are_kept(tmp_path, monkeypatch):
+    """It is still longer than a row may be."""
+    monkeypatch.setattr(readers, "MAX_ROW_CHARS", 999)
+    path = write(tmp_path / "a.txt.gz", b"four\n" * 200 + b"\n" + b"four\n" * 5000 + b"\nnext\n")
+    whole, cut, after = read_rows(path)
+    assert whole.values["text"] == "four\n" * 199 + "four"  # 999 characters
+    assert len(cut.values["text"]) == 1004
+    assert (after.values["text"], after.origin.row) == ("next", 5203)
 
 
 def test_missing_file_is_named_with_the_nearest_name_and_never_sought_on_the_hub(tmp_path, monkeypatch):

@@ -109,6 +109,17 @@ def stored_as(dtype: torch.dtype) -> Break:
     return change
 
 
+def pickled_as(dtype: torch.dtype) -> Break:
+    """The same in a `.bin` file alone."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        (folder / WEIGHTS).unlink()
+        torch.save(weights | {FIRST_NORM: weights[FIRST_NORM].to(dtype)}, folder / "pytorch_model.bin")
+
+    return change
+
+
 def template(content: Any) -> Break:
     return tokenizer(chat_template=content)
 
@@ -177,6 +188,10 @@ BROKEN: dict[str, Broken] = {
     "int8-weights": Broken(stored_as(torch.int8), f"{FIRST_NORM} is stored as I8, not as floating-point numbers"),
     "bool-weights": Broken(stored_as(torch.bool), f"{FIRST_NORM} is stored as BOOL, not as floating-point numbers"),
     "complex-weights": Broken(stored_as(torch.complex64), f"{FIRST_NORM} is stored as C64, not as floating-point"),
+    "int8-pickle": Broken(pickled_as(torch.int8), f"pytorch_model.bin: {FIRST_NORM} is stored as int8, not as"),
+    "int64-pickle": Broken(pickled_as(torch.int64), f"pytorch_model.bin: {FIRST_NORM} is stored as int64, not as"),
+    "bool-pickle": Broken(pickled_as(torch.bool), f"pytorch_model.bin: {FIRST_NORM} is stored as bool, not as"),
+    "complex-pickle": Broken(pickled_as(torch.complex64), f"{FIRST_NORM} is stored as complex64, not as"),
     "half-index": Broken(all_of(without(WEIGHTS), text(INDEX, '{"weight')), "cannot be read as an index of weights"),
     "no-tokenizer": Broken(without("tokenizer.json", "tokenizer_config.json"), "holds no tokenizer (no tokenizer"),
     "half-tokenizer": Broken(cut("tokenizer.json", 0.5), "no tokenizer that transformers can load"),

@@ -1,6 +1,7 @@
 """Limits of length, batch arithmetic, a padding token that is EOS, a hub that is not there; and ten real processes."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from broken_models import make
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
 from support.ds_arguments import built, refusal
 from support.forks import ROOT, environment
-from transformers import AutoTokenizer
+from support.tiny_models import tiny_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline import hub
 from pipeline.configuration.groups import DeepSpeedConfig
@@ -119,6 +121,66 @@ def test_a_batch_that_is_not_the_product_names_its_factors(batch: Any, says: str
     sizes = {"micro_batch_size": 16, "gradient_accumulation_steps": 4, "world_size": 8}
     (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": batch}, **sizes)
     assert "--per_device_train_batch_size 16 x --gradient_accumulation_steps 4 x 8 ranks = 512" in line and says in line
+
+
+# Rotary positions of type dynamic are others for all tokens of a pass that is longer than the model's positions.
+
+
+def dynamic(folder: Path, target: Path, source: str, auto_class: Any) -> Path:
+    """A Llama of 90 positions in the place of the model `source`."""
+    path = shutil.copytree(folder / source, target)
+    size = len(AutoTokenizer.from_pretrained(path))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    values = {"max_position_embeddings": 90, "rope_parameters": rope, "num_labels": 1, "pad_token_id": 0}
+    config = tiny_config("llama", **{"vocab_size": size, **values})
+    auto_class.from_config(config).save_pretrained(path)
+    return path
+
+
+TOO_LONG = {  # command -> its flags, and what is refused
+    "sft": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
+    "reward": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
+    "ppo": ("actor_model_name_or_path", {}, "--max_answer_seq_len 96: the model {} has 90 positions; "),
+    "chat": (
+        "model",
+        {"prompt": "Describe the otter. " * 40},
+        "this message needs 169 tokens; the model has 90 positions",
+    ),
+    "prompt_eval": (
+        "model",
+        {"max_new_tokens": 40},
+        "{}: a prompt of 59 tokens and --max_new_tokens 40 do not fit into the model's 90",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", TOO_LONG)
+def test_no_command_takes_more_tokens_than_a_model_has_positions(command: str, folder: Path, tmp_path: Path) -> None:
+    flag, changes, says = TOO_LONG[command]
+    path = dynamic(folder, tmp_path / "dynamic", "base", AutoModelForCausalLM)
+    ending = call(
+        command,
+        stage_words(
+            command,
+            folder,
+            tmp_path / "out",
+            **{flag: [folder / "base", path] if command == "prompt_eval" else path},
+            **changes,
+        ),
+    )
+    assert ending.code == 2 and len(ending.errors) == 1 and says.format(path) in ending.errors[0], ending.stderr
+
+
+@pytest.mark.parametrize("model", ["judge", "dynamic"])
+def test_pairs_that_are_longer_than_a_reward_model_are_cut(model: str, folder: Path, tmp_path: Path) -> None:
+    """A model with a table of positions would fail, rotary positions go on to ones that it never saw."""
+    path, row = folder / model, {"prompt": "Describe the otter. " * 40, "chosen": "Wet.", "rejected": "Dry."}
+    if model == "dynamic":
+        path = dynamic(folder, tmp_path / "dynamic", "judge", AutoModelForSequenceClassification)
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    changes = {"model": path, "data_path": tmp_path / "long.jsonl", "eval_fraction": 1, "max_seq_len": 512}
+    ending = call("reward_eval", stage_words("reward_eval", folder, tmp_path / "out", **changes))
+    assert ending.code == 0 and any(line.startswith("1 cut: start of the prompt") for line in ending.counts)
 
 
 # Fault 28: the hub cannot be reached.

@@ -76,6 +76,18 @@ def test_a_reward_model_starts_from_an_adapter_that_reaches_the_head_of_the_lang
     load_reward_model(ModelSource(str(tmp_path)), dtype=torch.float32, quantization="none", new_head=True)
 
 
+def test_the_weights_of_an_adapter_are_set_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's own loading does not tell what it lacked, which was found by a second one."""
+    load, times = PeftModel.load_state_dict, []
+    monkeypatch.setattr(PeftModel, "load_state_dict", lambda *args, **words: times.append(1) or load(*args, **words))
+    found = load_causal_lm(str(folder / "adapter"), dtype=torch.float32)
+    assert len(times) == 1
+    with torch.no_grad():
+        logits = found(ROW).logits
+    monkeypatch.undo()
+    assert_still_there(folder, logits)
+
+
 def test_the_base_of_an_adapter_is_found_from_any_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,6 +296,9 @@ FAULTS = [
         ({f"{FC1}.bias": value}, f"1 of .* tensors are no dense real numbers of 16 bits or more, the first is {FC1}")
         for value in ODD_TENSORS
     ),
+    ({f"{FC1}.weight": torch.ones(64, 32, dtype=torch.int8)}, f"{FC1}.weight is stored as int8, not as floating-point"),
+    ({f"{FC1}.bias": torch.ones(64, dtype=torch.bool)}, f"{FC1}.bias is stored as bool, not as floating-point"),
+    ({RIGHT: torch.ones(32, 2).long(), LEFT: torch.ones(2, 64)}, f"{RIGHT} is stored as int64, not as floating-point"),
     ({"step": 3}, "found a dict that is no state dict"),
 ]
 
@@ -354,7 +357,7 @@ def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):
         torch.save(value, source / "pytorch_model.bin")
         assert f"found a {type(value).__name__} that is no state dict" in refused(capsys, source, out, *flags)
     torch.save({"lm_head.weight": torch.ones(2, dtype=torch.int64)}, source / "pytorch_model.bin")
-    assert "missing weights" in refused(capsys, source, out, *flags)
+    assert "lm_head.weight is stored as int64, not as floating-point numbers" in refused(capsys, source, out, *flags)
     (source / "pytorch_model.bin").write_bytes(content)
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"model_type": "own", "auto_map": {"AutoModel": "a.B"}}))

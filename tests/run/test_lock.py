@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EnvironmentFault
+from pipeline.processes import time_limit
 from pipeline.run.layout import outcome_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, write_outcome
@@ -40,6 +41,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
     """Who opens a FIFO to read waits for a writer."""
     os.mkfifo(tmp_path / "run.lock")
     with (
+        time_limit(5),
         pytest.raises(EnvironmentFault, match=r"run.lock: found no file, wanted one that can be locked"),
         locked(tmp_path),
     ):
