@@ -42,6 +42,8 @@ from pipeline.out_of_memory import is_out_of_memory
 from pipeline.processes import TimeLimitError, time_limit
 
 LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's weight
+# Fields of an adapter's configuration that are one regular expression, or hold some.
+PATTERNS = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern")
 MAX_MATCH_S = 5.0  # for the regular expressions of an adapter, which take milliseconds
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -113,12 +115,15 @@ def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
     folder, merged = str(Path(path).expanduser()), merged and quantization_of(model) == "none"
     try:
         config = PeftConfig.from_pretrained(folder)
+        if config.is_prompt_learning:
+            raise InputError(f"{path}: an adapter of {config.peft_type} learns a prompt, not weights; give one of LoRA")
         if not model.can_generate() and config.task_type == "CAUSAL_LM":
             config.task_type = None  # a reward model that starts from the adapter of a language model
         config.inference_mode = merged
-        patterns = (config.target_modules, config.exclude_modules, *config.rank_pattern, *config.alpha_pattern)
+        fields = [getattr(config, name, None) for name in PATTERNS]  # each kind of adapter has some of them
+        patterns = [one for field in fields for one in ([field] if isinstance(field, str) else field or ())]
         with time_limit(MAX_MATCH_S):
-            for pattern in (pattern for pattern in patterns if isinstance(pattern, str)):
+            for pattern in patterns:
                 _ = [re.fullmatch(pattern, name) for name, _ in model.named_modules()]
         with warnings.catch_warnings():  # of GPT-2's layers, which are stored transposed, but not once quantised
             warnings.filterwarnings("ignore", "fan_in_fan_out")

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from support.command_run import run_command
 from support.tiny_models import random_rows
 from support.tiny_run import make_folder, read_metrics
@@ -63,6 +72,34 @@ def test_an_adapter_that_is_not_plain_lora_is_merged_first(name: str, folder: Pa
     check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path)))
     with pytest.raises(InputError, match=rf"{name}.*; rlhf merge {tmp_path} FOLDER makes a whole model"):
         check_settings(ModelSource(str(tmp_path)), ModelConfig(model_name_or_path=str(tmp_path), lora_dim=2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM", init_ia3_weights=False),
+        VeraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_weights=False),
+        LoHaConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_weights=False),
+    ],
+    ids=lambda settings: settings.peft_type.value,
+)
+def test_adapters_of_other_kinds_are_merged_as_peft_does(settings: PeftConfig, folder: Path, tmp_path: Path) -> None:
+    """Some have no fields of LoRA's configuration that hold regular expressions."""
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), settings)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, found = (
+            one.eval()(ROW).logits for one in (model, load_causal_lm(str(tmp_path), dtype=torch.float32))
+        )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(folder / "base").eval()(ROW).logits)
+
+
+def test_an_adapter_that_learns_a_prompt_is_refused(folder: Path, tmp_path: Path) -> None:
+    settings = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), settings).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="PROMPT_TUNING learns a prompt, not weights; give one of LoRA"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
 def test_a_reward_model_starts_from_an_adapter_that_reaches_the_head_of_the_language_model(
