@@ -90,7 +90,7 @@ def table(results: dict[str, Any]) -> str:
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),
         ("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}"),
         ("PPO: mean score of the reward model", "{reward_start:.2f}", "{reward_end:.2f}"),
-        ("PPO: KL from the SFT model (nats a sequence)", "{kl_start:.2f}", "{kl_end:.2f}"),
+        ("PPO: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}"),
         ("PPO: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
         ("PPO: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
     ]

@@ -15,6 +15,7 @@ import transformers
 
 from demo.make import make_data, make_model
 from demo.report import failed_claims, measure, table, verdict
+from pipeline.dist import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")
@@ -36,6 +37,7 @@ def run(*, seed: int, overwrite: bool) -> dict[str, float]:
     """All of the demo with one seed; returns what was measured."""
     started = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
+    find_gpu()
     again = ["--overwrite"] if overwrite else []
     seeds = [word for stage in ("sft", "reward", "ppo") for word in (f"--{stage}.seed", str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")

@@ -64,10 +64,16 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def find_gpu() -> bool:
+    """Do what `has_gpu` does before DeepSpeed is imported, which would else warn that it found nothing better."""
+    if not (found := has_gpu()):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return found
+
+
 def pick_device(local_rank: int) -> torch.device:
     """Return the rank's CUDA device, or the CPU. Raises EnvironmentFault where the machine has fewer devices."""
-    if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found nothing better
+    if not find_gpu():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise EnvironmentFault(

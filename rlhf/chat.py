@@ -16,7 +16,7 @@ from pipeline.errors import InputError, nearest
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.terminal_text import printable
 from pipeline.models.paths import check_language_model
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf chat") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then answer one question or talk."""
-    config = command_config(ChatConfig, argv, section="chat", prog=prog, not_empty=("prompt",))
+    config = command_flags(ChatConfig, argv, section="chat", prog=prog, not_empty=("prompt",)).config
     if not config.model:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
     check_language_model(config.model, "--model")
@@ -144,7 +144,7 @@ class Shell:
             case "/exit":
                 raise EOFError
             case _:
-                hint = nearest(word, COMMANDS) or "; /help lists them"
+                hint = nearest(word, COMMANDS) or "; /help lists them."
                 raise InputError(f"{word}: unknown command{hint} A space in front of / sends it as text.")
 
     def answer(self, question: str) -> None:

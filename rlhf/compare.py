@@ -19,7 +19,7 @@ from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf compare") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then answer, score, print and write."""
-    config = command_config(CompareConfig, argv, section="compare", prog=prog)
+    resolved = command_flags(CompareConfig, argv, section="compare", prog=prog)
+    config: CompareConfig = resolved.config
     paths = model_paths(config)
     for path in paths:
         check_language_model(path, "--model")
@@ -75,8 +76,12 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.inference.answers import check_prompts
     from pipeline.models.source import ModelSource
 
+    limit = config.sampling.max_new_tokens
     for path in paths:
-        check_prompts(path, prompts, config.sampling.max_new_tokens)
+        limit = check_prompts(path, prompts, limit, may_shorten=not resolved.is_given("max_new_tokens"))
+    if limit < config.sampling.max_new_tokens:
+        print(f"note: --max_new_tokens {limit}: the longest prompt leaves no more positions", file=sys.stderr)
+        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": limit})})
     if config.reward_model:
         ModelSource(config.reward_model).check("--reward_model")
 

@@ -8,7 +8,7 @@ from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
 from pipeline.files import check_replaceable, has_config
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 from pipeline.run.output_checks import clashes
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf convert") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, convert and write."""
-    config = command_config(ConvertConfig, argv, section="convert", prog=prog)
+    config = command_flags(ConvertConfig, argv, section="convert", prog=prog).config
     if len(config.folders) != 2:
         raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} SOURCE OUTPUT")
     source, output = (Path(folder).expanduser() for folder in config.folders)

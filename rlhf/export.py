@@ -14,7 +14,7 @@ from pipeline.configuration.groups import Group
 from pipeline.errors import InputError
 from pipeline.files import refused_by_disk, write_json
 from pipeline.models.paths import read_adapter_config
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 from rlhf.stages import STAGES
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf export") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, read the checkpoint, and write its models."""
-    config = command_config(ExportConfig, argv, section="export", prog=prog)
+    config = command_flags(ExportConfig, argv, section="export", prog=prog).config
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing runs on a GPU; else DeepSpeed says that it found none
     import transformers
 

@@ -15,7 +15,7 @@ from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError
 from pipeline.models.paths import read_adapter_config
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf merge") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, merge, and print how far the merged model is from the trained one."""
-    config = command_config(MergeConfig, argv, section="merge", prog=prog)
+    config = command_flags(MergeConfig, argv, section="merge", prog=prog).config
     if len(config.folders) != 2:
         raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} ADAPTER OUTPUT")
     path, output = config.folders

@@ -204,10 +204,10 @@ def run(argv: list[str], prog: str) -> int:
         bases = {str(planned.model_dir): base_of(planned) for planned in sources}
     check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
-    for flag, model in (("--actor-model", plan.config.actor_model), ("--reward-model", plan.config.reward_model)):
-        if known_model(model) is None:
+    for name in sorted({next(iter(planned.stage.starts.values())).follows for planned in plan.chosen}):
+        if known_model(model := getattr(plan.config, f"{name}_model")) is None:
             note = "no preset; the built-in defaults hold where --config and flags say nothing"
-            print(f"note: {flag} {model}: {note}", flush=True)
+            print(f"note: --{name}-model {model}: {note}", flush=True)
     dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}

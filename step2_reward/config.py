@@ -66,7 +66,9 @@ class RewardEvalConfig(Group):
     )
     data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
-    max_seq_len: int = flag(512, "Tokens; longer pairs lose the left of their prompt", ge=8)
+    max_seq_len: int = flag(
+        512, "Tokens, at most the model's positions; longer pairs lose the left of their prompt", ge=8
+    )
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data_seed: it chooses the held-out prompts", ge=0)
     eval_data_path: list[str] = flag([], "Pairs that are all scored, not those held out of --data_path", kind="path")

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     quit_on_interrupt()  # the flags take a part of a second to import
 
 from pipeline.models.paths import check_reward_model
-from pipeline.run.entry import command_config, run_command
+from pipeline.run.entry import command_flags, run_command
 from step2_reward.config import RewardEvalConfig
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         words = sys.argv[1:] if argv is None else argv
-        options = command_config(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval")
+        options = command_flags(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval").config
         check_reward_model(options.model, "--model")
         from step2_reward.pair_scores import evaluate_folder, lines
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -13,7 +13,6 @@ from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
-from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
@@ -23,6 +22,9 @@ from pipeline.models.tokenizers import choose_padding_token, load_tokenizer
 from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
+
+if TYPE_CHECKING:  # it imports DeepSpeed, which takes seconds and warns where there is no GPU
+    from pipeline.engine.engine import TrainingEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def batch_loss(values: torch.Tensor, batch: PairBatch, *, per_token: bool, cente
 
 @torch.no_grad()
 def score_pairs(
-    model: TrainingEngine | torch.nn.Module,
+    model: "TrainingEngine | torch.nn.Module",
     batches: Iterable[Callable[[], PairBatch]],
     device: torch.device,
     *,
@@ -143,7 +145,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     shown += ["rules without a model, same pairs"]
     shown += [estimate_line(name, value) for name, value in found["trivial_rules"].items()]
     shown += [
-        f"calibration (expected error {found['calibration']['expected_error']:.3f})",
+        f"calibration (expected error {found['calibration']['expected_error']:.3f}; each pair in both orders)",
         "  predicted   observed   n",
     ]
     for row in found["calibration"]["bins"]:
@@ -158,11 +160,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     """Score the held-out pairs of `--data_path` with the model of `--model` on this machine's device."""
     transformers.logging.disable_progress_bar()
-    tokenizer = load_tokenizer(options.model)
+    tokenizer, source = load_tokenizer(options.model), ModelSource(options.model)
     if tokenizer.chat_template is None:
         missing = "its tokenizer has no chat template, as stage 2 saves it; put it there as chat_template.jinja"
         raise InputError(f"--model: {options.model}: {missing}")
-    source = ModelSource(options.model)
+    max_seq_len = min(options.max_seq_len, num_positions(source.config) or options.max_seq_len)
     settings = DataOptions(
         rows="pairs",
         shares=(1,),
@@ -175,7 +177,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         eval_data_path=tuple(options.eval_data_path),
         column_map=parse_column_map(options.column_map),
         template="tokenizer",
-        max_seq_len=min(options.max_seq_len, num_positions(source.config) or options.max_seq_len),
+        max_seq_len=max_seq_len,
         long_pairs="truncate_left",
     )
     data = load_or_build(settings, tokenizer)
@@ -183,6 +185,8 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         paths = " ".join(options.eval_data_path or options.data_path)
         kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
         raise InputError(f"{paths}: no pair to score: {kinds}")
+    if max_seq_len < options.max_seq_len:
+        print(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions", file=sys.stderr)
     for line in data.counts.lines():
         print(f"  rows: {line}", file=sys.stderr)
     device = default_device()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.files import digest, write_json
+from pipeline.files import GIB, digest, write_json
 from pipeline.run.earlier_runs import check_resume
 from pipeline.run.layout import candidates, step_number
 
@@ -49,7 +49,7 @@ def held_line(checkpoints: Path) -> str:
         return ""
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
     purpose = "a larger --max_steps goes on from the newest; --keep_checkpoints 0 holds none"
-    return f"{checkpoints} holds {names}, {size / 1e9:.3g} GB: {purpose}"
+    return f"{checkpoints} holds {names}, {size / GIB:.3g} GiB: {purpose}"
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> None:

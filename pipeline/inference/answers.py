@@ -125,13 +125,19 @@ def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int) -> None:
-    """Raise InputError if one of the prompts does not fit into the model at `path`. Reads no weight."""
+def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int, *, may_shorten: bool) -> int:
+    """Return the new tokens that the model at `path` has room for behind each of the prompts. Reads no weight.
+
+    They are `max_new_tokens`, or fewer with `may_shorten`. Raises InputError if they or a prompt do not fit.
+    """
     source = ModelSource(path)
     tokenizer, positions = load_chat_tokenizer(source), num_positions(source.config)
-    for turns in prompts:
-        ids = encode_prompt(tokenizer, turns)
+    encoded = [encode_prompt(tokenizer, turns) for turns in prompts]
+    if may_shorten and positions is not None:
+        max_new_tokens = max(1, min(max_new_tokens, positions - max(map(len, encoded))))
+    for ids in encoded:
         check_ids(path, ids, max_new_tokens, num_positions=positions, num_embeddings=None)
+    return max_new_tokens
 
 
 def generate_answers(

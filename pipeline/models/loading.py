@@ -49,7 +49,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if dist.has_gpu() else "cpu")
+    return torch.device("cuda" if dist.find_gpu() else "cpu")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
@@ -120,10 +119,10 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def command_config(
+def command_flags(
     config_class: type[Group], argv: list[str], *, section: str, prog: str, not_empty: Sequence[str] = ()
-) -> Any:
-    """Return the checked configuration of a small command; what its user should know of the flags goes to stderr.
+) -> Resolved:
+    """Return the checked flags of a small command; what its user should know of them goes to stderr.
 
     Args:
         not_empty: flags of text that are refused where an empty text is given for them.
@@ -134,7 +133,7 @@ def command_config(
             raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")
     for line in resolved.notes:
         print(f"note: {line}", file=sys.stderr)
-    return resolved.config
+    return resolved
 
 
 def run_command(work: Callable[[], None]) -> int:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.console import WIDTH
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
 from pipeline.files import GIB
@@ -20,7 +21,6 @@ from pipeline.training.metrics import Metric, MetricsWriter, metric_of
 
 log = logging.getLogger(__name__)
 
-LINE_WIDTH = 100
 # Rates and the time left are those of so many last steps, or of all in this time where these are more.
 RATE_STEPS, RATE_PERIOD_S = 20, 30.0
 # Seconds between two lines of a log that nobody watches; between the limits, a share of the time since the start.
@@ -75,7 +75,7 @@ class Recorder:
             self._writer.write(step, values)
             # A no-break space holds a name and its number together where the line is cut.
             numbers = "  ".join(f"{name}\u00a0{readable(value)}" for name, value in values.items())
-            text = textwrap.fill(f"[{self._writer.stage}] step {step}: {numbers}", LINE_WIDTH, subsequent_indent="    ")
+            text = textwrap.fill(f"[{self._writer.stage}] step {step}: {numbers}", WIDTH, subsequent_indent="    ")
             log.info("%s", text.replace("\u00a0", " "))
 
     def begin(self, phase: str) -> None:

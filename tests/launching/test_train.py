@@ -185,6 +185,7 @@ def test_models(tmp_path, given, flags, preset):
     expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
     assert words[4:] == [*expected, "--output_dir", "output/sft", *flags, *WHOLE]
     assert ("no preset" in done.stdout) == (preset is None)
+    assert "note: --reward-model" not in done.stdout, "no stage that starts from it is to run"
 
 
 def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):

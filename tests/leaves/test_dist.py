@@ -9,6 +9,7 @@ from support.two_ranks import run_two_ranks
 
 from pipeline import dist
 from pipeline.errors import EnvironmentFault
+from pipeline.models.loading import default_device
 from pipeline.rendezvous import LOOPBACK, read_environment
 
 PEERS = """
@@ -106,3 +107,14 @@ def test_the_cpu_is_taken_on_a_machine_with_gpus(monkeypatch):
         dist.pick_device(1)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert dist.pick_device(1).type == "cpu"
+
+
+def test_deepspeed_is_told_that_there_is_no_gpu(monkeypatch):
+    """Else it warns when a command of a single process imports it, as transformers does when it saves."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert default_device().type == "cpu" and os.environ["DS_ACCELERATOR"] == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert default_device().type == "cuda" and "DS_ACCELERATOR" not in os.environ

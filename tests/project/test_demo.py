@@ -11,6 +11,7 @@ from support import forks
 from support.source_tree import ROOT
 
 from demo import run, seeds
+from demo.report import table
 
 # A run that was sound, as in docs/experiments.md; each of the others breaks one claim.
 SOUND = {
@@ -35,6 +36,11 @@ def test_a_claim_that_fails_ends_the_demo_with_1(
     assert run.main([]) == (1 if claim else 0)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == (f"FAILED: {claim}" if claim else "all claims hold")
+
+
+def test_a_divergence_that_is_zero_up_to_rounding_has_no_sign() -> None:
+    (line,) = [line for line in table(SOUND | {"kl_start": -7e-9}).splitlines() if "KL from" in line]
+    assert line.split()[-2:] == ["0.00", "1.60"]
 
 
 @pytest.mark.parametrize("bad_seed", [None, 3])

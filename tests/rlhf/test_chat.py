@@ -265,7 +265,7 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
     ("line", "message"),
     [
         ("/claer", "did you mean /clear"),
-        ("/foo", "/help lists them"),
+        ("/foo", "/foo: unknown command; /help lists them. A space"),
         ("/set temprature 1", "did you mean temperature"),
         ("/set temperature hot", "found 'hot'"),
         ("/set top_p 2", "less than or equal to 1"),

@@ -10,9 +10,11 @@ import torch
 from support.scripted_model import random_model, save, scripted_model, tiny_config
 from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
-from pipeline.data.templates import encode_conversation
+from pipeline.data.templates import encode_conversation, encode_prompt
 from pipeline.data.turns import Message
 from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.answers import load_chat_tokenizer
+from pipeline.models.source import ModelSource
 from rlhf.compare import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,3 +205,17 @@ def test_prompts_longer_than_the_positions_are_refused(plain, padded, questions,
     argv = ["--models", padded, plain, "--prompts", questions, "--max_new_tokens", "120"]
     assert main(argv) == 2
     assert "the model's 128 positions" in capsys.readouterr().err
+
+
+def test_answers_of_the_default_length_are_as_long_as_the_positions_allow(plain, padded, tmp_path, capsys):
+    """The longest prompt and both models bound them; a prompt that leaves no position is refused all the same."""
+    path, question = tmp_path / "prompts.txt", "one two three " * 3
+    path.write_text(f"one\n{question}\n", encoding="utf-8")
+    tokenizer = load_chat_tokenizer(ModelSource(padded))
+    room = 128 - len(encode_prompt(tokenizer, [Message("user", question.strip())]))
+    assert 1 < room < 100
+    assert main(["--models", plain, padded, "--prompts", str(path), "--temperature", "1"]) == 0
+    assert f"note: --max_new_tokens {room}: the longest prompt" in capsys.readouterr().err
+    path.write_text("a" * 600, encoding="utf-8")
+    assert main(["--models", plain, padded, "--prompts", str(path)]) == 2
+    assert "at most 0 new tokens are left" in capsys.readouterr().err

@@ -160,6 +160,19 @@ def test_all_rows_of_a_file_can_be_scored(judge, tmp_path, capsys, monkeypatch, 
     assert json.loads(capsys.readouterr().out)["pairs"] == NUM_PAIRS
 
 
+def test_pairs_are_as_long_as_the_models_positions_at_most(judge, tmp_path, capsys):
+    rows = [{"prompt": "Why?", "chosen": "Because. " * length, "rejected": "No."} for length in (1, 300)]
+    write_lines(tmp_path / "pairs.jsonl", rows)
+    argv = [judge, "--data_path", str(tmp_path / "pairs.jsonl"), "--eval_fraction", "1"]
+    assert main(argv) == 0
+    shown, err = capsys.readouterr()
+    note, cut = err.splitlines()
+    assert note == f"note: --max_seq_len 256: {judge} has no more positions" and cut.startswith("  rows: 1 cut: ")
+    assert "each pair in both orders)" in shown
+    assert main([*argv, "--max_seq_len", "200"]) == 0
+    assert "note: " not in capsys.readouterr().err
+
+
 def test_a_file_without_pairs_names_the_columns_of_a_pair(judge, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -171,7 +171,7 @@ def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_ask
         course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
     said = [line for line in caplog.messages if "checkpoints holds" in line]
-    size = {1: "holds step-9, 0.009 GB", 2: "holds step-9, step-6, 0.015 GB"}.get(len(kept))
+    size = {1: "holds step-9, 0.00838 GiB", 2: "holds step-9, step-6, 0.014 GiB"}.get(len(kept))
     assert len(said) == bool(kept) and all(size in line and "--keep_checkpoints 0" in line for line in said)
 
 

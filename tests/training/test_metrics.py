@@ -307,7 +307,7 @@ def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
     Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
-    assert max(len(line) for line in text.splitlines()) <= 100 and len(text.splitlines()) > 3
+    assert max(len(line) for line in text.splitlines()) <= 80 and len(text.splitlines()) > 3
     assert re.findall(r"(eval_\S+) \d", text) == list(values) and text.startswith("[sft] step 2: eval_")
 
 
