@@ -12,6 +12,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.files import read_object
 
 CUT = "eval_completions/truncated_fraction"
+CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -32,7 +33,7 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
             figures.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
             # NaN at the end is worse too.
             worse += [name] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
-    if lines and lines[-1].get(CUT) == 1.0 != lines[0].get(CUT):
+    if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
