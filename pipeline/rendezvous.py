@@ -39,7 +39,7 @@ def check_environment() -> None:
         raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, wanted cpu or cuda; unset, it is what the machine has")
     for name, least in NUMBERS.items():
         text = os.environ.get(name, "1")
-        if not (text.isdecimal() and len(text) <= 5 and least <= int(text) <= 65535):
+        if not (text.isascii() and text.isdecimal() and len(text) <= 5 and least <= int(text) <= 65535):
             raise EnvironmentFault(f"{name} is {text[:20]!r}, wanted a number from {least} to 65535; {SET_BY}")
     for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")):
         number, count = (int(os.environ.get(*given)) for given in ((name, "0"), (size, "65536")))
@@ -47,17 +47,24 @@ def check_environment() -> None:
             raise EnvironmentFault(f"{name} is {number} of {size} {count}, and counts from 0; {SET_BY}")
 
 
-def read_environment() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) of the launcher's environment; else a world of one.
+def is_alone() -> bool:
+    """Return True for a run that no launcher has started."""
+    return "RANK" not in os.environ and num_ranks() == 1
 
-    Raises EnvironmentFault where only some of the variables of a rank are set.
-    """
-    if "RANK" not in os.environ and num_ranks() == 1:
-        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
-    if missing := [name for name in OF_A_RANK if name not in os.environ]:
+
+def check_launched() -> None:
+    """Raise EnvironmentFault where only some of the variables of a rank are set."""
+    missing = [name for name in OF_A_RANK if name not in os.environ]
+    if missing and not is_alone():
         names = ", ".join(name for name in OF_A_RANK if name not in missing)
         raise EnvironmentFault(f"{missing[0]} is not set beside {names}; start the ranks by torchrun, or unset all")
+
+
+def read_environment() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
+    if is_alone():
+        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
 

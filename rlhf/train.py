@@ -204,11 +204,13 @@ def run(argv: list[str], prog: str) -> int:
         bases = {str(planned.model_dir): base_of(planned) for planned in sources}
     check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
+    dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
+    if dry_run:
+        outlive_console(needs_output=True)
     for name in sorted({next(iter(planned.stage.starts.values())).follows for planned in plan.chosen}):
         if known_model(model := getattr(plan.config, f"{name}_model")) is None:
             note = "no preset; the built-in defaults hold where --config and flags say nothing"
             print(f"note: --{name}-model {model}: {note}", flush=True)
-    dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
@@ -235,9 +237,10 @@ def run(argv: list[str], prog: str) -> int:
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
         following = chat if last.stage.makes_chat_model else f"{prog} --step {last.stage.number + 1}"
         worse = [one for one in plan.chosen if reached(one.run_dir, one.stage, one.resolved.config)[1]]
-        for stage, flags in ((one.stage, f"--{one.stage.section}.") for one in worse[:1]):
-            again = f"{flags}overwrite and a lower {flags}{next(iter(stage.starts))}learning_rate"
-            following = f"stage {stage.number} ended worse than it began: again with {again}"
+        for one in worse[:1]:
+            flags, rate = f"--{one.stage.section}.", one.stage.rate_flag(one.resolved.config)
+            again = f"{flags}overwrite and a lower {flags}{rate}"
+            following = f"stage {one.stage.number} ended worse than it began: again with {again}"
         print(f"next: {following}")
     return code
 

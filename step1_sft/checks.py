@@ -35,7 +35,10 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[S
         fits.append(partial(check_positions, start, longest, "--max_seq_len + --eval_max_new_tokens"))
     if data.packing:
         fits.append(partial(check_packing, start, "--packing"))
-    fits += [partial(check_seq2seq, config, start), partial(check_settings, start, config.model)]
+    fits += [
+        partial(check_seq2seq, config, start),
+        partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora),
+    ]
     packages: list[Check] = [
         *package_checks(config.model, config.optimizer, config.deepspeed),
         partial(check_metric, config.eval_metric),

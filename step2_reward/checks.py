@@ -22,7 +22,7 @@ def start_models(config: RewardConfig, base_of_output: Mapping[str, str]) -> lis
         partial(check_decoder, start, flag),
         partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
         partial(check_head, start, new_head=True, quantization=config.model.quantization),
-        partial(check_settings, start, config.model),
+        partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora),
     ]
     packages = package_checks(config.model, config.optimizer, config.deepspeed)
     return [StartModel(flag, path, start, check_model_path, packages, fits)]

@@ -55,7 +55,8 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         if role.is_trained:
             checks = (check_positions, check_rotary_length)
             fits += [partial(check, start, config.max_sequence_length, LENGTH_FLAGS) for check in checks]
-        fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained))
+        is_alone = config.deepspeed.only_optimize_lora
+        fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained, only_lora=is_alone))
         if role.has_values:
             fits += [] if path in base_of_output else [partial(check_head, start)]
         else:

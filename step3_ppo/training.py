@@ -242,7 +242,7 @@ def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> 
     rows = rollout.responses.select(places(update.batches, ppo.run.world.device))
     cause = "loss or gradient not finite" if update.size.num_trained else "no finite reward"
     prompts, ids = rows.row_index.tolist(), [rows.sequences]
-    note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause, rate_flag="--actor_learning_rate")
+    note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause)
 
 
 def moved_too_far(ppo: PPO, update: Update | None) -> bool:

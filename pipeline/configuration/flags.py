@@ -61,6 +61,8 @@ class FlagLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+TO_INT: Any = yaml.SafeLoader.construct_yaml_int
+FlagLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(TO_INT(loader, node))))
 FlagLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -93,8 +95,7 @@ def read_yaml(
         sections: all that there may be; empty: a stage by itself knows its own, and takes any other mapping for a
             section of another stage, unless it is nearly called like its own or one of its `flags`.
 
-    Returns (flags, error lines about sections); the flags are those that can be told all the same. Raises InputError:
-    see load_yaml.
+    Returns (flags that can be told all the same, error lines about sections). Raises InputError: see load_yaml.
     """
     content = load_yaml(path)
     # No flag has a mapping for its value.

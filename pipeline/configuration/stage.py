@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
@@ -97,6 +98,11 @@ class Stage:
     def row_options(self) -> dict[str, Any]:
         """The options of its rows: their kind, the shares that it takes, and its name in messages about them."""
         return {"rows": self.rows, "shares": self.shares, "title": self.section}
+
+    def rate_flag(self, config: StageConfig) -> str:
+        """Return the learning rate of its first trained model: with LoRA that of the adapter."""
+        prefix = next(iter(self.starts))
+        return f"{prefix}{'lora_' if dict(flat_items(config))[f'{prefix}lora_dim'] else ''}learning_rate"
 
     @property
     def folder(self) -> str:

@@ -134,7 +134,8 @@ def render(
         ) from None
     except Exception as error:
         # A template is a program from a file: besides jinja2's own errors it may meet any other.
-        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {error}") from error
+        reason = str(error) or type(error).__name__  # of a MemoryError there is no text
+        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {reason}") from error
     if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * num_chars:
         raise InputError(f"the chat template of {_name(tokenizer)} makes {len(text)} characters of {num_chars}")
     return str(text)

@@ -141,7 +141,9 @@ def check_disk_offload(file: str) -> None:
         raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
 
 
-def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "", *, learns: bool = True) -> None:
+def check_settings(
+    source: ModelSource, settings: ModelConfig, prefix: str = "", *, learns: bool = True, only_lora: bool = True
+) -> None:
     """Raise InputError if the model cannot follow its flags, which begin with `prefix` (actor_).
 
     Weights that are stored as int8 or nf4 are trained on as such, ZeRO-3 partitions no experts, the attention
@@ -154,7 +156,7 @@ def check_settings(source: ModelSource, settings: ModelConfig, prefix: str = "",
     attention_for(source.config, settings.attn_implementation, source.path, flag=f"--{prefix}attn_implementation")
     if not learns:
         return
-    warn_of_rate(source, settings, prefix)
+    warn_of_rate(source, settings, prefix, only_lora=only_lora)
     is_adapter, is_quantised = source.base is not None, settings.quantization != "none"
     if settings.lora_dim and is_adapter and not is_quantised:
         check_plain_lora(source.path)
@@ -169,11 +171,16 @@ def without_memory(source: ModelSource) -> PreTrainedModel:
         return auto_class.from_config(copy.deepcopy(source.config))
 
 
-def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str) -> None:
-    """Warn of a peak learning rate that is far above what models of LARGE weights or more bear."""
-    name, most = ("lora_learning_rate", 1e-2) if settings.lora_dim else ("learning_rate", 1e-3)
-    if (rate := getattr(settings, name)) > most and without_memory(source).num_parameters() >= LARGE:
-        warn_once(f"{source.path}: --{prefix}{name} {rate:g} is above {most:g}: training will probably diverge")
+def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str, *, only_lora: bool) -> None:
+    """Warn of peak learning rates that are far above what models of LARGE weights or more bear.
+
+    only_lora: LoRA, where there is any, leaves all other weights frozen.
+    """
+    rates = {"lora_learning_rate": 1e-2} if settings.lora_dim else {}
+    rates |= {} if settings.lora_dim and only_lora else {"learning_rate": 1e-3}
+    for name, most in rates.items():
+        if (rate := getattr(settings, name)) > most and without_memory(source).num_parameters() >= LARGE:
+            warn_once(f"{source.path}: --{prefix}{name} {rate:g} is above {most:g}: training will probably diverge")
 
 
 def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:

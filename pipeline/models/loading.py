@@ -152,8 +152,9 @@ def check_adapter_names(wrapped: PeftModel, loaded: Any, path: str) -> None:
     absent = set(loaded.missing_keys)
     held = {id(weight) for name, weight in weights.items() if name not in absent}
     missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
-    # A head may go where another takes its place.
-    others = [name for name in loaded.unexpected_keys if LAYER.search(name) or base_model(wrapped).can_generate()]
+    # The head of a language model may go where another takes its place.
+    keeps_head = base_model(wrapped).can_generate() or wrapped.active_peft_config.task_type is not None
+    others = [name for name in loaded.unexpected_keys if LAYER.search(name) or keeps_head]
     for names, fault in ((missing, "are not in"), (others, "of another model are in")):
         if names:
             raise InputError(f"{path}: {len(names)} weights {fault} its {ADAPTER_WEIGHTS}, the first is {names[0]}")

@@ -25,7 +25,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
-from pipeline.rendezvous import check_environment, num_ranks
+from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.data_split import resolve_splits
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
@@ -42,6 +42,7 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
     outlive_console()
     try:
         check_environment()
+        check_launched()
     except RunError as error:
         return print_error(error)  # of each process: which one is the first, is what cannot be said
     try:
@@ -141,6 +142,7 @@ def run_command(work: Callable[[], None]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
         outlive_console(needs_output=True)
+        check_environment()
         raise_on_interrupt()
         work()
         sys.stdout.flush()

@@ -30,6 +30,7 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
     lines: list[str] = []
     read: list[Named] = []
     taken: list[Named] = []  # model and run folders of the stages before
+    replaced: list[Named] = []  # their model folders, which are replaced with all that is in them
     for stage, config in stages.items():
         dashes = f"--{stage.section}." if named_by_section else "--"
         models = [(f"{dashes}output_dir", folder) for folder in stage.outputs(config)]
@@ -38,10 +39,11 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
         folders = [run_dir, *([(f"{dashes}data_output_path", Path(cache))] if cache else [])]
         read += inputs(config, dashes)
         lines += clashes([*models, *((run_dir[0], run_dir[1] / name) for name in RUN_FILES)], read)
-        lines += clashes(models, [*folders, *taken])
-        lines += clashes(folders, [*read, *taken], inside=False)
+        places = [*clashes(models, [*folders, *taken]), *clashes(folders, [*read, *taken], inside=False)]
+        lines += places or clashes(replaced, [*models, *folders])
         lines += foreign(config, stage, dashes)
         taken += [*models, run_dir]
+        replaced += models
     if lines:
         raise InputError("\n".join(dict.fromkeys(lines)))
 

@@ -143,7 +143,8 @@ class Course:
         if run.world.is_main:
             figures, worse = reached(run.folder, stage, config)
             if worse:
-                log.warning("the run ends worse than it began: %s: %s; lower its learning rate", worse, figures)
+                rate = stage.rate_flag(config)
+                log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
             if line := held_line(checkpoints):
                 log.info("%s", line)
 

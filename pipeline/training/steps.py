@@ -140,14 +140,13 @@ class Stopping:
 
 
 def note_skipped_step(
-    run: Run, state: Counters, *, rows: Sequence[int], input_ids: Iterable[Tensor], cause: str, rate_flag: str
+    run: Run, state: Counters, *, rows: Sequence[int], input_ids: Iterable[Tensor], cause: str
 ) -> None:
     """Log a skipped step, and append this rank's batch to <run_dir>/log/bad-steps-rank-<r>.jsonl.
 
     Args:
         rows: numbers of this rank's training rows, in the order of the tokenised data.
         input_ids: (B, S) token ids of each micro-batch.
-        rate_flag: the learning rate to lower.
 
     Raises:
         DivergedError: `--max_bad_steps` steps in a row were skipped.
@@ -167,7 +166,8 @@ def note_skipped_step(
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(batch) + "\n")
     if state.bad_in_a_row >= run.resolved.config.optimizer.max_bad_steps:
-        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite; {divergence_advice(run, rate_flag)}")
+        rate = f"--{run.stage.rate_flag(run.resolved.config)}"
+        raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite; {divergence_advice(run, rate)}")
 
 
 def divergence_advice(run: Run, rate: str) -> str:

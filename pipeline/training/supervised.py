@@ -143,7 +143,7 @@ class Supervised(Generic[C, B]):
         """Write down the rows of a step that was skipped. Raises DivergedError after too many in a row."""
         ids = [batch.input_ids for batch in step.micro_batches]
         cause = "loss or gradient not finite"
-        note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause=cause, rate_flag="--learning_rate")
+        note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause=cause)
 
 
 def collated(make: Callable[[], B], step: int) -> B:

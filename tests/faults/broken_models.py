@@ -231,6 +231,7 @@ BROKEN: dict[str, Broken] = {
     "template-attribute": Broken(template("{{ messages[0].foo.bar }}"), FAILS + "'dict object' has no attribute"),
     "template-type": Broken(template("{{ 1 + 'a' }}"), FAILS + "unsupported operand"),
     "template-zero": Broken(template("{{ 1 / 0 }}"), FAILS + "division by zero"),
+    "template-memory": Broken(template("{{ 'a' * 10**17 }}"), FAILS + "MemoryError"),
     "template-filter": Broken(template("{{ messages|nosuch }}"), FAILS + "No filter named"),
     "template-include": Broken(template("{% include '/etc/passwd' %}"), FAILS + "no loader"),
     "template-refuses": Broken(template("{{ raise_exception('never') }}"), FAILS + "never"),

@@ -111,6 +111,8 @@ CASES = [
     in_yaml("train", "sft: {seed: 1}\nrewad: {seed: 1}", "c.yaml: rewad: unknown section; did you mean reward?"),
     in_yaml("train", "sfft: {seed: 1}", "c.yaml: sfft: unknown section; did you mean sft?"),
     in_yaml("sft", f"seed: {'1' * 5000}", "c.yaml: not YAML: Exceeds the limit (4300 digits)"),
+    in_yaml("sft", f"seed: 0x{'f' * 5000}", "c.yaml: not YAML: Exceeds the limit (4300 digits)"),
+    in_yaml("ppo", f"ppo: {{seed: {':'.join(['59'] * 3000)}}}", "c.yaml: not YAML: Exceeds the limit (4300 digits)"),
     in_yaml("reward", "seed: 1\nseed: 2", "c.yaml: line 2: seed: occurs twice"),
     # DeepSpeed's JSON, which DeepSpeed itself would take without a word.
     in_json('{"gradient_clippping": 1}', "gradient_clippping: DeepSpeed has no such key", command="reward"),

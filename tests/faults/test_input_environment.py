@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
@@ -33,6 +34,8 @@ WRONG = [
     ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE; start the ranks by torchrun, or unset all"),
     ({"DS_ACCELERATOR": "banana"}, "DS_ACCELERATOR is 'banana', wanted cpu or cuda; unset, it is what the machine has"),
     ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK"),
+    ({"RANK": "3"}, "WORLD_SIZE is not set beside RANK"),  # also of a rank whose errors another one would print
+    ({"RANK": "\u0663"}, "RANK is '\u0663', wanted a number"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set beside RANK, WORLD_SIZE"),
 ]
 
@@ -53,6 +56,13 @@ def test_a_launchers_variable_that_is_no_possible_number(
         ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
     assert ending.code == 3 and len(ending.errors) == 1, ending.stderr
     assert says in ending.errors[0]
+
+
+@pytest.mark.parametrize("command", ["chat", "prompt_eval", "reward_eval"])
+def test_a_small_command_looks_at_the_environment_too(command: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "banana")
+    ending = call(command, [tmp_path])
+    assert ending.code == 3 and "DS_ACCELERATOR is 'banana', wanted cpu or cuda" in ending.errors[0]
 
 
 def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,12 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
         "compare": [str(ROOT / "prompt_eval.py"), base, base, *limit],
         "evaluation": ["-m", "step2_reward.eval", str(folder / "judge"), *pairs],
         "export": ["-m", "rlhf", "export", base, "--dtype", "int8", "--output", str(out / "int8")],
+        "dry run": [
+            *(str(ROOT / "train.py"), "--step", "1", "--dry-run", "--actor-model", base, "--reward-model", base),
+            *pairs[:2],
+            "--max_seq_len",
+            "96",
+        ],
         "rlhf --help": ["-m", "rlhf", "--help"],
     }
 
@@ -78,10 +84,10 @@ LEADS = {
     "| head -c 1 >/dev/null": "",
 }
 NAMES = ("chat", "rlhf chat", "compare", "evaluation", "export", "rlhf --help")
-QUICK = [("chat", ">/dev/full"), *(("rlhf --help", lead) for lead in LEADS)]
+QUICK = [("dry run", ">/dev/full"), ("chat", ">/dev/full"), *(("rlhf --help", lead) for lead in LEADS)]
 
 
-@pytest.mark.parametrize(("name", "lead"), slow_but(QUICK, product(NAMES, LEADS)))
+@pytest.mark.parametrize(("name", "lead"), slow_but(QUICK, [*product(NAMES, LEADS), ("dry run", ">/dev/full")]))
 def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(model, tmp_path, name, lead):
     command = f"set -o pipefail; {shlex.join([sys.executable, *commands(model, tmp_path)[name]])} {lead}"
     done = subprocess.run(

@@ -12,7 +12,13 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
         {"eval_perplexity": 15.0, "eval_rows": 25}, {"eval_perplexity": 3e44, "eval_rows": 25},
         "eval_perplexity 15 -> 3e+44 (25 sequences), WORSE than at the start: eval_perplexity;",
     ),
+    "1 lora": ({"eval_perplexity": 15.0}, {"eval_perplexity": 16.0}, "15 -> 16, WORSE than at the start"),
+    "3 lora": ({"eval_objective/scores": 0.5}, {"eval_objective/scores": 0.4}, "0.5 -> 0.4, WORSE than at the start"),
     "1 nan": ({"eval_perplexity": 15.0}, {"eval_perplexity": None}, "15 -> nan, WORSE than at the start"),
+    "1 from nan": (
+        {"eval_perplexity": None, "eval_rows": 30}, {"eval_perplexity": 15.0, "eval_rows": 25},
+        "eval_perplexity nan -> 15 (25 sequences); model",
+    ),
     "1 kept": ({"eval_perplexity": 15.0}, {"eval_perplexity": 20.0}, "eval_perplexity 15 -> 20; model"),
     "2": ({"eval_accuracy": 1.0, "eval_rows": 2}, {"eval_accuracy": 0.5, "eval_rows": 2}, "1 -> 0.5 (2 pairs), WORSE"),
     "3": (
@@ -41,7 +47,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     run_dir.mkdir(parents=True)
     (run_dir / "run.lock").touch()
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
-    more = ["--sft.keep_best"] if case == "1 kept" else []
+    more = {"1 kept": ["--sft.keep_best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
     for name in ("sft", "reward") if number == "3" else ():
         (tmp_path / "out" / name).mkdir()
         (tmp_path / "out" / name / "config.json").write_text("{}")
@@ -51,6 +57,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     following = done.stdout.splitlines()[-1]
     if "WORSE" in said:
         rate = {"1": "--sft.learning_rate", "2": "--reward.learning_rate", "3": "--ppo.actor_learning_rate"}[number]
+        rate = rate.replace("learning", "lora_learning") if "lora" in case else rate
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
         assert following.startswith("next: python chat.py")

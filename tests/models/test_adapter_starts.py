@@ -18,10 +18,11 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file, save_file
 from support.command_run import run_command
 from support.tiny_models import random_rows
 from support.tiny_run import make_folder, read_metrics
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.start_models import check_settings
@@ -123,6 +124,18 @@ def test_the_weights_of_an_adapter_are_set_once(folder: Path, monkeypatch: pytes
         logits = found(ROW).logits
     monkeypatch.undo()
     assert_still_there(folder, logits)
+
+
+def test_an_adapter_of_a_reward_model_that_holds_another_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder / "scorer")
+    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], task_type="SEQ_CLS")
+    get_peft_model(model, settings).save_pretrained(tmp_path)
+    shutil.copy(folder / "scorer" / "config.json", tmp_path)
+    load_reward_model(ModelSource(str(tmp_path)), dtype=torch.float32, quantization="none", new_head=False)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.classifier.weight": torch.ones(1, 32)}, file)
+    with pytest.raises(InputError, match="1 weights of another model are in .* base_model.model.classifier.weight$"):
+        load_reward_model(ModelSource(str(tmp_path)), dtype=torch.float32, quantization="none", new_head=False)
 
 
 def test_the_base_of_an_adapter_is_found_from_any_folder(

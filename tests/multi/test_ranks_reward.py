@@ -81,6 +81,14 @@ def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
     assert all(rank["some held out"] == found[2][0]["some held out"] for rank in found[2])
 
 
+def test_the_last_pairs_to_train_on_are_shared_among_the_ranks(found: Found) -> None:
+    reference = found[1][0]["last pairs"]
+    assert len(set(reference["chosen"])) == 5, "of two ranks, one has a pair less"
+    for mine in every_rank(found, "last pairs"):
+        for side in ("chosen", "rejected"):
+            assert mine[side] == pytest.approx(reference[side], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("stage", "variant"),
     slow_but([(3, "lora"), (0, "per token"), (3, "centred")], [(stage, name) for stage in (0, 3) for name in VARIANTS]),

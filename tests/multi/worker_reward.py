@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -126,10 +127,20 @@ def some_held_out(inputs: Path) -> dict[str, Any]:
     return {"rows": [summary(found)["eval_rows"] for found in scores]}
 
 
+def last_pairs(inputs: Path) -> dict[str, Any]:
+    """Scores of the last five pairs to train on, of all ranks."""
+    reward = setup(inputs, 2)
+    with patch.object(training, "SCORED_PAIRS", 5):
+        batches = training.last_training_pairs(reward, training.State())
+    scores = score_pairs(reward.engine, batches, reward.run.world.device)
+    return {"chosen": sorted(map(float, scores.chosen)), "rejected": sorted(map(float, scores.rejected))}
+
+
 def cases() -> dict[str, Any]:
     per_rank = ROWS_PER_STEP // num_ranks()
     found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
     found["some held out"] = some_held_out
+    found["last pairs"] = last_pairs
     for stage in range(4):
         here = ("--zero_stage", stage)
         for micro in (per_rank, 2, 1):

@@ -163,6 +163,12 @@ RATES = {  # flags of a stage -> what is said of them
     "sft --learning_rate 1e-3 --lora_learning_rate 1": "",
     "sft --learning_rate 1 --lora_dim 2 --lora_learning_rate 1e-2": "",
     "reward --learning_rate 1 --lora_dim 2 --lora_learning_rate 2e-2": "base: --lora_learning_rate 0.02 is above 0.01",
+    "sft --learning_rate 2e-3 --lora_dim 2 --only_optimize_lora false": "base: --learning_rate 0.002 is above 0.001",
+    "reward --learning_rate 2e-3 --lora_dim 2 --only_optimize_lora false": "base: --learning_rate 0.002 is above 0.001",
+    "ppo --critic_learning_rate 1 --critic_lora_dim 2": "",
+    "ppo --critic_learning_rate 1 --critic_lora_dim 2 --only_optimize_lora false": (
+        "base: --critic_learning_rate 1 is above 0.001"
+    ),
     "ppo --critic_learning_rate 1": "base: --critic_learning_rate 1 is above 0.001",
 }
 

@@ -89,6 +89,11 @@ def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tm
     assert line.startswith("--ppo.output_dir: this run would write over output/actor (--sft.model_name_or_path)")
     (line,) = problems(usual | {"reward": "--output_dir output/sft --run_dir x"}, named_by_section=True)
     assert line.startswith("--reward.output_dir: this run would write over output/sft (--sft.output_dir)")
+    lines = problems(usual | {"reward": "--output_dir output/sft/reward --run_dir output/sft/x"}, named_by_section=True)
+    assert lines == [
+        f"--sft.output_dir: this run would write over output/sft/{name} (--reward.{flag}); name another folder"
+        for name, flag in (("reward", "output_dir"), ("x", "run_dir"))
+    ]
     (line,) = problems(usual | {"reward": "--run_dir output/runs/sft"}, named_by_section=True)
     assert line.startswith("--reward.run_dir: this run would write over output/runs/sft (--sft.run_dir)")
 

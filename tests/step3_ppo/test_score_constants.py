@@ -14,6 +14,7 @@ from support.ppo_settings import ppo_config
 
 from pipeline.checkpoints import checkpoint
 from step3_ppo.build import resume
+from step3_ppo.models import saving
 from step3_ppo.state import State
 
 
@@ -62,3 +63,38 @@ def test_the_constants_of_the_first_rollout_come_back_with_a_checkpoint(world, t
         (judge,), critic = loop.ppo.models.rewards, loop.ppo.models.critic.module
         assert (judge.mean, judge.std, judge.takes_first) == (mean, std, False) and state.score_constants == constants
         assert (critic.score_mean, critic.score_std) == (mean, std)
+
+
+def test_a_critic_with_constants_of_its_own_keeps_them(world, trained_folders, tmp_path):
+    """A resumed job with another reward model, which does not say its own."""
+    folders = without_constants(trained_folders, tmp_path)
+    config = ppo_config(trained_folders).replace(reward_model_name_or_path=folders.reward)
+    loop = loop_on_random_prompts(world, tmp_path, config)
+    critic = loop.ppo.models.critic.module
+    own = critic.score_mean, critic.score_std
+    saved = {"ppo": asdict(State(step=4, rollout=1, score_constants=[0.25, 3.0]))}
+    resume(loop.ppo, checkpoint.Resumed(saved, {}, {}))
+    (judge,) = loop.ppo.models.rewards
+    assert (judge.mean, judge.std) == (0.25, 3.0)
+    assert (critic.score_mean, critic.score_std) == own != (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("in_folder", "in_checkpoint", "written"),
+    [((0.0, 1.0), {"score_constants": [0.25, 3.0]}, (0.25, 3.0)), ((0.0, 1.0), {}, (0.0, 1.0)),
+     ((0.5, 2.0), {"score_constants": [0.25, 3.0]}, (0.5, 2.0))],
+)  # fmt: skip
+def test_an_exported_critic_has_the_constants_of_its_run(
+    trained_folders, monkeypatch, in_folder, in_checkpoint, written
+):
+    mean, std = in_folder
+    seen = {}
+    monkeypatch.setattr(saving, "save_model", lambda run, role, module, *rest, **more: seen.update({role.name: module}))
+    run = SimpleNamespace(resolved=SimpleNamespace(config=ppo_config(trained_folders)))
+    offline = SimpleNamespace(
+        run=run, saved={"step": 4}, state={"ppo": in_checkpoint}, has_average=False,
+        language_model=lambda name, flags: name,
+        value_model=lambda name, flags, normalised: SimpleNamespace(score_mean=mean, score_std=std),
+    )  # fmt: skip
+    saving.export(offline)
+    assert seen["actor"] == "actor" and (seen["critic"].score_mean, seen["critic"].score_std) == written

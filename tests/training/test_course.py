@@ -16,10 +16,12 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, Interrupted, StoppedRun
 from pipeline.training.course import Course
-from pipeline.training.steps import Counters, divergence_advice
+from pipeline.training.steps import Counters, divergence_advice, note_skipped_step
 from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS
 from step1_sft.stage import STAGE
+from step3_ppo.config import PPOConfig
+from step3_ppo.stage import STAGE as PPO_STAGE
 
 
 class Saves:
@@ -37,8 +39,8 @@ class Saves:
         self.finished += 1
 
 
-def make_course(folder, *, resumed_step: int | None = None, full: bool = False, **settings) -> Course:
-    config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings))
+def make_course(folder, *, resumed_step: int | None = None, full: bool = False, model=None, **settings) -> Course:
+    config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings), model=model or {})
     run = SimpleNamespace(
         world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage=STAGE,
         resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"),
@@ -99,6 +101,18 @@ def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, is_do
     assert (tmp_path / "done.json").is_file() == is_done
 
 
+@pytest.mark.parametrize(("lora_dim", "rate"), [(0, "--actor_learning_rate"), (2, "--actor_lora_learning_rate")])
+def test_a_run_that_diverges_names_the_rate_of_the_weights_that_it_trains(tmp_path, lora_dim, rate):
+    config = PPOConfig(actor={"lora_dim": lora_dim}, critic={"lora_dim": 2 - lora_dim})
+    run = SimpleNamespace(
+        folder=tmp_path, stage=PPO_STAGE, resolved=Resolved(config, {}),
+        world=World(rank=1, size=2, local_rank=1, device=torch.device("cpu")),
+    )  # fmt: skip
+    state = Counters(step=3, bad_in_a_row=config.optimizer.max_bad_steps)
+    with pytest.raises(DivergedError, match=f"lower {rate};"):
+        note_skipped_step(run, state, rows=[1], input_ids=[], cause="loss or gradient not finite")
+
+
 @pytest.mark.parametrize(("dtype", "is_advised"), [("fp16", True), ("fp32", False), ("auto", False)])
 def test_bf16_is_advised_only_in_the_place_of_fp16(tmp_path, dtype, is_advised):
     run = SimpleNamespace(folder=tmp_path, resolved=SimpleNamespace(config=SFTConfig(deepspeed={"dtype": dtype})))
@@ -145,14 +159,15 @@ def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog)
 
 
 @pytest.mark.parametrize("last", [2.0, 4.0])
-def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog, last):
-    course = make_course(tmp_path)
+@pytest.mark.parametrize(("lora_dim", "rate"), [(0, "learning_rate"), (2, "lora_learning_rate")])
+def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog, last, lora_dim, rate):
+    course = make_course(tmp_path, model={"lora_dim": lora_dim})
     for step, value in ((0, 3.0), (9, last)):
         course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7})
     course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     text = "the run ends worse than it began: eval_perplexity: eval_perplexity 3 -> 4 (7 sequences)"
-    assert [line.partition(";")[0] for line in warned] == ([text] if last > 3 else [])
+    assert warned == ([f"{text}; lower --{rate}"] if last > 3 else [])
 
 
 @pytest.mark.parametrize(
