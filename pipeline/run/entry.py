@@ -42,13 +42,13 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
     outlive_console()
     try:
         check_environment()
-        check_launched()
     except RunError as error:
         return print_error(error)  # of each process: which one is the first, is what cannot be said
     try:
         check_srun()
         resolved = read_flags(stage, stage_arguments(argv))
         if not resolved.config.run.starts_nothing:  # else the ranks are those that it plans
+            check_launched()
             resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
     except RunError as error:
@@ -76,8 +76,8 @@ def check_supervised(run: RunConfig) -> None:
 
 
 def is_first_process() -> bool:
-    """Return True on rank 0; of tasks of srun that are no ranks, on the first."""
-    return own_rank() == 0 and os.environ.get("SLURM_PROCID", "0") == "0"
+    """Return True on rank 0, or where no other rank is known of; of tasks of srun that are no ranks, on the first."""
+    return 0 in (own_rank(), num_ranks() - 1) and os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def check_srun() -> None:

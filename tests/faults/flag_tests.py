@@ -74,8 +74,9 @@ TWINS: dict[str, Twin] = {
     "sft.run_dir": Twin("@elsewhere", "files"),
     "sft.save_adapter_only": Twin("true", "files", both=LORA),
     "sft.save_dtype": Twin("bf16", "dtype"),
-    "sft.save_steps": Twin(1, "files"),
-    "sft.keep_checkpoints": Twin(2, "files", both={"save_steps": 1, "max_steps": 3}),
+    "sft.save_steps": Twin(1, "files", both={"keep_checkpoints": 3}),
+    # A number that is given by hand keeps so many in a finished run, too.
+    "sft.keep_checkpoints": Twin(3, "files", both={"keep_checkpoints": 2, "save_steps": 1, "max_steps": 3}),
     "sft.seed": Twin(99),
     "sft.sft_only_data_path": Twin("@more.jsonl"),
     "sft.template": Twin("human_assistant", both={"model_name_or_path": "@templated"}),
