@@ -9,6 +9,7 @@ from input_calls import call, make_inputs, stage_words, stopped_at_the_models
 
 from pipeline.errors import EnvironmentFault
 from pipeline.launching.scripts import run_script
+from pipeline.processes import time_limit
 from pipeline.run.run import git_commit
 
 RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -19,6 +20,8 @@ WRONG = [
     ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', wanted a number from 1 to"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0', wanted a number from 1 to"),
+    ({"LOCAL_SIZE": "two"}, "LOCAL_SIZE is 'two'"),
     ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '99999999999999999999'"),
     (RANK_OF_TWO | {"RANK": "first"}, "RANK is 'first', wanted a number from 0 to"),
     (RANK_OF_TWO | {"RANK": "-1"}, "RANK is '-1'"),
@@ -49,11 +52,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_launchers_variable_that_is_no_possible_number(
     number: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A rank that is let through waits for the others: here for a second."""
     variables, says = WRONG[number]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with stopped_at_the_models(monkeypatch):
-        ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
+    words = stage_words("sft", folder, tmp_path / "out", process_group_timeout_s=1)
+    with stopped_at_the_models(monkeypatch), time_limit(20):
+        ending = call("sft", words)
     assert ending.code == 3 and len(ending.errors) == 1, ending.stderr
     assert says in ending.errors[0]
 

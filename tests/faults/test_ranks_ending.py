@@ -105,10 +105,10 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
         script = str(ROOT / "launch" / "single_gpu.sh")
         second, third = (
             subprocess.run(
-                ["bash", script, "1", *words(1, data), *more], env=os.environ | {"PYTHON": sys.executable},
+                ["bash", script, "1", *flags], env=os.environ | {"PYTHON": sys.executable},
                 cwd=folder, capture_output=True, text=True, timeout=60, check=False,
             )
-            for more in ((), ("--run_dir", "third"))
+            for flags in (words(1, data), words(1, data, run_dir="third", max_steps=1))
         )  # fmt: skip
         since = time.monotonic()
         job.process.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import shlex
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from support.launch_stub import ROOT, TINY, started, stub_environment, write_pro
 from support.marks import slow, slow_but
 
 
-def unread(folder: Path, *command: str, both: bool = False, **more: str) -> subprocess.Popen[bytes]:
-    """Start a command whose standard output (and error, with `both`) nobody reads any more."""
-    reader, writer = os.pipe()
+def unread(
+    folder: Path, *command: str, both: bool = False, terminal: bool = False, **more: str
+) -> subprocess.Popen[bytes]:
+    """Start a command whose standard output (and error, with `both`), a pipe or terminal, nobody reads any more."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
     os.close(reader)
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -53,6 +56,12 @@ def test_what_is_printed_may_be_cut_off(tmp_path, words):
     assert (process.returncode, stderr) == (0, b"")
 
 
+def test_what_is_printed_may_go_to_a_terminal_that_was_closed(tmp_path):
+    process = unread(tmp_path, str(ROOT / "chat.py"), "--help", terminal=True)
+    stderr = process.communicate(timeout=60)[1]
+    assert (process.returncode, stderr) == (0, b"")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `base` and `judge`, and data."""
@@ -81,7 +90,7 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
 LEADS = {
     ">/dev/full": "error: standard output cannot be written: No space left on device\n",
     ">&-": "error: standard output is closed; lead it to /dev/null where nobody needs it\n",
-    "| head -c 1 >/dev/null": "",
+    "| head -c 0": "",  # a reader that goes at once
 }
 NAMES = ("chat", "rlhf chat", "compare", "evaluation", "export", "rlhf --help")
 QUICK = [("dry run", ">/dev/full"), ("chat", ">/dev/full"), *(("rlhf --help", lead) for lead in LEADS)]

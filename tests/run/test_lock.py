@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from input_calls import call, make_inputs, stage_words, stopped_at_the_models
 
 from pipeline.errors import EnvironmentFault
 from pipeline.processes import time_limit
@@ -73,6 +74,16 @@ def test_one_run_at_a_time_writes_a_model_folder_whatever_its_run_folder(tmp_pat
     with locked(tmp_path / "two", [tmp_path / "critic", tmp_path / "actor"]):
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["one", "two"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "one", "two"], "no file is left beside models"
+
+
+@pytest.mark.parametrize(("stage", "model"), [("sft", "model"), ("ppo", "model/critic")])
+def test_a_stage_without_a_launcher_is_refused_the_models_of_another_run(tmp_path, monkeypatch, stage, model):
+    folder, out = make_inputs(tmp_path), tmp_path / "out"
+    with hold(tmp_path / "one", out / model) as holder, stopped_at_the_models(monkeypatch):
+        ending = call(stage, stage_words(stage, folder, out, run_dir=tmp_path / "two"))
+        holder.communicate()
+    assert ending.code == 3 and not ending.loaded and len(ending.errors) == 1, ending.stderr
+    assert f"{out / model}: pid {holder.pid} on {HOST} runs in this folder" in ending.errors[0]
 
 
 def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):

@@ -9,22 +9,30 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.in_process import undone_afterwards
+from support.model_folders import assert_same_folder
 from support.ppo_loop import loop_on_random_prompts
 from support.ppo_settings import ppo_config
+from support.tiny_run import make_folder
 
 from pipeline.checkpoints import checkpoint
+from rlhf import export
 from step3_ppo.build import resume
-from step3_ppo.models import saving
+from step3_ppo.main import main
 from step3_ppo.state import State
 
 
 def without_constants(folders, folder) -> SimpleNamespace:
     """The same models, of which the reward model does not say what its scores' mean and std are."""
     reward = shutil.copytree(folders.reward, folder / "raw")
+    forget_constants(reward)
+    return SimpleNamespace(actor=folders.actor, reward=str(reward))
+
+
+def forget_constants(reward: Path) -> None:
     config = json.loads((reward / "config.json").read_text())
     kept = {name: value for name, value in config.items() if name not in ("score_mean", "score_std")}
     (reward / "config.json").write_text(json.dumps(kept))
-    return SimpleNamespace(actor=folders.actor, reward=str(reward))
 
 
 def test_a_reward_model_without_constants_gets_those_of_the_first_rollout(world, trained_folders, tmp_path, caplog):
@@ -79,22 +87,21 @@ def test_a_critic_with_constants_of_its_own_keeps_them(world, trained_folders, t
     assert (critic.score_mean, critic.score_std) == own != (0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("in_folder", "in_checkpoint", "written"),
-    [((0.0, 1.0), {"score_constants": [0.25, 3.0]}, (0.25, 3.0)), ((0.0, 1.0), {}, (0.0, 1.0)),
-     ((0.5, 2.0), {"score_constants": [0.25, 3.0]}, (0.5, 2.0))],
-)  # fmt: skip
-def test_an_exported_critic_has_the_constants_of_its_run(
-    trained_folders, monkeypatch, in_folder, in_checkpoint, written
-):
-    mean, std = in_folder
-    seen = {}
-    monkeypatch.setattr(saving, "save_model", lambda run, role, module, *rest, **more: seen.update({role.name: module}))
-    run = SimpleNamespace(resolved=SimpleNamespace(config=ppo_config(trained_folders)))
-    offline = SimpleNamespace(
-        run=run, saved={"step": 4}, state={"ppo": in_checkpoint}, has_average=False,
-        language_model=lambda name, flags: name,
-        value_model=lambda name, flags, normalised: SimpleNamespace(score_mean=mean, score_std=std),
-    )  # fmt: skip
-    saving.export(offline)
-    assert seen["actor"] == "actor" and (seen["critic"].score_mean, seen["critic"].score_std) == written
+def test_an_exported_critic_says_the_constants_of_the_first_rollout(tmp_path):
+    """As that of the finished run does, of one step on a rollout of all 4 prompts."""
+    folder = make_folder(tmp_path, num_train=4, num_test=2)
+    forget_constants(folder / "scorer")
+    flags = {
+        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
+        "data_path": folder / "train.jsonl", "data_split": "none", "data_output_path": folder / "cache",
+        "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "dtype": "fp32", "max_steps": 1, "save_steps": 1,
+        "per_device_generation_batch_size": 4, "per_device_train_batch_size": 4, "output_dir": folder / "whole",
+    }  # fmt: skip
+    with undone_afterwards():
+        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+    run = folder / "whole/runs/ppo"
+    assert export.main([str(run), "--output", str(folder / "out")]) == 0
+    config = json.loads((folder / "out/critic/config.json").read_text())
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert config["score_mean"] == pytest.approx(first["objective/scores"], rel=1e-5) and config["score_std"] != 1.0
+    assert_same_folder(folder / "out/critic", folder / "whole/critic")
