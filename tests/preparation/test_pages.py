@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.marks import slow_but
+from support.marks import of_tested_torch, slow_but
 from support.source_tree import ROOT
 
 from pipeline import hub
@@ -31,6 +31,7 @@ CASES = {
 }
 
 
+@of_tested_torch
 @pytest.mark.parametrize("name", slow_but(["fits", "asked_for"], CASES))
 def test_a_dry_run_prints_a_page_that_a_person_has_read(name, tmp_path, monkeypatch, capsys):
     """No hub is reached, no device was measured, and bitsandbytes, which is optional, is not there."""

@@ -1,9 +1,17 @@
-"""Marks on the parameters of a test."""
+"""Marks of tests and of their parameters."""
 
+import re
 from collections.abc import Collection, Iterable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+from support.source_tree import ROOT
+
+(TESTED_TORCH,) = re.findall(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+# A plan counts the kernels that the installed torch launches: seconds on a page are those of one version.
+HAS_TESTED_TORCH = version("torch").split("+")[0] == TESTED_TORCH
+of_tested_torch = pytest.mark.skipif(not HAS_TESTED_TORCH, reason=f"the pages are of torch {TESTED_TORCH}")
 
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
