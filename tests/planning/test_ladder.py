@@ -8,6 +8,7 @@ import pytest
 from bench.planned import LLAMA, planner_of, ppo
 from support.marks import slow_but
 
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes
@@ -18,6 +19,8 @@ from pipeline.planning.ladder import (
     Answer,
     Answers,
     Change,
+    Rung,
+    answer,
     helps,
     optimizer_offload,
     shared_rollout,
@@ -155,6 +158,21 @@ def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless
     assert found.another.flags == {"lora_dim": 16} and found.another.is_enough
     assert found.same.plan.host > found.another.plan.host == 0
     assert (found.chosen("true"), found.chosen("any"), found.chosen("false")) == (found.same, found.same, None)
+
+
+def test_of_two_changes_one_of_which_is_needless_the_dearer_is_left_out():
+    """10 GiB are lacking: of 4, 4 and 6 the last and either of the first suffice, the first two do not."""
+    names = {"min_learning_rate_ratio": 4, "weight_decay": 4, "learning_rate": 6}
+
+    def memory(resolved: Resolved) -> SimpleNamespace:
+        values = dict(flat_items(resolved.config))
+        taken = (20 - sum(gained for name, gained in names.items() if values[name] == 0.5)) * GIB
+        return SimpleNamespace(reserved=lambda: (taken, taken), host=0, on_host=(0, 0))
+
+    planner = SimpleNamespace(target=Target("GPU", 10 * GIB), memory=memory)
+    rungs = [Rung(lambda values, target, name=name: {name: 0.5}, "") for name in names]
+    found = answer(planner, parse(SFTConfig, WORDS.split(), section="sft"), rungs)
+    assert found.is_enough and list(found.flags) == ["min_learning_rate_ratio", "learning_rate"]
 
 
 @pytest.mark.slow
