@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from bench.planned import CHECKPOINTING, FOUR, LORA_7B, OPT, planned_seconds, planner_of, ppo, time_row, timed_runs
+from support.marks import HAS_TESTED_TORCH
 from support.source_tree import ROOT
 
 from pipeline.launching.target import COPIES, parse_target
@@ -206,7 +207,7 @@ def test_times_are_within_20_percent_of_those_measured(tmp_path, number):
     for phase, value, measured in zip(phases, planned, run.seconds, strict=True):
         missed = MISSED.get((run.name, phase))
         assert value / measured == (pytest.approx(missed, abs=0.02) if missed else pytest.approx(1, abs=0.2)), phase
-    assert time_row(run, planned) in PAGE
+    assert time_row(run, planned) in PAGE or not HAS_TESTED_TORCH
 
 
 def test_the_phases_that_are_missed_are_of_runs_that_are_compared():
