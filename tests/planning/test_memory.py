@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from engine.test_engine_memory import accumulate, tiny_engine
 from support.ds_arguments import built
 from support.in_process import group_of_one
+from support.marks import of_tested_torch
 from support.source_tree import ROOT
 
 from pipeline.configuration.groups import DeepSpeedConfig
@@ -146,6 +147,7 @@ def test_peaks_are_those_that_were_measured(tmp_path, number):
     assert within(planned(RUNS[number], tmp_path), RUNS[number].measured)
 
 
+@of_tested_torch
 @pytest.mark.slow
 def test_the_table_in_the_documents_is_the_scripts():
     text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
