@@ -18,6 +18,8 @@ WORDS = (
 # 7.28 TiB" (numpy).
 REQUESTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]?i?B)", re.IGNORECASE)
 FREE_ON_DEVICE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+# Where --gpu_memory_gib is given.
+ALLOWED = re.compile(r"([\d.]+ \w+) allowed; Of the allocated memory ([\d.]+ \w+) is")
 
 # The flag that says how many rows pass through a model at once in a phase of a step.
 BATCH_FLAGS = {
@@ -79,7 +81,9 @@ def memory_line(error: BaseException) -> str:
     match = REQUESTED.search(text)
     requested = f"{size(match[1], match[2])} asked for, " if match else ""
     if free := FREE_ON_DEVICE.search(text):
-        return f"out of memory: {requested}{free[2]} free of {free[1]} on the device"
+        limit = ALLOWED.search(text)
+        allowed = f"{limit[2]} taken of {limit[1]} allowed (--gpu_memory_gib), " if limit else ""
+        return f"out of memory: {requested}{allowed}{free[2]} free of {free[1]} on the device"
     if "CUDA" in text or "CUBLAS" in text:
         return f"out of memory on the device: {requested}{' '.join(text.split())[:100]}"
     process = read_process(os.getpid())

@@ -49,20 +49,23 @@ def path_problem(flag: Flag, text: str) -> str:
     return "a file, wanted a folder" if is_file else ""
 
 
-def idle_flags(config: BaseModel, origins: Mapping[str, str]) -> Iterator[str]:
+def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = False) -> Iterator[str]:
     """Yield a line for each flag that was set and has no effect, with what it needs.
 
     Args:
         origins: the origin of each value; flags with their default are left out.
+        on_cpu: the run computes on a CPU.
     """
     values = dict(flat_items(config))
     for name, flag in flag_table(type(config)).items():
-        if origins.get(name, "default") != "default" and (need := unmet_need(flag, values, type(config))):
+        if origins.get(name, "default") != "default" and (need := unmet_need(flag, values, type(config), on_cpu)):
             yield f"--{name} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 
-def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel]) -> str:
-    """Name the need of a flag that the other values do not meet, and the value found; "" where it is met."""
+def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel], on_cpu: bool) -> str:
+    """Name the need of a flag that the device or the other values do not meet, and what is found; "": it is met."""
+    if flag.needs == "a GPU" and on_cpu:
+        return "a GPU, found none"
     if needed := ZERO_STAGES.get(flag.needs):
         stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
         if not stages & needed:

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
-Need = Literal["", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
+Need = Literal["", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
 # Arguments of `flag` that are pydantic's own checks.

@@ -32,7 +32,8 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat_items(config)
-        if table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name
+        if name == "gpu_memory_gib"
+        or (table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name)
     }
 
 

@@ -106,6 +106,13 @@ class RunConfig(Group):
         "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
         on_resume="free",
     )
+    gpu_memory_gib: float = flag(
+        0.0,
+        "GiB of each GPU that this run may take, with CUDA's own: plan, KV cache and process keep to it; 0: all of it",
+        ge=0,
+        on_resume="free",
+        needs="a GPU",
+    )
     auto_fit: AutoFit = flag(
         "false",
         "Where the plan does not fit into memory, run with the cheapest changes of flags that make it fit: true: those "

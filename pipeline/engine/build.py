@@ -10,6 +10,7 @@ from torch import nn
 from pipeline.configuration.ds_config import EngineDtype, Json, Placement
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.engine.memory import keep_to_limit
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
@@ -74,8 +75,14 @@ def engine_jsons(run: Run) -> dict[str, Json]:
 
 
 def start_engines(run: Run) -> None:
-    """Start DeepSpeed; raises InputError first for engine settings that contradict each other: no data are read yet."""
+    """Start DeepSpeed in the memory that the run may take, before any data are read.
+
+    Raises:
+        InputError: engine settings that contradict each other.
+        EnvironmentFault: see `keep_to_limit`.
+    """
     engine_jsons(run)
+    keep_to_limit(run)
     start_deepspeed(deterministic=run.resolved.config.run.deterministic)
 
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.cache_memory import limit_memory
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.models.partitions import local_share
+from pipeline.run.device import bytes_of_cuda, kept_constants
+from pipeline.run.run import Run
 
 # Phases of a step, and what each uses besides weights and optimizer.
 PHASES = {
@@ -39,6 +42,13 @@ class ModelMemory:
     optimizer: int
     on_host: int
     offloaded: int = 0
+
+
+def keep_to_limit(run: Run) -> None:
+    """Hold this process to `--gpu_memory_gib` of its GPU, if given; nothing on a CPU. Raises EnvironmentFault."""
+    gib, world = run.resolved.config.run.gpu_memory_gib, run.world
+    if gib and world.device.type == "cuda":
+        limit_memory(gib, world.device, outside=bytes_of_cuda(kept_constants(), world.size)[0])
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import dist
+from pipeline.cache_memory import memory_of
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import base_model
@@ -117,7 +118,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
         return True
     needed = sum(whole_numel(p) * p.element_size() for p in module.parameters())
     device = torch.device("cuda", torch.cuda.current_device())
-    budget = int(GATHERED_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+    budget = int(GATHERED_SHARE_OF_DEVICE * memory_of(device)[1])
     once = dist.max_over_ranks(float(needed > budget), device) == 0  # ranks make the same collectives
     how = "once a phase" if once else "layer by layer"
     log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3_gather)",

@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from pipeline.cache_memory import MIN_SLOTS_WITH_WHOLE_WEIGHTS, leave_slots, tokens_that_fit
+from pipeline.cache_memory import MIN_SLOTS_WITH_WHOLE_WEIGHTS, leave_slots, memory_of, tokens_that_fit
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -117,17 +117,6 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
         raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a CUDA device in bytes, with what torch's allocator has reserved but does not use."""
-    reserved_unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + reserved_unused
-
-
-def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return the free and all bytes of a CUDA device; of a CPU as if it had one, and that free."""
-    return (free_bytes(device), torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else (1, 1)
-
-
 def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     """Log and check the memory that copies of weights take at most on a CUDA device.
 
@@ -136,7 +125,7 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     """
     if not num_bytes or device.type != "cuda":
         return
-    free = free_bytes(device)
+    free, _ = memory_of(device)
     log.info(
         "generation: copied weights take at most %.2f GiB of the %.2f GiB that are free", num_bytes / GIB, free / GIB
     )
@@ -152,7 +141,7 @@ def whole_weights_fit(num_bytes: int, bytes_per_slot: int, device: torch.device)
     """Return True where copies of all weights leave memory for a few slots of the KV cache; always on a CPU."""
     if device.type != "cuda":
         return True
-    free, cache = free_bytes(device), MIN_SLOTS_WITH_WHOLE_WEIGHTS * bytes_per_slot
+    free, cache = memory_of(device)[0], MIN_SLOTS_WITH_WHOLE_WEIGHTS * bytes_per_slot
     log.info(
         "generation: whole weights take at most %.2f GiB, %d slots of the KV cache %.2f GiB, of %.2f GiB that are free",
         num_bytes / GIB,
@@ -167,7 +156,7 @@ def cached_tokens_that_fit(forward: CachedForward) -> int:
     """Return how many tokens a KV cache has memory for, those of all its slots together; on a CPU without a limit."""
     if forward.device.type != "cuda":
         return sys.maxsize
-    free = free_bytes(forward.device)
+    free, _ = memory_of(forward.device)
     fitting = tokens_that_fit(free, forward.cache_layout.bytes_per_token)
     log.info(
         "generation: %.2f GiB are free, for a KV cache of %d tokens of %.0f KiB",
@@ -180,7 +169,7 @@ def cached_tokens_that_fit(forward: CachedForward) -> int:
 
 def no_slot_fits(forward: CachedForward, cache_length: int) -> InputError:
     """Return the error for a KV cache that has no memory for a single slot."""
-    slot, free = forward.cache_layout.bytes_per_token * cache_length / GIB, free_bytes(forward.device) / GIB
+    slot, free = forward.cache_layout.bytes_per_token * cache_length / GIB, memory_of(forward.device)[0] / GIB
     return InputError(
         f"--max_answer_seq_len: one slot of {cache_length} tokens takes {slot:.2f} GiB of KV cache, {free:.2f} "
         f"GiB are free; shorten it (answers: --max_new_tokens), or lower the models' memory ({PARTITION_ACTOR}, "

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline import dist
-from pipeline.cache_memory import keeps_cache
+from pipeline.cache_memory import keeps_cache, memory_of
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
-from pipeline.generation.backends import OF_MODULES, memory_of
+from pipeline.generation.backends import OF_MODULES
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
 from pipeline.generation.session import Room, Session, generate

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.configuration.ds_config import EngineDtype
 from pipeline.configuration.flags import load_yaml
-from pipeline.errors import InputError, nearest
+from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.files import GIB
 from pipeline.launching.machine import count_gpus
 from pipeline.processes import memory_of_machine
@@ -58,6 +58,7 @@ class Target:
     link_gb_per_s: GB/s that a GPU sends to others of its machine.
     network_gb_per_s: GB/s that a machine sends to others.
     measured: constants of this machine's GPU, where the target has the same and it was measured.
+    is_limited: the memory is what --gpu_memory_gib takes of a GPU's.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Target:
     link_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
     measured: DeviceConstants | None = None
+    is_limited: bool = False
 
     @property
     def source(self) -> str:
@@ -83,6 +85,11 @@ class Target:
     @property
     def has_speeds_of_sheet(self) -> bool:
         return self.name in DEVICES and DEVICES[self.name][1:3] == (self.tb_per_s, self.tflops)
+
+    @property
+    def limit(self) -> str:
+        """The flag that limits its memory, in brackets behind a size; "" for none."""
+        return " (--gpu_memory_gib)" if self.is_limited else ""
 
     @property
     def is_cpu(self) -> bool:
@@ -120,7 +127,7 @@ class Target:
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
         gpus = f"({' + '.join(map(str, self.slots))})" if self.is_uneven else f"{hosts}{self.gpus}"
         gib = self.memory / GIB
-        size = f"{gib:.{1 if gib >= 0.1 else 2}f} GiB each" if self.memory else "of unknown memory"
+        size = f"{gib:.{1 if gib >= 0.1 else 2}f} GiB{self.limit} each" if self.memory else "of unknown memory"
         return f"{gpus} x {self.name}, {size}"
 
 
@@ -163,6 +170,21 @@ def with_constants(target: Target) -> Target:
         link_gb_per_s=constants.link_gb_per_s / LINKS or target.link_gb_per_s,
         measured=constants,
     )
+
+
+def with_limit(target: Target, gib: float) -> Target:
+    """Return the target with so many GiB of each GPU (--gpu_memory_gib); 0: all of them, as of a CPU.
+
+    Raises:
+        EnvironmentFault: its GPUs have less.
+    """
+    if not gib or target.is_cpu:
+        return target
+    if 0 < target.memory < int(gib * GIB):
+        raise EnvironmentFault(
+            f"--gpu_memory_gib {gib:g}: {target.name} has {target.memory / GIB:.2f} GiB; give less, or 0 for all of it"
+        )
+    return replace(target, memory=int(gib * GIB), is_limited=True)
 
 
 def parse_target(text: str) -> Target:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pipeline import dist
+from pipeline.cache_memory import memory_of
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import default_device
@@ -63,7 +64,8 @@ def on_devices(model: M, path: str) -> M:
 def memory_limits() -> dict[int | str, int]:
     """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
     count = torch.cuda.device_count() if dist.has_gpu() else 0
-    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * torch.cuda.mem_get_info(n)[0]) for n in range(count)}
+    free = (memory_of(torch.device("cuda", n))[0] for n in range(count))
+    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * size) for n, size in enumerate(free)}
     return gpus | {"cpu": sys.maxsize}
 
 

@@ -15,12 +15,9 @@ from pipeline.launching.target import Target
 from pipeline.planning.measurement import ModelSize, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import States, states_of, with_average
+from pipeline.run.device import bytes_of_cuda
 
-# Bytes that a process takes besides its tensors, expected and high, all measured (docs/memory.md).
-# The CUDA context with its kernels (of an H200; a measured figure replaces the expected one).
-CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
-# Buffers of NCCL, where there are several ranks.
-NCCL = (GIB // 2, GIB)
+# What a process takes besides its tensors, expected and high, all measured (docs/memory.md).
 # Unused part of the allocator's blocks, as a share of the tensors. The largest one measured is 8.5 % (7B with LoRA, on
 # a device with little memory to spare).
 UNUSED_REST = (0.04, 0.09)
@@ -126,10 +123,7 @@ def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
     """Return what CUDA and, with several ranks, NCCL take of a GPU, or a process of a CPU; expected and high."""
     if target.is_cpu:
         return PROCESS[0] + HEAP_REST[0], PROCESS[1] + HEAP_REST[1]
-    measured = (target.measured.context, target.measured.nccl) if target.measured else (0, 0)
-    parts = list(zip(measured, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
-    expected = sum(figure or known[0] for figure, known in parts)
-    return expected, expected + sum(known[1] - known[0] for _, known in parts)
+    return bytes_of_cuda(target.measured, ranks)
 
 
 def plan_memory(

@@ -300,7 +300,7 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
     expected, high = plan.reserved()
     if not target.memory:
         return "not judged: no GPU of known memory"
-    peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB in phase {plan.worst}"
+    peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB{target.limit} in phase {plan.worst}"
     if not fits(plan, target):
         over = f"the host lacks {gib(plan.on_host[0] - target.host_memory)} GiB" if expected <= target.memory else peak
         return f"does not fit: {over}"

@@ -10,7 +10,7 @@ from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import read_object
-from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants
+from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
 from pipeline.planning.ladder import Answers
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
 from pipeline.planning.summary import proposals, table
@@ -23,16 +23,20 @@ from pipeline.run.layout import environment_file
 def stage_planner(
     stage: Stage, given: Resolved, target: Target, base_of_output: Mapping[str, str]
 ) -> tuple[StagePlanner, Resolved]:
-    """Return the `StagePlanner` of a stage on a target, with its measured constants, and the settings on so many ranks.
+    """Return the `StagePlanner` of a stage on a target, and the settings on so many ranks.
+
+    The target gets the constants that were measured, and the limit of `--gpu_memory_gib`.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model that it starts from.
 
     Raises:
         InputError: settings that do not go with the number of ranks.
+        EnvironmentFault: a limit above the memory of the target.
     """
     jsons_of = partial(engine_jsons, stage, ranks=target.num_gpus)
-    planner = StagePlanner(stage.needs, jsons_of, dict(base_of_output), with_constants(target))
+    target = with_limit(with_constants(target), given.config.run.gpu_memory_gib)
+    planner = StagePlanner(stage.needs, jsons_of, dict(base_of_output), target)
     return planner, with_ranks(given, target.num_gpus)
 
 

@@ -25,7 +25,7 @@ from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import is_reachable, offline
-from pipeline.launching.target import this_machine
+from pipeline.launching.target import this_machine, with_constants, with_limit
 from pipeline.run.data_split import data_of
 from pipeline.run.earlier_runs import check_resume
 
@@ -120,6 +120,8 @@ def look_before_start(
         tokenizer = look_at_tokenizer(findings, config, models[0].source) if start else None
         if not elsewhere:
             findings.look("--resume", partial(check_resume, config.run.resume))
+        if (gib := config.run.gpu_memory_gib) and not dry_run:  # whose plan looks at it
+            findings.look("--gpu_memory_gib", partial(with_limit, with_constants(this_machine(1)), gib))
         seq2seq = bool(start) and models[0].source.is_encoder_decoder
         data = findings.look("--column_map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
         for options in data:

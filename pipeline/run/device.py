@@ -13,6 +13,12 @@ from pathlib import Path
 from pipeline.data.cache import cache_folder, cache_path
 from pipeline.files import GIB, read_object, write_json
 
+# Bytes that a process takes of a GPU outside torch's allocator, expected and high, all measured (docs/memory.md).
+# The CUDA context with its kernels (of an H200; a measured figure replaces the expected one).
+CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
+# Buffers of NCCL, where there are several ranks.
+NCCL = (GIB // 2, GIB)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceConstants:
@@ -78,3 +84,11 @@ def keep_constants(constants: DeviceConstants) -> None:
     """Write the constants of this machine's GPU to the file, and leave those of others. Raises EnvironmentFault."""
     cache_folder(None)
     write_json(constants_file(), read_object(constants_file()) | {device_key(): asdict(constants)})
+
+
+def bytes_of_cuda(measured: DeviceConstants | None, ranks: int) -> tuple[int, int]:
+    """Return what CUDA and, with several ranks, NCCL take of a GPU; expected and high."""
+    figures = (measured.context, measured.nccl) if measured else (0, 0)
+    parts = list(zip(figures, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
+    expected = sum(figure or known[0] for figure, known in parts)
+    return expected, expected + sum(known[1] - known[0] for _, known in parts)

@@ -284,7 +284,8 @@ def begin(run: Run) -> None:
     # Hosts without a common storage may see other runs: rank 0 says what --data_split auto is.
     run = replace(run, resolved=with_split(run.resolved, dist.on_main(lambda: config.data.data_split)))
     if run.world.is_main:
-        for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins)]:
+        on_cpu = run.world.device.type == "cpu"
+        for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:
             log.warning("%s", line)
     run.stage.train(run, run.resolved.config)
 

@@ -41,6 +41,13 @@ def test_each_says_what_it_needs(words, needs):
     assert idle(SFTConfig, *words.split()) == [f"{name} {value} (command line): has no effect: it needs {needs}"]
 
 
+def test_what_needs_a_gpu_is_said_on_a_cpu_alone():
+    given = parse(SFTConfig, [*"--model_name_or_path b --data_path r.jsonl --gpu_memory_gib 24".split()], section="sft")
+    assert list(idle_flags(given.config, given.origins, on_cpu=False)) == []
+    (line,) = idle_flags(given.config, given.origins, on_cpu=True)
+    assert line == "--gpu_memory_gib 24.0 (command line): has no effect: it needs a GPU, found none"
+
+
 def test_one_model_of_two_is_enough():
     words = ("--zero3_gather", "once", "--critic_lora_alpha", "8", "--allgather_bucket_size", "9")
     assert (
@@ -59,7 +66,9 @@ def test_a_run_says_it_once(tmp_path: Path):
     folder = make_folder(tmp_path)
     words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_steps", "1"]
     more = ["--max_seq_len", "48", "--output_dir", "out", "--zero3_gather", "layers", "--keep_checkpoints", "0"]
+    more += ["--gpu_memory_gib", "3"]
     ended = run_command("step1_sft", [*words, *more], folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]
     log = (folder / "runs" / "out" / "log.txt").read_text()
     assert log.count("--zero3_gather layers (command line): has no effect: it needs a model at ZeRO stage 3") == 1
+    assert log.count("--gpu_memory_gib 3.0 (command line): has no effect: it needs a GPU, found none") == 1

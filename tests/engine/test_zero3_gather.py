@@ -141,10 +141,9 @@ def test_models_let_go_by_name_or_all() -> None:
 def test_auto_looks_at_the_device(monkeypatch: pytest.MonkeyPatch, gib: float, once: bool) -> None:
     """1 GiB of weights against an eighth of the device."""
     module = torch.nn.Linear(2**15, 2**14, bias=False, dtype=torch.bfloat16, device="meta")
-    device = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, int(gib * 2**30)))
     monkeypatch.setattr(dist, "max_over_ranks", lambda value, device: value)
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     assert zero3.gathers_once(module, config, "auto") is once

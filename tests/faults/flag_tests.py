@@ -205,6 +205,7 @@ TESTS: dict[str, str] = {
     "preparation/test_automatic.py::test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed":
         "sft.auto_fit",
     "preparation/test_automatic.py::test_micro_batches_are_tried_by_real_runs": "sft.auto_batch",
+    "preparation/test_gpu_limit.py::test_a_plan_is_that_of_a_gpu_of_so_many_gib[sft]": "sft.gpu_memory_gib",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
     "rlhf/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":
         "train.deployment_type train.reward_model",

@@ -117,3 +117,12 @@ def test_what_libraries_say_of_memory_is_read() -> None:
     assert memory_line(numpys.value).startswith("out of memory on the host: 8.00 PiB asked for, ")
     cublas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     assert memory_line(cublas).startswith("out of memory on the device: CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+    limited = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 44.69 GiB "
+        "is free. Process 7 has 10.00 GiB memory in use. 23.40 GiB allowed; Of the allocated memory 22.10 GiB is "
+        "allocated by PyTorch, and 44.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert memory_line(RuntimeError(limited)) == (
+        "out of memory: 2.00 GiB asked for, 22.10 GiB taken of 23.40 GiB allowed (--gpu_memory_gib), 44.69 GiB free of "
+        "79.11 GiB on the device"
+    )

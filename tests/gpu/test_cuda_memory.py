@@ -13,9 +13,9 @@ from support.ppo_updates import engine_of
 from support.tiny_run import make_folder, read_metrics
 from torch import nn
 
+from pipeline.cache_memory import memory_of
 from pipeline.engine.memory import optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
-from pipeline.generation.backends import memory_of
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import RandomKey, Rollout, Sampling, Vocabulary

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.cache_memory import memory_of
 from pipeline.dist import RankGroup
 from pipeline.errors import InputError
 from pipeline.files import GIB
-from pipeline.generation.backends import free_bytes
 from pipeline.generation.device_work import Lockstep, SideStream
 from pipeline.generation.forwards.fused_weights import BlockWeights, LayerGroup, SlicedWeights, streamed_tensors
 from pipeline.models.decoders.architecture import Architecture
@@ -117,7 +117,7 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
     """
     if device.type != "cuda":
         return
-    total, free = weights.num_bytes_to_copy / GIB, free_bytes(device) / GIB
+    total, free = weights.num_bytes_to_copy / GIB, memory_of(device)[0] / GIB
     log.info(
         "generation: streamed weights take %.2f GiB (1/%d of the layers) + %.2f GiB (%d groups of %d layers) "
         "+ %.2f GiB (whole on each rank) = %.2f GiB of the %.2f GiB that are free",
