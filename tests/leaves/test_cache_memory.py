@@ -1,6 +1,7 @@
 """What a process may take of a GPU, and that all who ask for its memory ask the function that knows the limit."""
 
 import ast
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,8 @@ from support.source_tree import relative, source_files, tree_of
 
 from pipeline import cache_memory
 from pipeline.cache_memory import limit_memory, memory_of
+from pipeline.engine import build, zero3
 from pipeline.engine import memory as engine_memory
-from pipeline.engine import zero3
-from pipeline.engine.memory import keep_to_limit
 from pipeline.errors import EnvironmentFault
 from pipeline.files import GIB
 from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, whole_weights_fit
@@ -76,26 +76,34 @@ def test_a_limit_that_no_process_can_have_is_refused(gpu, gib, outside, line):
     assert str(refused.value) == line and gpu.fractions == [] and free_and_total() == (51.0, 80.0)
 
 
+@pytest.fixture
+def start(gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """The start of a stage's engines without DeepSpeed, on a machine whose GPU was not measured."""
+    monkeypatch.setattr(engine_memory, "kept_constants", lambda: None)
+    monkeypatch.setattr(build, "engine_jsons", lambda run: {})
+    monkeypatch.setattr(build, "start_deepspeed", lambda **given: None)
+    return build.start_engines
+
+
 def run_on(device: torch.device, gib: float, ranks: int = 1) -> Any:
-    config = SimpleNamespace(run=SimpleNamespace(gpu_memory_gib=gib))
+    config = SimpleNamespace(run=SimpleNamespace(gpu_memory_gib=gib, deterministic=False))
     return SimpleNamespace(world=SimpleNamespace(device=device, size=ranks), resolved=SimpleNamespace(config=config))
 
 
-def test_a_run_counts_cudas_own_as_its_plan_does(gpu, monkeypatch):
+def test_a_run_counts_cudas_own_as_its_plan_does(gpu, start, monkeypatch):
     """0.6 GiB for CUDA and 0.5 for NCCL, or what was measured on this machine's GPU."""
-    monkeypatch.setattr(engine_memory, "kept_constants", lambda: None)
     for ranks in (1, 2):
-        keep_to_limit(run_on(GPU, 24, ranks))
+        start(run_on(GPU, 24, ranks))
     kept = DeviceConstants("X", "2026-11-22", 80 * GIB, 1.0, 1.0, 1.0, context=GIB, nccl=GIB // 4)
     monkeypatch.setattr(engine_memory, "kept_constants", lambda: kept)
-    keep_to_limit(run_on(GPU, 24, 2))
+    start(run_on(GPU, 24, 2))
     shares = [fraction * 80 for fraction, _ in gpu.fractions]
     assert shares == pytest.approx([24 - 0.6, 24 - 0.6 - 0.5, 24 - 1.25])
 
 
-def test_without_the_flag_and_on_a_cpu_nothing_is_limited(gpu):
-    keep_to_limit(run_on(GPU, 0))
-    keep_to_limit(run_on(torch.device("cpu"), 24))
+def test_without_the_flag_and_on_a_cpu_nothing_is_limited(gpu, start):
+    start(run_on(GPU, 0))
+    start(run_on(torch.device("cpu"), 24))
     assert gpu.fractions == [] and free_and_total() == (51.0, 80.0)
 
 
