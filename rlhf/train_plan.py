@@ -17,6 +17,7 @@ from pipeline.configuration.flags import (
     scan,
     without_flag,
 )
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.configuration.stage import Stage
 from pipeline.errors import ContradictionError, InputError, nearest
@@ -221,6 +222,7 @@ def plan_stage(
     if chosen := automatic_words(resolved, run_dir):
         argv = overridden(stage, argv, chosen)
         resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+    with_ranks(resolved, None)  # what no number of ranks can have is refused here, by the stage's own name of a flag
     return PlannedStage(stage, resolved, argv, stage.outputs(resolved.config)[0], run_dir)
 
 

@@ -72,25 +72,26 @@ def assemble(
         rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
         # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
-        hybrid=make_hybrid(config, models),
+        hybrid=make_hybrid(config, models, run.world.size),
         sampling=make_sampling(config),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
     )
 
 
-def make_hybrid(config: PPOConfig, models: Models) -> HybridEngine:
-    """Make the engine that samples from the actor, and log what it samples with."""
+def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
+    """Make the engine that samples from the actor, and log how much it samples, and with what."""
     configured = models.actor.module.model.generation_config
     vocabulary = Vocabulary.of(models.tokenizer, configured)
+    log.info("rollouts: %s", config.rollout_size(ranks).line)
     log.info("%s", sampling_line(config, vocabulary.eos_ids, configured.to_diff_dict()))
-    return HybridEngine(models.actor, vocabulary, options=generation_options(config))
+    return HybridEngine(models.actor, vocabulary, options=generation_options(config, ranks))
 
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
     """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
-    take_halved(state, ppo.config, buffers=ppo.hybrid)
+    take_halved(state, ppo.config, buffers=ppo.hybrid, asked={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
     if ppo.models.rewards[0].takes_first and state.step:

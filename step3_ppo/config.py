@@ -1,6 +1,7 @@
 """The flags of stage 3, PPO, and the checks of generation that need no model."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,6 +15,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, why_not_streamed
+from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
 
@@ -41,19 +43,32 @@ class PromptDataConfig(DataConfig):
 class SamplingConfig(Group):
     """Rollout"""
 
+    rollout_batch_size: int = flag(
+        0,
+        "Responses of a rollout over all GPUs (OpenRLHF's flag of this name counts prompts); 0: one optimizer step's",
+        ge=0,
+        on_resume="rounding",
+        instead_of="generation_batches",
+        refused={
+            "per_device_mini_train_batch_size": "--per_device_train_batch_size is that of training here: use it, and "
+            "--rollout_batch_size for rollouts"
+        },
+    )
     per_device_generation_batch_size: int = flag(
         16,
-        "Prompts sampled at once on a device",
+        "Prompts sampled at once on a device, up to a rollout's; given by hand without --rollout_batch_size, times "
+        "--generation_batches the prompts of its rollout",
         ge=1,
         on_resume="rounding",
         other_tools="generation_batch_size",
-        refused={
-            "per_device_mini_train_batch_size": "--per_device_train_batch_size is that of training here: use it, and "
-            "--per_device_generation_batch_size for rollouts"
-        },
     )
     generation_batches: int = flag(
-        1, "Generation batches per update phase", ge=1, on_resume="rounding", aliases=("generation_batch_numbers",)
+        0,
+        "Batches of prompts sampled at once that make a device's rollout; 0: as --rollout_batch_size says",
+        ge=0,
+        on_resume="rounding",
+        instead_of="rollout_batch_size",
+        aliases=("generation_batch_numbers",),
     )
     num_samples_per_prompt: int = flag(
         1, "Responses sampled for each prompt", ge=1, le=MAX_SAMPLES, other_tools="num_generations rloo_k"
@@ -262,42 +277,15 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _rollouts_divide_into_steps(self) -> Self:
-        sampling, optimizer = self.sampling, self.optimizer
-        batch = sampling.per_device_generation_batch_size
-        rows_per_prompt = sampling.generation_batches * sampling.num_samples_per_prompt
-        rows, micro_batch = batch * rows_per_prompt, optimizer.per_device_train_batch_size
-        per_step = micro_batch * optimizer.gradient_accumulation_steps
-        if rows % per_step:
-            unit = per_step // math.gcd(per_step, rows_per_prompt)
-            proposals = [f"--per_device_generation_batch_size {max(unit, round(batch / unit) * unit)}"]
-            most, rest = divmod(rows, optimizer.gradient_accumulation_steps)
-            if not rest:
-                first = min(micro_batch, most)
-                sizes = (first + sign * distance for distance in range(first) for sign in (1, -1))
-                nearest = next(size for size in sizes if most % size == 0)
-                proposals.append(f"--per_device_train_batch_size {nearest}")
-            raise ValueError(
-                f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({batch} prompts x "
-                f"{sampling.generation_batches} generation batches x {sampling.num_samples_per_prompt} samples), no "
-                f"multiple of the {per_step} of an optimizer step (per_device_train_batch_size x "
-                f"gradient_accumulation_steps); the nearest that fit are {' or '.join(proposals)}"
-            )
+    def _rollouts_of_a_device_divide(self) -> Self:
+        if self.sampling.generation_batches and (fault := self.rollout_size(1).fault):
+            raise ValueError(fault)
         return self
 
-    @model_validator(mode="after")
-    def _sampler_log_probs_serve_one_step(self) -> Self:
-        sampling, optimizer = self.sampling, self.optimizer
-        prompts = sampling.per_device_generation_batch_size * sampling.generation_batches
-        per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
-        steps = prompts * sampling.num_samples_per_prompt // per_step * self.ppo.ppo_epochs
-        if self.ppo.old_log_probs == "sampler" and steps != 1:
-            # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
-            raise ValueError(
-                f"--old_log_probs: sampler needs one optimizer step per rollout, found {steps}; use trainer, or set "
-                f"--ppo_epochs 1 and --gradient_accumulation_steps to take all rows of a rollout in one step"
-            )
-        return self
+    def rollout_size(self, ranks: int) -> RolloutSize:
+        """Return the size of a rollout over all ranks; everything that counts its prompts or responses asks this."""
+        values = self.sampling.model_dump() | self.optimizer.model_dump() | self.ppo.model_dump() | {"ranks": ranks}
+        return RolloutSize(**{field.name: values[field.name] for field in fields(RolloutSize)})
 
 
 def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:

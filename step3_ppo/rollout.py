@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class Schedule:
     """The arithmetic of a PPO run, counted over all ranks; a row is a sampled response.
 
     prompts_per_rollout: prompts of a rollout.
+    prompts_at_once: prompts that a rank samples at once.
     rows_per_step: rows of an optimizer step.
     steps_per_rollout: optimizer steps of a rollout, all PPO epochs.
     rollouts_per_epoch: rollouts in which each prompt is used once.
@@ -78,6 +80,7 @@ class Schedule:
     """
 
     prompts_per_rollout: int
+    prompts_at_once: int
     rows_per_step: int
     steps_per_rollout: int
     rollouts_per_epoch: int
@@ -99,15 +102,11 @@ class Schedule:
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Schedule:
     """Count a run's rollouts and steps; that they divide evenly is checked in the configuration."""
-    sampling, optimizer = config.sampling, config.optimizer
-    prompts = sampling.per_device_generation_batch_size * sampling.generation_batches * world_size
-    rows = prompts * sampling.num_samples_per_prompt
-    per_step = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * world_size
-    steps = rows // per_step * config.ppo.ppo_epochs
-    per_epoch = num_steps(num_prompts, prompts)
-    rollouts = total_steps(num_prompts, prompts, epochs=config.run.num_train_epochs, max_steps=0)
-    limit = config.run.max_steps
-    return Schedule(prompts, per_step, steps, per_epoch, limit or rollouts * steps, None if limit else rollouts)
+    size, limit = config.rollout_size(world_size), config.run.max_steps
+    rollouts = total_steps(num_prompts, size.prompts, epochs=config.run.num_train_epochs, max_steps=0)
+    per_epoch, total = num_steps(num_prompts, size.prompts), limit or rollouts * size.steps
+    counts = (size.prompts, size.at_once, size.step_rows, size.steps)
+    return Schedule(*counts, per_epoch, total, None if limit else rollouts)
 
 
 def make_sampling(config: PPOConfig) -> Sampling:
@@ -121,8 +120,8 @@ def make_sampling(config: PPOConfig) -> Sampling:
     )
 
 
-def generation_options(config: PPOConfig) -> GenerationOptions:
-    """Collect what the flags say of generation."""
+def generation_options(config: PPOConfig, ranks: int) -> GenerationOptions:
+    """Collect what the flags say of generation on so many ranks."""
     sampling = config.sampling
     return GenerationOptions(
         backend=sampling.generation_engine,
@@ -133,7 +132,7 @@ def generation_options(config: PPOConfig) -> GenerationOptions:
         tensor_parallel_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,
         min_slots=max(
-            sampling.per_device_generation_batch_size * sampling.num_samples_per_prompt,
+            config.rollout_size(ranks).at_once * sampling.num_samples_per_prompt,
             config.optimizer.per_device_eval_batch_size,
         ),
     )
@@ -198,11 +197,13 @@ class Sampler:
         return gather_responses(mine)
 
     def _places(self, num_prompts: int) -> list[int | None]:
-        """The places among the rollout's prompts that this rank's group samples, batch by batch; None is padding."""
-        size = self.hybrid.group.size
-        batches = rank_slices(
-            list(range(num_prompts)), self.world.size // size, self.world.rank // size, self.batch_size * size
-        )
+        """The places among a rollout's prompts for this rank's group, in batches, the last smaller; None is padding."""
+        size, ranks = self.hybrid.group.size, self.world.size
+        of_group = partial(rank_slices, world_size=ranks // size, rank=self.world.rank // size)
+        num_whole = num_prompts - num_prompts % (ranks * self.batch_size)
+        rest = range(num_whole, num_prompts)
+        batches = of_group(range(num_whole), micro_batch_size=self.batch_size * size)
+        batches += of_group(rest, micro_batch_size=max(1, -(-len(rest) // ranks)) * size)
         return [place for batch in batches for place in batch]
 
     def _sample_places(self, rows: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:

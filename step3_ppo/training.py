@@ -104,7 +104,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     beat("generate", state.step)
     seed, sampling = ppo.config.run.seed, ppo.config.sampling
     epoch, rows = ppo.schedule.prompts(seed=seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
-    size = course.halving.batch_size(state, "generate", sampling.per_device_generation_batch_size)
+    size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
     num_samples = sampling.num_samples_per_prompt
     sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
     return sampler.sample(rows, RandomKey(seed, "rollout", epoch))

@@ -15,41 +15,66 @@ from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
 from pipeline.configuration.groups import STAGE
-from pipeline.errors import InputError, counted
+from pipeline.errors import ContradictionError, InputError, counted
 
 SHARED = "inference_tp_size"  # flag of stage 3
+# Its flags of the size of a rollout: by itself, or the product of these two.
+ROLLOUT, GENERATED, BATCHES = "rollout_batch_size", "per_device_generation_batch_size", "generation_batches"
 # Values that numbers of a preset take where they give way, the nearest first; what is true becomes false.
 GIVES_WAY = {STAGE: (2, 1, 3), SHARED: (1,)}
 
 
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
-    """Return the settings of a run on `ranks` ranks (None: not known): those given, unless --train_batch_size is set.
+    """Return the settings of a run on `ranks` ranks (None: not known), with what follows from those given.
 
-    Then --gradient_accumulation_steps follows, and in stage 3 as many --generation_batches as an optimizer step takes,
-    unless they are given. An --inference_tp_size of a file is lowered to one that divides the ranks.
+    --gradient_accumulation_steps follow from --train_batch_size, --generation_batches from a
+    --per_device_generation_batch_size that is given by hand: one, or as many as an optimizer step takes. An
+    --inference_tp_size of a file is lowered to one that divides the ranks.
 
     Raises:
-        InputError: see `validated`.
+        InputError: see `validated`; or a rollout that so many ranks cannot share.
     """
     resolved = with_preset_giving_way(with_sharing(resolved, ranks) if ranks else resolved, ranks)
-    values, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
-    target: int = resolved.config.optimizer.train_batch_size
-    if not target or not ranks:
-        return resolved
-    rows = values["per_device_train_batch_size"] * ranks  # of all ranks between two accumulations
-    steps = max(1, round(target / rows))
-    changed = {"gradient_accumulation_steps": steps}
-    origin = f"--train_batch_size {target} on {counted(ranks, 'rank')}"
-    if origins.get("generation_batches") in ("default", origin):  # the ladder derives it again, for other micro-batches
-        prompts = values["per_device_generation_batch_size"] * values["num_samples_per_prompt"]
-        per_step = values["per_device_train_batch_size"] * steps
-        changed["generation_batches"] = per_step // gcd(per_step, prompts)
-    changed = {name: value for name, value in changed.items() if values[name] != value}
-    values |= changed
-    origins |= dict.fromkeys(changed, origin)
-    config: Any = validated(type(resolved.config), values, origins)
-    notes = [] if steps * rows == target else [difference(values, origins, ranks, steps)]
+    values, origins, notes = dict(flat_items(resolved.config)), dict(resolved.origins), list[str]()
+    target, micro, steps = values["train_batch_size"], values["per_device_train_batch_size"], 1
+    follows = dict[str, tuple[int, str]]()  # flag -> its value, and the origin of that
+    if target and ranks:
+        steps = max(1, round(target / (micro * ranks)))
+        follows["gradient_accumulation_steps"] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
+        notes += [] if steps * micro * ranks == target else [difference(values, origins, ranks, steps)]
+    if is_product(resolved):
+        rows = values[GENERATED] * values["num_samples_per_prompt"]
+        per_step = micro * steps if target else rows
+        follows[BATCHES] = per_step // gcd(per_step, rows), f"--{GENERATED}"
+    elif values.get(BATCHES) == 0 and not is_by_hand(resolved, GENERATED):
+        origins[BATCHES] = origins[GENERATED]  # decided: a planner goes on with these settings without their preset
+    follows = {name: found for name, found in follows.items() if values[name] != found[0]}
+    values |= {name: value for name, (value, _) in follows.items()}
+    origins |= {name: origin for name, (_, origin) in follows.items()}
+    config: Any = validated(type(resolved.config), values, origins) if follows else resolved.config
+    # But for --rollout_batch_size rollouts are counted on a device, and divide on any number of them.
+    rollout = config.rollout_size(ranks or 1)
+    if rollout and rollout.fault and (ranks or not rollout.rollout_batch_size):
+        raise ContradictionError(rollout.fault)
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
+
+
+def is_by_hand(resolved: Resolved, name: str) -> bool:
+    """Return True for a flag that the command line or a file other than the preset gives."""
+    return resolved.origins[name] not in ("default", resolved.preset)
+
+
+def says_rollout(resolved: Resolved) -> bool:
+    """Tell whether a flag of stage 3 says the size of its rollouts, which a preset's prompts at once do not."""
+    sampling = resolved.config.sampling
+    return bool(sampling.rollout_batch_size or sampling.generation_batches) or is_by_hand(resolved, GENERATED)
+
+
+def is_product(resolved: Resolved) -> bool:
+    """Tell whether --generation_batches follow from prompts at once that are given by hand, and nothing else is."""
+    origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
+    is_free = origin in ("default", f"--{GENERATED}") and not resolved.config.sampling.rollout_batch_size
+    return is_free and is_by_hand(resolved, GENERATED)
 
 
 def with_sharing(resolved: Resolved, ranks: int) -> Resolved:

@@ -13,10 +13,12 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
+from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError
 
 log = logging.getLogger(__name__)
 
+PROMPTS = "prompts of a rollout"  # over all ranks: a size that checkpoints hold
 SAME = "resume with the same flags, data, models and batch sizes, or start over with --overwrite"
 
 
@@ -43,15 +45,11 @@ def defaults_of(config: BaseModel) -> dict[str, Any]:
     return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
 
 
-def batch_sizes(config: BaseModel, ranks: int) -> dict[str, int]:
+def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:
     """Return the rows of an optimizer step, and in stage 3 the prompts of a rollout, over all ranks."""
-    values = dict(flat_items(config))
-    rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-    sizes = {"rows of an optimizer step": rows * ranks}
-    if "generation_batches" in values:
-        prompts = values["per_device_generation_batch_size"] * values["generation_batches"]
-        sizes["prompts of a rollout"] = prompts * ranks
-    return sizes
+    rows = config.optimizer.per_device_train_batch_size * config.optimizer.gradient_accumulation_steps
+    rollout = config.rollout_size(ranks)
+    return {"rows of an optimizer step": rows * ranks} | ({PROMPTS: rollout.prompts} if rollout else {})
 
 
 def settings_of(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def settings_of(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
 
 
 def other_settings(
-    saved: Mapping[str, Any], config: BaseModel, *rules: OnResume, ranks: int | None, holder: str
+    saved: Mapping[str, Any], config: StageConfig, *rules: OnResume, ranks: int | None, holder: str
 ) -> Iterator[str]:
     """Yield a line for each flag of these `rules`, and each size of a batch, that is not what `holder` has.
 
@@ -75,7 +73,7 @@ def other_settings(
             yield f"{name}: found {size}, {holder} has {saved['sizes'][name]}"
 
 
-def check_resumed(folder: Path, saved: Mapping[str, Any], config: BaseModel, ranks: int | None) -> None:
+def check_resumed(folder: Path, saved: Mapping[str, Any], config: StageConfig, ranks: int | None) -> None:
     """Raise InputError, a line each, for settings and batches that are not those of a checkpoint.
 
     Args:

@@ -21,6 +21,10 @@ class StageConfig(Group):
         deepspeed: DeepSpeedConfig
         run: RunConfig
 
+    def rollout_size(self, ranks: int) -> Any:
+        """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
+        return None
+
 
 class SupervisedConfig(StageConfig):
     """The flags of a stage that trains one model."""

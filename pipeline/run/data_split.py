@@ -1,4 +1,4 @@
-"""Resolve `--data_split auto`: which rows of its sources each stage of a command trains on. Imports no torch.
+"""Resolve what earlier runs decide: `--data_split auto`, the rows that a stage trains on, and old rollouts. No torch.
 
 Stages of one command that read a source in common share its prompts; a stage by itself takes all rows. A run that goes
 on keeps the split that it has, and one on a source of another stage's run takes that run's.
@@ -9,13 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved
+from pipeline.configuration.global_batch import ROLLOUT, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
+from pipeline.configuration.resume_rules import PROMPTS
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
 from pipeline.files import read_object
-from pipeline.run.earlier_runs import earlier_settings
+from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
 from pipeline.run.evaluations import run_flags
 from pipeline.run.layout import environment_file
 
@@ -64,6 +67,8 @@ def place_of(text: str) -> Path:
 def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     """Return the settings of the stages of one command, with what `auto` means for each, and notes about it.
 
+    A run that goes on keeps the rollouts of an older version too.
+
     Raises:
         InputError: a data path with a wrong weight, or a split that is none.
     """
@@ -79,7 +84,10 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
             notes[group[0]] = NOTE.format(met[0].section, met[0].split)
         split = split or (split_among(group) if len(group) > 1 else ALL_ROWS)
         readers |= {stage: readers[stage]._replace(split=split) for stage in group}
-    return {stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()}
+    with_splits = {
+        stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
+    }
+    return {stage: with_saved_rollout(stage, given) for stage, given in with_splits.items()}
 
 
 def reader_of(stage: Stage, given: Resolved) -> Reader:
@@ -120,3 +128,28 @@ def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     config = resolved.config.replace(data=resolved.config.data.replace(data_split=split).model_dump())
     origins = resolved.origins | {"data_split": f"--data_split {AUTO}"}
     return replace(resolved, config=config, origins=origins, notes=(*resolved.notes, *filter(None, [note])))
+
+
+def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
+    """Return the settings with the rollouts of the checkpoint that a run goes on from, where no flag says their size.
+
+    A checkpoint of a version without --rollout_batch_size has those that its other flags, or their defaults, made.
+    """
+    if ROLLOUT not in resolved.origins or says_rollout(resolved):
+        return resolved
+    folder, saved = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
+    prompts = 0 if ROLLOUT in saved.get("layout", {}) else saved.get("sizes", {}).get(PROMPTS, 0)
+    responses = prompts * resolved.config.sampling.num_samples_per_prompt
+    return with_rollout(resolved, responses, f"as {folder} has it, of a version without this flag")
+
+
+def rollout_asked(config: StageConfig) -> int:
+    """Return --rollout_batch_size; 0 for a stage without it."""
+    return int(dict(flat_items(config)).get(ROLLOUT, 0))
+
+
+def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
+    """Return the settings with another --rollout_batch_size, and a note that says `why`."""
+    if rollout_asked(resolved.config) == responses:
+        return resolved
+    return with_others(resolved, {ROLLOUT: responses}, why)

@@ -37,7 +37,7 @@ from pipeline.errors import (
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
-from pipeline.run.data_split import with_split
+from pipeline.run.data_split import rollout_asked, with_rollout, with_split
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
@@ -281,8 +281,10 @@ def begin(run: Run) -> None:
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
-    # Hosts without a common storage may see other runs: rank 0 says what --data_split auto is.
-    run = replace(run, resolved=with_split(run.resolved, dist.on_main(lambda: config.data.data_split)))
+    # Hosts without a common storage may see other runs: rank 0 says what --data_split auto is, and how large a rollout.
+    resolved = with_split(run.resolved, dist.on_main(lambda: config.data.data_split))
+    rollout = dist.on_main(lambda: rollout_asked(config))
+    run = replace(run, resolved=with_rollout(resolved, rollout, "as rank 0 has it"))
     if run.world.is_main:
         on_cpu = run.world.device.type == "cpu"
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:

@@ -7,7 +7,7 @@ halved batch (pipeline/preparation/stage_job.py). The stages say how work is cut
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -40,18 +40,21 @@ class Buffers(Protocol):
     def always_release(self) -> None: ...
 
 
-def take_halved(state: Counters, config: Group, *, buffers: Buffers | None = None) -> None:
+def take_halved(
+    state: Counters, config: Group, *, buffers: Buffers | None = None, asked: Mapping[str, int] | None = None
+) -> None:
     """Add to the batches of a checkpoint those that this job was started again with, and log which are in force.
 
-    `buffers` that an earlier update lacked the memory of are released from the start.
+    Args:
+        buffers: released from the start where an earlier update lacked their memory.
+        asked: batches of phases that are not as large as their flags.
     """
     state.halved |= halved_before()
     if buffers is not None and KEPT_CACHE in state.halved:
         buffers.always_release()
     values = dict(flat_items(config))
-    kept = [
-        phase for phase, (asked, _) in state.halved.items() if values.get(BATCH_FLAGS.get(phase, ""), asked) == asked
-    ]
+    sizes = {phase: values[flag] for phase, flag in BATCH_FLAGS.items() if flag in values} | dict(asked or {})
+    kept = [phase for phase, (requested, _) in state.halved.items() if sizes.get(phase, requested) == requested]
     if kept:
         log.info("since memory ran out: %s", batches_in_words(state.halved, *kept))
 

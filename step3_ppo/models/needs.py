@@ -111,7 +111,7 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
     """Return the buffers of generation on a GPU, where the fused backend runs the models that it knows."""
-    sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config)
+    sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config, ranks)
     model_config, (weights, sliced) = planned_config(actor.path), decode_weights(actor, dtype, options, ranks)
     step = Pass("actor", options.min_slots, 1)  # of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
@@ -192,14 +192,10 @@ def decode_kernels(weights: DecodeWeights) -> int:
 
 def batch_lines(config: PPOConfig, schedule: Schedule, ranks: int) -> list[str]:
     """Return the arithmetic of a rollout and of its optimizer steps."""
-    sampling = config.sampling
-    prompts, samples = sampling.per_device_generation_batch_size, sampling.num_samples_per_prompt
-    responses = counted(schedule.prompts_per_rollout * samples, "response")
-    batches = counted(sampling.generation_batches, "generation batch")
+    rollout, epochs = config.rollout_size(ranks), counted(config.ppo.ppo_epochs, "epoch")
     return [
-        f"{counted(prompts, 'prompt')} x {counted(samples, 'sample')} x {batches} x {counted(ranks, 'rank')} = "
-        f"{responses} a rollout",
+        rollout.line,
         step_arithmetic(config.optimizer, ranks, f"responses of up to {config.max_sequence_length} tokens"),
-        f"{responses} x {counted(config.ppo.ppo_epochs, 'epoch')} / {counted(schedule.rows_per_step, 'row')} = "
+        f"{counted(rollout.responses, 'response')} x {epochs} / {counted(schedule.rows_per_step, 'row')} = "
         f"{counted(schedule.steps_per_rollout, 'optimizer step')} a rollout",
     ]

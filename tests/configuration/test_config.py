@@ -81,9 +81,8 @@ def test_presets_parse_and_fit(file):
     values = dict(flat_items(resolved.config))
     assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(load_yaml(str(file)))
     if section == "ppo":
-        samples = values["per_device_generation_batch_size"] * values["generation_batches"]
         rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-        assert samples * values["num_samples_per_prompt"] % rows == 0, "whole steps from one update phase"
+        assert resolved.config.rollout_size(1).responses == rows, "one step from one update phase"
     else:
         size = file.name.removesuffix(f".{section}.yaml")
         default = dict(flat_items(parse(STAGES[section], [], section=section).config))["model_name_or_path"]

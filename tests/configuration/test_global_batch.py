@@ -29,15 +29,16 @@ def test_a_preset_keeps_its_batch_by_accumulation(preset, ranks):
     assert per_step * ranks == values["train_batch_size"] > 0
     assert all(note.startswith("--inference_tp_size ") for note in resolved.notes)
     if section == "ppo":
-        rollout = values["per_device_generation_batch_size"] * values["generation_batches"]
-        assert rollout * values["num_samples_per_prompt"] == per_step, "one optimizer step on each rollout"
+        rollout, at_once = resolved.config.rollout_size(ranks), values["per_device_generation_batch_size"]
+        assert rollout.responses == per_step * ranks, "one optimizer step on each rollout"
+        assert rollout.at_once == min(at_once, per_step) and rollout.prompts == per_step * ranks
 
 
 def test_the_origin_of_what_follows_is_told():
     resolved = on(2, "ppo", "--train_batch_size", "128")
     assert resolved.config.optimizer.gradient_accumulation_steps == 4
     assert resolved.origins["gradient_accumulation_steps"] == "--train_batch_size 128 on 2 ranks"
-    assert resolved.origins["generation_batches"] == "--train_batch_size 128 on 2 ranks"
+    assert resolved.config.rollout_size(2).responses == 128 and resolved.origins["generation_batches"] == "default"
     assert resolved.origins["per_device_train_batch_size"] == "default"
 
 

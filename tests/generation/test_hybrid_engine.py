@@ -236,10 +236,10 @@ def test_flags_become_options():
             "sampling": {
                 "max_answer_seq_len": 12, "generation_engine": "static", "merge_lora_for_generation": False,
                 "release_inference_cache": True, "inference_tp_size": 4, "rollout_weights": "whole",
-                "per_device_generation_batch_size": 16, "num_samples_per_prompt": 2,
+                "per_device_generation_batch_size": 16, "generation_batches": 1, "num_samples_per_prompt": 2,
             },
         }
     )  # fmt: skip
-    assert generation_options(config) == GenerationOptions("static", False, 42, True, 4, "whole", min_slots=32)
+    assert generation_options(config, 1) == GenerationOptions("static", False, 42, True, 4, "whole", min_slots=32)
     optimizer = config.optimizer.model_copy(update={"per_device_eval_batch_size": 40})
-    assert generation_options(config.model_copy(update={"optimizer": optimizer})).min_slots == 40
+    assert generation_options(config.model_copy(update={"optimizer": optimizer}), 1).min_slots == 40

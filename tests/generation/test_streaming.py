@@ -298,8 +298,8 @@ def test_the_flag_becomes_an_option(weights):
             "sampling": {"rollout_weights": weights},
         }
     )  # fmt: skip
-    assert generation_options(config).weights == weights
-    assert generation_options(PPOConfig.model_validate(config.model_dump() | {"sampling": {}})).weights == "auto"
+    assert generation_options(config, 1).weights == weights
+    assert generation_options(PPOConfig.model_validate(config.model_dump() | {"sampling": {}}), 1).weights == "auto"
 
 
 def reason(*, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fused") -> str | None:

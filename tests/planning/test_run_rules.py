@@ -171,7 +171,9 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         patch.setattr(
             step3_ppo.models.needs,
             "generation_options",
-            lambda config: replace(options(config), min_slots=5, max_sequence_length=100, release_cache=True),
+            lambda config, ranks: replace(
+                options(config, ranks), min_slots=5, max_sequence_length=100, release_cache=True
+            ),
         )
         buffers = planner.needs(resolved).rollout
         assert (buffers.slots, buffers.cache_length, buffers.always_released) == (5, 128, True)

@@ -17,8 +17,9 @@ from pipeline.data.turns import Message
 from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
 from pipeline.engine.start_models import same_tokens
+from pipeline.errors import Interrupted
 from pipeline.generation.eager import EagerGenerator
-from pipeline.generation.rollouts import RandomKey, Sampling, Vocabulary
+from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
 from pipeline.generation.session import generate
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
@@ -121,13 +122,52 @@ def test_samples_stand_in_the_planned_order_whatever_the_batch_size(folders):
     assert other.valid.all() and found.valid.all()
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_rollout_has_the_same_tokens_however_many_prompts_are_sampled_at_once(folders, samples):
+    """Also where the last batch is smaller; in fp32 on a CPU to the last bit of what was sampled."""
+    model, planned = load_causal_lm(folders.actor, dtype=torch.float32), [2, 0, 3, 1, None]
+    whole = sample(model, planned, batch_size=5, num_samples=samples)
+    assert whole.valid.tolist() == [True] * 4 * samples + [False] * samples
+    for size in (1, 2, 3, 4, 7):
+        found = sample(model, planned, batch_size=size, num_samples=samples)
+        for name in ("sequences", "row_index", "order", "finished", "valid", "response_lengths"):
+            assert getattr(found, name).equal(getattr(whole, name)), (size, name)
+
+
+@pytest.mark.parametrize(("prompts", "size"), [(12, 3), (12, 4), (12, 5), (20, 8), (4, 16), (8, 1)])
+@pytest.mark.parametrize(("ranks", "shared"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_ranks_share_a_rollout_evenly_without_padding(prompts, size, ranks, shared):
+    """Each group of ranks takes as many, in whole batches but for the last, and all of them each prompt once."""
+    rows, shares = [{"prompt_ids": [5], "prompt_id": n} for n in range(prompts)], list[list[int]]()
+
+    def generate(requests, **_):
+        shares.append([request.prompt_id for request in requests])
+        raise GenerationStopped
+
+    hybrid = SimpleNamespace(group=SimpleNamespace(size=shared), generation=torch.no_grad, generate=generate)
+    for rank in range(0, ranks, shared):
+        world = World(rank=rank, size=ranks, local_rank=0, device=CPU)
+        sampler = Sampler(
+            hybrid=hybrid, rows=rows, world=world, sampling=Sampling(8), num_samples=1, batch_size=size, max_prompt=10,
+            should_stop=lambda: False,
+        )  # fmt: skip
+        with pytest.raises(Interrupted):
+            sampler.sample(list(range(prompts)), RandomKey(7, "rollout"))
+    assert {len(share) for share in shares} == {prompts * shared // ranks}
+    assert sorted(place for share in shares for place in share) == list(range(prompts))
+    if prompts % (ranks * size) == 0:
+        starts = range(0, prompts, ranks * size)
+        first = [place for start in starts for place in range(start, start + size * shared)]
+        assert shares[0] == first, "as it was when sizes had to divide"
+
+
 def test_places_that_only_fill_do_not_count(folders):
     model = load_causal_lm(folders.actor, dtype=torch.float32)
     whole, filled = sample(model, [2, 0, 3, 1]), sample(model, [2, 0, 3, None])
     assert filled.valid.tolist() == [True] * 6 + [False] * 2
     assert not filled.response_mask[6:].any() and filled.response_mask[:6].equal(filled.trimmed().response_mask[:6])
-    three = sample(model, [2, 0, 3])  # the batch size makes it four places
-    assert three.valid.tolist() == [True] * 6 + [False] * 2
+    three = sample(model, [2, 0, 3])  # a batch of two places, and one of one
+    assert three.valid.tolist() == [True] * 6
     for n in range(6):
         length = int(whole.prompt_lengths[n] + whole.response_lengths[n])
         assert three.sequences[n, :length].equal(whole.sequences[n, :length])

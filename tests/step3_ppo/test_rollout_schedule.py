@@ -26,6 +26,7 @@ def test_counts_by_hand():
     found = make_schedule(config(batches=2, samples=3, accumulation=3, epochs=2), num_prompts=50, world_size=2)
     assert found == Schedule(
         prompts_per_rollout=16,
+        prompts_at_once=4,
         rows_per_step=12,
         steps_per_rollout=8,
         rollouts_per_epoch=4,

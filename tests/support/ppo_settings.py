@@ -15,7 +15,9 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
         actor=ModelConfig(model_name_or_path=folders.actor, learning_rate=actor_rate, **(actor or {})),
         critic=ModelConfig(model_name_or_path=folders.reward, learning_rate=critic_rate),
         data=PromptDataConfig(max_prompt_seq_len=16),
-        sampling=SamplingConfig(per_device_generation_batch_size=4, max_answer_seq_len=8, temperature=TEMPERATURE),
+        sampling=SamplingConfig(
+            per_device_generation_batch_size=4, generation_batches=1, max_answer_seq_len=8, temperature=TEMPERATURE
+        ),
         ppo=PPOCoefficients(**ppo),
         optimizer=PPOConfig().optimizer.replace(
             per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, max_bad_steps=2,

@@ -1,0 +1,123 @@
+"""The size of a rollout: its prompts over all ranks, how many of them a rank samples at once, and its optimizer steps.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from pipeline.errors import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSize:
+    """The flags that decide the size of a rollout on a number of ranks, and what follows from them.
+
+    ranks: ranks of the run.
+    rollout_batch_size: responses over all ranks; 0: generation_batches decide, else the optimizer step.
+    per_device_generation_batch_size: prompts that a rank samples at once, at most.
+    generation_batches: batches of so many prompts that are a rank's rollout; 0: they do not decide.
+    num_samples_per_prompt: responses to a prompt.
+    per_device_train_batch_size: rows of a micro-batch on a rank.
+    gradient_accumulation_steps: micro-batches of an optimizer step.
+    ppo_epochs: passes over a rollout.
+    old_log_probs: "sampler" where a rollout is for one optimizer step only, since these are of no policy's own pass.
+    """
+
+    ranks: int
+    rollout_batch_size: int
+    per_device_generation_batch_size: int
+    generation_batches: int
+    num_samples_per_prompt: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    ppo_epochs: int
+    old_log_probs: str
+
+    @property
+    def step_rows(self) -> int:
+        """Responses of an optimizer step over all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.ranks
+
+    @property
+    def unit(self) -> int:
+        """The fewest responses over all ranks that are whole prompts on each, and whole optimizer steps."""
+        return lcm(self.step_rows, self.num_samples_per_prompt * self.ranks)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout over all ranks."""
+        if self.generation_batches:
+            return self.per_device_generation_batch_size * self.generation_batches * self.ranks
+        return (self.rollout_batch_size or self.unit) // self.num_samples_per_prompt
+
+    @property
+    def responses(self) -> int:
+        """Responses of a rollout over all ranks."""
+        return self.prompts * self.num_samples_per_prompt
+
+    @property
+    def at_once(self) -> int:
+        """Prompts that a rank samples at once."""
+        return min(self.per_device_generation_batch_size, max(1, self.prompts // self.ranks))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a rollout, in all its epochs."""
+        return self.responses // self.step_rows * self.ppo_epochs
+
+    @property
+    def product(self) -> str:
+        """The older flags whose product is a rank's prompts, with their values."""
+        batch = f"--per_device_generation_batch_size {self.per_device_generation_batch_size}"
+        return f"{batch} x --generation_batches {self.generation_batches}"
+
+    @property
+    def line(self) -> str:
+        """The arithmetic of a rollout in words, with what says its size where the flag for it does not."""
+        samples, responses = counted(self.num_samples_per_prompt, "sample"), counted(self.responses, "response")
+        said = f"{counted(self.prompts, 'prompt')} x {samples} = {responses} a rollout"
+        product = f"; a rank's are {self.product}: --rollout_batch_size {self.responses} says the same"
+        at_once = f"; {counted(self.at_once, 'prompt')} at once on a rank"
+        return said + at_once + (product if self.generation_batches else "")
+
+    @property
+    def fault(self) -> str:
+        """One line about a size that does not divide, with the nearest that do, in the flag's words; "" for none."""
+        asked = f"--rollout_batch_size {self.rollout_batch_size}" if self.rollout_batch_size else ""
+        if asked and self.generation_batches:
+            return f"--generation_batches {self.generation_batches}: with {asked}; give one of them"
+        if (self.rollout_batch_size or self.responses) % self.unit:
+            return self._uneven() if asked else self._uneven_batches()
+        if self.old_log_probs == "trainer" or self.steps == 1:
+            return ""
+        # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
+        rows = f"--rollout_batch_size {self.step_rows}" if asked else "--gradient_accumulation_steps"
+        return (
+            f"--old_log_probs: sampler needs one optimizer step per rollout, found {self.steps}; use trainer, or set "
+            f"--ppo_epochs 1 and {rows} to take all rows of a rollout in one step"
+        )
+
+    def _uneven(self) -> str:
+        below = self.rollout_batch_size // self.unit * self.unit
+        fitting = " or ".join(f"--rollout_batch_size {size}" for size in (below, below + self.unit) if size)
+        return (
+            f"--rollout_batch_size: found {self.rollout_batch_size}, wanted a multiple of an optimizer step's "
+            f"{counted(self.step_rows, 'row')} and of --num_samples_per_prompt {self.num_samples_per_prompt} x "
+            f"{counted(self.ranks, 'rank')}; the nearest: {fitting}"
+        )
+
+    def _uneven_batches(self) -> str:
+        batch, accumulation = self.per_device_generation_batch_size, self.gradient_accumulation_steps
+        rows, per_step = self.responses // self.ranks, self.step_rows // self.ranks
+        unit = per_step // gcd(per_step, rows // batch)
+        proposals = [f"--per_device_generation_batch_size {max(unit, round(batch / unit) * unit)}"]
+        if rows % accumulation == 0:
+            fitting = [size for size in range(1, rows + 1) if rows // accumulation % size == 0]
+            nearest = min(fitting, key=lambda size: abs(size - self.per_device_train_batch_size))
+            proposals.append(f"--per_device_train_batch_size {nearest}")
+        return (
+            f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({self.product} x "
+            f"--num_samples_per_prompt {self.num_samples_per_prompt}), no multiple of an optimizer step's {per_step}; "
+            f"the nearest that fit are {' or '.join(proposals)}"
+        )

@@ -1,0 +1,286 @@
+"""The size of a rollout: by its own flag, by the product of older ones, or by the checkpoint of a run that goes on."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.in_process import error_lines, undone_afterwards
+from support.source_tree import ROOT
+from support.tiny_run import make_folder, read_metrics
+
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.stage import Stage
+from pipeline.errors import InputError
+from pipeline.run import run as run_module
+from pipeline.run.earlier_runs import is_finished
+from pipeline.run.entry import read_flags
+from step3_ppo.config import PPOConfig
+from step3_ppo.main import main
+from step3_ppo.rollout import generation_options, make_schedule
+from step3_ppo.stage import STAGE
+
+GENERATED = "--per_device_generation_batch_size"
+
+
+def on(ranks: int | None, words: str) -> Resolved:
+    return with_ranks(parse(PPOConfig, words.split(), section="ppo"), ranks)
+
+
+def counts(ranks: int, words: str) -> tuple[int, int, int]:
+    """Prompts of a rollout, prompts that a rank samples at once, and optimizer steps of a rollout."""
+    found = make_schedule(on(ranks, words).config, num_prompts=1000, world_size=ranks)
+    return found.prompts_per_rollout, found.prompts_at_once, found.steps_per_rollout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "expected"),
+    [
+        (1, "", (16, 16, 1)),
+        (4, "", (64, 16, 1)),
+        (1, "--gradient_accumulation_steps 4", (64, 16, 1)),
+        (2, "--per_device_train_batch_size 4", (8, 4, 1)),
+        (2, "--train_batch_size 128 --per_device_train_batch_size 8", (128, 16, 1)),
+        (2, "--num_samples_per_prompt 4 --ppo_epochs 3", (8, 4, 3)),
+        (2, "--num_samples_per_prompt 3", (32, 16, 3)),  # 96 responses, the fewest whole prompts of whole steps
+    ],
+)
+def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected):
+    assert counts(ranks, words) == expected and "says the same" not in on(ranks, words).config.rollout_size(ranks).line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "expected"),
+    [
+        (1, "--rollout_batch_size 64", (64, 16, 4)),
+        (4, "--rollout_batch_size 64", (64, 16, 1)),
+        (2, f"--rollout_batch_size 64 {GENERATED} 5", (64, 5, 2)),
+        (2, f"--rollout_batch_size 32 {GENERATED} 100", (32, 16, 1)),
+        (2, "--rollout_batch_size 64 --num_samples_per_prompt 4", (16, 8, 2)),
+    ],
+)
+def test_the_flag_counts_responses_over_all_ranks_and_the_batch_is_what_is_sampled_at_once(ranks, words, expected):
+    assert counts(ranks, words) == expected and "says the same" not in on(ranks, words).config.rollout_size(ranks).line
+
+
+def test_the_cache_has_a_slot_for_each_response_that_is_sampled_at_once():
+    words = f"--rollout_batch_size 64 --num_samples_per_prompt 2 {GENERATED} 10 --per_device_eval_batch_size 1"
+    assert generation_options(on(2, words).config, 2).min_slots == 20
+    assert generation_options(on(4, words).config, 4).min_slots == 16, "a rank has 8 prompts"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("words", "of_a_rank"),
+    [
+        (f"{GENERATED} 32", 32),
+        (f"{GENERATED} 8 --per_device_train_batch_size 4", 8),
+        (f"{GENERATED} 8 --generation_batches 6", 48),
+        ("--generation_batches 2", 32),
+        ("--generation_batch_numbers 2", 32),
+        (f"{GENERATED} 8 --num_samples_per_prompt 4", 8),
+        (f"{GENERATED} 8 --train_batch_size 128 --per_device_train_batch_size 8", 0),  # as many as a step takes
+    ],
+)
+def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp_path, ranks, words, of_a_rank):
+    """Ranks x --per_device_generation_batch_size x --generation_batches, also out of a file, and told in a line."""
+    prompts = of_a_rank * ranks or 128
+    assert counts(ranks, words)[0] == prompts
+    responses = prompts * (4 if "samples" in words else 1)
+    line = on(ranks, words).config.rollout_size(ranks).line
+    assert "; a rank's are --per_device_generation_batch_size " in line
+    assert line.endswith(f": --rollout_batch_size {responses} says the same")
+    names = words.replace("--", "").split()
+    file = tmp_path / "mine.yaml"
+    file.write_text("".join(f"{name}: {value}\n" for name, value in zip(names[::2], names[1::2], strict=True)))
+    assert counts(ranks, f"--config {file}")[0] == prompts
+    assert counts(ranks, f"--config {file} --rollout_batch_size {2 * responses}")[0] == 2 * prompts, "it is stronger"
+    again = with_ranks(on(ranks, words), ranks)
+    assert again == on(ranks, words)
+
+
+def test_prompts_at_once_of_a_preset_are_not_given_by_hand(tmp_path):
+    preset = ROOT / "launch/presets/1b.ppo.yaml"  # 16 at once, micro-batches of 8, 128 responses a step
+    assert counts(2, f"--preset {preset}") == (128, 16, 1) == counts(2, f"--preset {preset} --rollout_batch_size 0")
+    assert counts(2, f"--preset {preset} --rollout_batch_size 256") == (256, 16, 2)
+    assert counts(2, f"--preset {preset} --generation_batches 8") == (256, 16, 2)
+    assert counts(2, f"--preset {preset} {GENERATED} 128") == (256, 128, 2)
+    planned = replace(on(2, f"--preset {preset}"), preset="")  # as changes that would make it fit are planned
+    assert with_ranks(planned, 2).config.rollout_size(2).prompts == 128
+    on_three = with_ranks(planned, 3).config.rollout_size(3)
+    assert (on_three.prompts, on_three.steps) == (120, 1), "5 micro-batches of 8 on each, though 16 are sampled at once"
+
+
+def test_the_last_word_of_two_layers_holds(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("rollout_batch_size: 64\n")
+    assert counts(1, f"--config {file} --generation_batches 2") == (32, 16, 2)
+    file.write_text("generation_batches: 2\n")
+    assert counts(1, f"--config {file} --rollout_batch_size 64") == (64, 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "line"),
+    [
+        (
+            2,
+            "--rollout_batch_size 100",
+            "--rollout_batch_size: found 100, wanted a multiple of an optimizer step's 32 rows and of "
+            "--num_samples_per_prompt 1 x 2 ranks; the nearest: --rollout_batch_size 96 or --rollout_batch_size 128",
+        ),
+        (
+            2,
+            "--rollout_batch_size 20 --num_samples_per_prompt 8 --per_device_train_batch_size 2",
+            "--rollout_batch_size: found 20, wanted a multiple of an optimizer step's 4 rows and of "
+            "--num_samples_per_prompt 8 x 2 ranks; the nearest: --rollout_batch_size 16 or --rollout_batch_size 32",
+        ),
+        (
+            3,
+            "--rollout_batch_size 32 --per_device_train_batch_size 16",
+            "--rollout_batch_size: found 32, wanted a multiple of an optimizer step's 48 rows and of "
+            "--num_samples_per_prompt 1 x 3 ranks; the nearest: --rollout_batch_size 48",
+        ),
+        (
+            1,
+            "--rollout_batch_size 64 --old_log_probs sampler",
+            "--old_log_probs: sampler needs one optimizer step per rollout, found 4; use trainer, or set --ppo_epochs "
+            "1 and --rollout_batch_size 16 to take all rows of a rollout in one step",
+        ),
+        (
+            1,
+            f"{GENERATED} 64 --old_log_probs sampler",
+            "--old_log_probs: sampler needs one optimizer step per rollout, found 4; use trainer, or set --ppo_epochs "
+            "1 and --gradient_accumulation_steps to take all rows of a rollout in one step",
+        ),
+        (
+            1,
+            f"{GENERATED} 20",
+            "--per_device_generation_batch_size: a rollout has 20 rows a device (--per_device_generation_batch_size 20 "
+            "x --generation_batches 1 x --num_samples_per_prompt 1), no multiple of an optimizer step's 16; the "
+            "nearest that fit are --per_device_generation_batch_size 16 or --per_device_train_batch_size 20",
+        ),
+        (
+            1,
+            "--rollout_batch_size 64 --generation_batches 2",
+            "--generation_batches 2: with --rollout_batch_size 64; give one of them",
+        ),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_in_the_words_of_the_flag_that_was_given(ranks, words, line):
+    with pytest.raises(InputError) as error:
+        on(ranks, words)
+    assert str(error.value) == line
+
+
+def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with undone_afterwards():
+        assert main(["--rollout_batch_size", "17"]) == 2
+    (line,) = error_lines(capsys.readouterr().err)
+    assert line.startswith("error: --rollout_batch_size: found 17, wanted a multiple of an optimizer step's 16 rows")
+
+
+# --- a run that goes on ---
+
+
+def made_older(checkpoint: Path, *, prompts: int | None = None) -> None:
+    """Leave out of a checkpoint, and of its run's settings, what a version without the flag did not write."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["layout"]["rollout_batch_size"]
+    state["layout"]["generation_batches"] = 1
+    state["sizes"]["prompts of a rollout"] = prompts or state["sizes"]["prompts of a rollout"]
+    write_state(checkpoint, state)
+    file = checkpoint.parents[1] / "config.json"
+    if file.is_file():
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "rollout_batch" not in k}))
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
+    write_manifest(checkpoint, state["step"], {file.name: manifest_entry(file) for file in files})
+
+
+def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp_path):
+    words = ["--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "out"), "--data_split", "none"]
+    resolved = read_flags(STAGE, words)
+    checkpoint = STAGE.run_folder(resolved.config.run) / "checkpoints/step-3"
+    sizes = {"rows of an optimizer step": 8, "prompts of a rollout": 32}  # of 2 ranks with 16 prompts at once
+    write_state(
+        checkpoint, {"step": 3, "settings": {"data_split": "none"}, "sizes": sizes, "layout": {"generation_batches": 1}}
+    )
+    (checkpoint.parents[1] / "run.lock").touch()
+    found = read_flags(STAGE, words)
+    assert found.config.sampling.rollout_batch_size == 32
+    note = f"--rollout_batch_size 32 in place of 0 (default), as {checkpoint} has it, of a version without this flag"
+    assert with_ranks(found, 2).notes == (note,)
+    config = with_ranks(found, 2).config
+    assert config.rollout_size(2).prompts == 32 and config.rollout_size(2).steps == 4
+    assert not is_finished(checkpoint.parents[1], config, STAGE, ranks=2)
+    for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout_batch_size 16", 16)):
+        given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
+        assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
+    with pytest.raises(InputError, match="prompts of a rollout: found 16, the checkpoint has 32"):
+        is_finished(checkpoint.parents[1], given.config, STAGE, ranks=2)
+    write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 32}})
+    assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("rollout-size"))
+
+
+def trained(folder: Path, out: Path, steps: int, more: str = "") -> int:
+    flags = {
+        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
+        "data_path": folder / "train.jsonl", "eval_fraction": 0.0, "data_split": "none",
+        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 6,
+        "per_device_train_batch_size": 4, "dtype": "fp32", "actor_learning_rate": 1e-3, "max_steps": steps,
+        "lr_scheduler_type": "constant", "enable_tensorboard": "false", "save_steps": 3, "keep_checkpoints": 9,
+    }  # fmt: skip
+    with undone_afterwards():
+        return main([*(str(word) for name, value in flags.items() for word in (f"--{name}", value)), *more.split()])
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss/policy"] for line in read_metrics(out / "runs/ppo") if "loss/policy" in line]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(folder, tmp_path, capsys):
+    """Its flags had no size of rollouts: the defaults were 16 prompts, four optimizer steps of 4 rows."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert trained(folder, whole, 10, f"{GENERATED} 16") == 0, "an old command line"
+    assert trained(folder, parts, 6, "--rollout_batch_size 16") == 0
+    for name in ("step-3", "step-6"):
+        made_older(parts / "runs/ppo/checkpoints" / name)
+    capsys.readouterr()
+    assert trained(folder, parts, 10, "--rollout_batch_size 8") == 2
+    assert "prompts of a rollout: found 8, the checkpoint has 16" in capsys.readouterr().err
+    assert trained(folder, parts, 7, "--rollout_batch_size 16") == 0, "the same product passes"
+    made_older(parts / "runs/ppo/checkpoints/step-7")
+    assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 10
+    assert trained(folder, tmp_path / "new", 2, "--rollout_batch_size 16") == 0
+    capsys.readouterr()
+    assert trained(folder, tmp_path / "new", 4) == 2, "a version that has the flag: the same flags"
+    assert "prompts of a rollout: found 4, the checkpoint has 16" in capsys.readouterr().err
+
+
+def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch):
+    def on_main(work: Any) -> Any:
+        value = work()
+        return 64 if type(value) is int else value
+
+    seen = list[int]()
+    fields = {name: getattr(STAGE, name) for name in STAGE.__dataclass_fields__}
+    stage = Stage(**(fields | {"train": lambda run, config: seen.append(config.rollout_size(2).responses)}))
+    monkeypatch.setattr(run_module.dist, "on_main", on_main)
+    world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used
+    run_module.begin(run_module.Run(world, tmp_path, stage, on(2, "--data_split none"), run_module.StopRequest()))
+    assert seen == [64]
