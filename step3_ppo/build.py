@@ -84,6 +84,7 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
     configured = models.actor.module.model.generation_config
     vocabulary = Vocabulary.of(models.tokenizer, configured)
     log.info("rollouts: %s", config.rollout_size(ranks).line)
+    log.info("log-probabilities of the policy before its updates: the %s's (--old_log_probs)", config.ppo.old_log_probs)
     log.info("%s", sampling_line(config, vocabulary.eos_ids, configured.to_diff_dict()))
     return HybridEngine(models.actor, vocabulary, options=generation_options(config, ranks))
 

@@ -129,8 +129,10 @@ class PPOCoefficients(Group):
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
     kl_horizon: int = flag(10_000, "Sequences over which the adaptive kl_coef moves", ge=1)
-    old_log_probs: Literal["trainer", "sampler"] = flag(
-        "trainer", "Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout"
+    old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
+        "auto",
+        "Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout; auto: the sampler's "
+        "where that is so and its kernels sample as the trainer computes (learning report: within noise)",
     )
     approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
     reward_clip: float = flag(5.0, "Normalised scores are cut to plus and minus this", gt=0)
@@ -281,6 +283,17 @@ class PPOConfig(StageConfig):
         if self.sampling.generation_batches and (fault := self.rollout_size(1).fault):
             raise ValueError(fault)
         return self
+
+    def may_take_sampled_log_probs(self, dtype: str, ranks: int) -> bool:
+        """Tell whether `--old_log_probs auto` is the sampler's, if the fused backend samples, in a dtype of weights.
+
+        Not those of cut distributions, of adapters that are merged in 16 bits, and in fp32, where the pass that they
+        save is not what takes time.
+        """
+        sampling, actor = self.sampling, self.actor
+        merges = actor.lora_dim and actor.quantization == "none" and sampling.merge_lora_for_generation
+        cuts = sampling.top_p < 1.0 or sampling.top_k
+        return dtype != "fp32" and not merges and not cuts and self.rollout_size(ranks).steps == 1
 
     def rollout_size(self, ranks: int) -> RolloutSize:
         """Return the size of a rollout over all ranks; everything that counts its prompts or responses asks this."""

@@ -263,12 +263,8 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded) ->
 
 def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
     """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
-    if not step and (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
-        log.warning(
-            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
-            "than rounding makes: they do not compute the same model; try another --generation_engine",
-            error,
-        )
+    if not step:
+        warn_of_sampler(metrics, dtype=dtype)
     if metrics["completions/empty_fraction"] > EMPTY_WARNING:
         log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
     if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
@@ -277,6 +273,17 @@ def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype)
             "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
             step,
             metrics["objective/kl"],
+        )
+
+
+def warn_of_sampler(metrics: dict[str, float], *, dtype: torch.dtype) -> None:
+    """Log that the first rollout's log-probabilities are not those of the policy that is trained."""
+    if (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
+        log.warning(
+            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
+            "than rounding makes: they do not compute the same model; try another --generation_engine, and give "
+            "--old_log_probs trainer",
+            error,
         )
 
 

@@ -71,6 +71,16 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     return models
 
 
+def decide(run: "Run") -> dict[str, str]:
+    """Return whose log-probabilities the run takes."""
+    from pipeline.engine.build import compute_dtype
+    from step3_ppo.models.needs import models_of, old_log_probs
+
+    config: PPOConfig = run.resolved.config
+    actor, *_ = models_of(config, {})
+    return {"old_log_probs": old_log_probs(config, actor, compute_dtype(run), run.world.size, run.world.device)}
+
+
 def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
     """Return what a rank needs, for the planner."""
     from step3_ppo.models.needs import needs
@@ -106,5 +116,7 @@ STAGE = Stage(
     train=train,
     start_models=start_models,
     needs=needs,
+    decides=("old_log_probs",),
+    decide=decide,
     export=export,
 )

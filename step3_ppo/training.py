@@ -27,7 +27,7 @@ from step3_ppo.estimators import next_kl_coef
 from step3_ppo.experience import Collected, Responses, Scores
 from step3_ppo.metrics import METRICS, SHOWN
 from step3_ppo.models.saving import save_models
-from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout
+from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout, warn_of_sampler
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
@@ -122,7 +122,7 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     course.begin("score")
     beat("score", state.step)
     policy: tuple[Tensor, Tensor | None] = (responses.sampler_log_probs, None)
-    if ppo.config.ppo.old_log_probs == "trainer":
+    if ppo.config.ppo.old_log_probs != "sampler":
         size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
         policy = score_policy(ppo, responses, state, course, size)
         ppo.hybrid.note_update()  # it has an update's shapes
@@ -220,6 +220,8 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
     if first:
         state.num_tokens = int(rollout.metrics["num_tokens"])
         state.first_ratio_error = metrics.get("policy/first_ratio_error")
+        if not state.step:
+            warn_of_sampler(metrics, dtype=weights_dtype(ppo.run))
         metrics |= rollout.metrics
     state.count_step(stepped=update.stepped, engines=ppo.models.trained.values())
     seconds = course.recorder.seconds("train")

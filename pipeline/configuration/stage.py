@@ -54,6 +54,11 @@ def one_folder(config: StageConfig) -> list[Path]:
     return [Path(config.run.output_dir)]
 
 
+def nothing(_: Any) -> dict[str, Any]:
+    """Return {}: no flag of the stage's own is to be decided."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stage:
     """A stage: names, configuration, data, folders, and the functions by which the others enter its package.
@@ -73,6 +78,8 @@ class Stage:
     train: (run, configuration) runs its loop.
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
+    decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
+    decide: (run) returns {flag: value} of them; called on rank 0.
     export: (offline checkpoint) writes the model folders of a checkpoint.
     """
 
@@ -88,6 +95,8 @@ class Stage:
     start_models: Callable[..., Any]
     needs: Callable[..., Any]
     export: Callable[..., None]
+    decides: tuple[str, ...] = ()
+    decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
     methods: tuple[str, ...] = ()
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True

@@ -89,7 +89,7 @@ class RolloutSize:
             return f"--generation_batches {self.generation_batches}: with {asked}; give one of them"
         if (self.rollout_batch_size or self.responses) % self.unit:
             return self._uneven() if asked else self._uneven_batches()
-        if self.old_log_probs == "trainer" or self.steps == 1:
+        if self.old_log_probs != "sampler" or self.steps == 1:
             return ""
         # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
         rows = f"--rollout_batch_size {self.step_rows}" if asked else "--gradient_accumulation_steps"

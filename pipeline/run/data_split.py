@@ -7,10 +7,10 @@ on keeps the split that it has, and one on a source of another stage's run takes
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import ROLLOUT, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
 from pipeline.configuration.resume_rules import PROMPTS
@@ -87,7 +87,7 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     with_splits = {
         stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
     }
-    return {stage: with_saved_rollout(stage, given) for stage, given in with_splits.items()}
+    return {stage: with_saved_choice(stage, with_saved_rollout(stage, given)) for stage, given in with_splits.items()}
 
 
 def reader_of(stage: Stage, given: Resolved) -> Reader:
@@ -141,6 +141,22 @@ def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
     prompts = 0 if ROLLOUT in saved.get("layout", {}) else saved.get("sizes", {}).get(PROMPTS, 0)
     responses = prompts * resolved.config.sampling.num_samples_per_prompt
     return with_rollout(resolved, responses, f"as {folder} has it, of a version without this flag")
+
+
+def with_saved_choice(stage: Stage, resolved: Resolved) -> Resolved:
+    """Return the settings with what the run that goes on has decided where a flag of the stage says `auto`."""
+    saved = earlier_settings(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
+    return with_decided(resolved, {name: saved[name] for name in stage.decides if name in saved})
+
+
+def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
+    """Return the settings with what flags are that say `auto`."""
+    values = dict(flat_items(resolved.config))
+    changed = {name: value for name, value in decided.items() if values[name] == AUTO != value}
+    if not changed:
+        return resolved
+    origins = resolved.origins | {name: f"--{name} {AUTO}" for name in changed}
+    return replace(resolved, config=validated(type(resolved.config), values | changed, origins), origins=origins)
 
 
 def rollout_asked(config: StageConfig) -> int:

@@ -37,7 +37,7 @@ from pipeline.errors import (
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
-from pipeline.run.data_split import rollout_asked, with_rollout, with_split
+from pipeline.run.data_split import rollout_asked, with_decided, with_rollout, with_split
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
@@ -285,6 +285,7 @@ def begin(run: Run) -> None:
     resolved = with_split(run.resolved, dist.on_main(lambda: config.data.data_split))
     rollout = dist.on_main(lambda: rollout_asked(config))
     run = replace(run, resolved=with_rollout(resolved, rollout, "as rank 0 has it"))
+    run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.decide(run))))
     if run.world.is_main:
         on_cpu = run.world.device.type == "cpu"
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:

@@ -37,6 +37,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     """Return the needs of a rank; `base_of_output`: folder of an earlier stage's output -> the model it starts from."""
     schedule = make_schedule(config, num_prompts=1, world_size=ranks)
     models = models_of(config, base_of_output)
+    config = with_log_probs(config, old_log_probs(config, models[0], dtype, ranks))
     buffers = rollout(config, schedule, models[0], dtype, ranks)
     return StageNeeds(
         models=models,
@@ -69,6 +70,28 @@ def models_of(config: PPOConfig, base_of_output: Mapping[str, str]) -> list[Mode
     ]
 
 
+def old_log_probs(
+    config: PPOConfig, actor: ModelUse, dtype: str, ranks: int, device: torch.device | None = None
+) -> str:
+    """Return whose log-probabilities a run takes on a device (None: a GPU), "trainer" or "sampler".
+
+    A run asks before it loads a model, its plan before it starts.
+
+    Raises InputError: a backend was requested by name that cannot be used.
+    """
+    if config.ppo.old_log_probs != "auto":
+        return config.ppo.old_log_probs
+    if not config.may_take_sampled_log_probs(dtype, ranks):
+        return "trainer"
+    backend, _ = choose_backend(as_trained(actor, dtype), generation_options(config, ranks), device)
+    return "sampler" if backend == "fused" else "trainer"
+
+
+def with_log_probs(config: PPOConfig, whose: str) -> PPOConfig:
+    """Return the settings with the log-probabilities that `auto` is."""
+    return config.model_copy(update={"ppo": config.ppo.model_copy(update={"old_log_probs": whose})})
+
+
 def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
     """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
     length = config.data.max_prompt_seq_len
@@ -84,7 +107,7 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
     micro = config.optimizer.per_device_train_batch_size
     rows = min(num_responses, max(1, SCORING_TOKENS // length))
     passes, times = list[Pass](), -(-num_responses // rows)
-    if config.ppo.old_log_probs == "trainer":
+    if config.ppo.old_log_probs != "sampler":
         passes.append(Pass("actor", micro, length, micro * answer, times=-(-num_responses // micro)))
     # Without models of their own the reference is the actor, the reward model the critic, their adapters switched off.
     reference = "reference" if "reference" in roles else "actor"
