@@ -78,6 +78,13 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks())
 
 
+def own_slots() -> list[int]:
+    """Return the ranks of each machine of this run, as if the others had as many as this one."""
+    ranks, here = num_ranks(), local_size()
+    hosts, rest = divmod(ranks, here)
+    return [here] * hosts + [rest] * bool(rest)
+
+
 def wait_for_port(host: str, port: int, timeout_s: float) -> None:
     """Wait until something listens at the address of rank 0. Raises EnvironmentFault after `timeout_s`."""
     reason = ""

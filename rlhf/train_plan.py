@@ -15,18 +15,17 @@ from pipeline.configuration.flags import (
     parse,
     read_yaml,
     scan,
-    without_flag,
 )
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.names import FILE_FLAGS, Names, normalise
+from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.stage import Stage
 from pipeline.errors import ContradictionError, InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
-from pipeline.run.data_split import resolve_splits
 from pipeline.run.earlier_runs import automatic_words
+from pipeline.run.settled import resolve_splits
 from rlhf.stages import SECTIONS, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,

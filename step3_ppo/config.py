@@ -57,9 +57,10 @@ class SamplingConfig(Group):
     per_device_generation_batch_size: int = flag(
         16,
         "Prompts sampled at once on a device, up to a rollout's; given by hand without --rollout_batch_size, times "
-        "--generation_batches the prompts of its rollout",
+        "--generation_batches the prompts of its rollout; auto: as many as have memory",
         ge=1,
         on_resume="rounding",
+        auto=True,
         other_tools="generation_batch_size",
     )
     generation_batches: int = flag(

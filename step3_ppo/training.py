@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.data.batching import SCORING_TOKENS
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
@@ -19,7 +20,7 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.micro_batches import SCORING_TOKENS, MicroBatch, micro_batches, places, scoring_batches
+from pipeline.training.micro_batches import MicroBatch, micro_batches, places, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
@@ -274,7 +275,7 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     """
     rows, limit = ppo.prompts.eval, ppo.config.run.eval_iters
     requested = ppo.config.optimizer.per_device_eval_batch_size
-    count = min(len(rows), (limit or len(rows)) * requested * ppo.run.world.size)
+    count = min(len(rows), (limit or len(rows)) * ppo.run.evaluation_unit * ppo.run.world.size)
     if state.evaluated == state.step or not count:
         return
     size = course.halving.batch_size(state, "evaluate", requested)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
+from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_left
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
@@ -58,7 +58,7 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = 
     """
     values = dict(flat_items(config))
     for name, flag in flag_table(type(config)).items():
-        if origins.get(name, "default") != "default" and (need := unmet_need(flag, values, type(config), on_cpu)):
+        if not is_left(origins.get(name, DEFAULT)) and (need := unmet_need(flag, values, type(config), on_cpu)):
             yield f"--{name} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 

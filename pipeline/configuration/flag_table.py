@@ -21,6 +21,9 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() i
 # Arguments of `flag` that are pydantic's own checks.
 CHECKS = {"ge", "gt", "le", "lt", "min_length", "max_length"}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
+AUTO = "auto"
+# Origins of values that nobody gave: a flag's default, and what the plan chose for some hardware, which follows.
+DEFAULT, CHOSEN = "default", "chosen for "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Rules:
     switches: of a list of words: names of flags that are true or false, and the word that each adds or takes out.
     positional: words before the first flag of a command line are its values.
     per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
+    auto: where it is not given, or is `auto`, the plan of a run on GPUs chooses the value; the default is a CPU's.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -59,6 +63,7 @@ class Rules:
     switches: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False
     per_stage: bool = False
+    auto: bool = False
 
 
 RULES = TypeAdapter(Rules)
@@ -128,19 +133,26 @@ class Flag(Rules):
     def type_name(self) -> str:
         """The type as help and reference show it: `int`, `true|false`, `bf16|fp16`, `str ...` for a list."""
         if self.is_bool:
-            return "true|false"
+            return "true|false|auto" if self.auto else "true|false"
         name = "|".join(map(str, self.choices)) or self.value_type.__name__
-        return f"{name} ..." if self.is_list else name
+        return f"{name} ..." if self.is_list else f"{name}|auto" if self.auto else name
 
     @property
     def shown_default(self) -> str:
         """The default as a user would type it; `none` for an empty value."""
         if self.default is PydanticUndefined:
             return "required"
+        if self.auto:
+            return f"auto; on a CPU {str(self.default).lower()}"
         if self.is_bool:
             return str(self.default).lower()
         words = map(str, self.default) if isinstance(self.default, list) else [str(self.default)]
         return " ".join(words) or "none"
+
+
+def is_left(origin: str) -> bool:
+    """Tell whether a value of this origin was given by nobody."""
+    return origin == DEFAULT or origin.startswith(CHOSEN)
 
 
 def is_group(annotation: Any) -> bool:

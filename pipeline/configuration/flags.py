@@ -18,7 +18,17 @@ from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
 from pipeline.configuration.flag_checks import unsafe_paths
-from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, nest
+from pipeline.configuration.flag_table import (
+    AUTO,
+    DEFAULT,
+    ZERO_STAGE,
+    Flag,
+    flag_table,
+    flags_of_key,
+    flat_items,
+    is_left,
+    nest,
+)
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
@@ -44,7 +54,7 @@ class Resolved:
 
     def is_given(self, name: str) -> bool:
         """Return True for a flag whose value is not left to its default."""
-        return self.origins.get(name, "default") != "default"
+        return not is_left(self.origins.get(name, DEFAULT))
 
 
 class FlagLoader(yaml.SafeLoader):
@@ -131,17 +141,6 @@ def check_dashes(argv: Iterable[str]) -> None:
         raise InputError(
             "\n".join(f"{word}: {word[0]!r} begins no flag; write --{name}" for word, name in meant.items())
         )
-
-
-def without_flag(argv: Iterable[str], name: str) -> list[str]:
-    """Return `argv` without the flag `name` and its values."""
-    kept, skipping = [], False
-    for word in argv:
-        if word.startswith("--"):
-            skipping = word[2:].partition("=")[0].replace("-", "_") == name
-        if not skipping:
-            kept.append(word)
-    return kept
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -247,14 +246,15 @@ def resolve_layers(
     """
     table = flag_table(config_class)
     errors = list(errors)
-    origins = dict.fromkeys(table, "default")
+    origins = dict.fromkeys(table, DEFAULT)
     values = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
     for origin, layer in layers:
         layer = with_switches(layer, table, values, errors, origin)
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
-        ended = {name for name in ended if origins[name] != "default"}
-        values |= layer | {name: table[name].default for name in ended}
-        origins |= dict.fromkeys([*layer, *ended], origin)
+        ended = {name for name in ended if origins[name] != DEFAULT}
+        left = {name for name, value in layer.items() if table[name].auto and value == AUTO}
+        values |= layer | {name: table[name].default for name in (*ended, *left)}
+        origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
     config, notes, kind = None, list[str](), InputError
     try:
@@ -298,7 +298,7 @@ def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -
         # A list of DeepSpeed's monitors may be part of a longer one.
         if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
             continue
-        if origins[name] == "default" or values[name] == "auto":
+        if origins[name] == DEFAULT or values[name] == AUTO:
             changed.append(name)
             values[name], origins[name] = value, path
         else:

@@ -5,18 +5,19 @@ rollout's weights are; what the number of ranks cannot divide is told, not refus
 and contradicts a flag that was given by hand: it gives way.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flag_table import DEFAULT, flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
 from pipeline.configuration.groups import STAGE
 from pipeline.errors import ContradictionError, InputError, counted
 
+MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 SHARED = "inference_tp_size"  # flag of stage 3
 # Its flags of the size of a rollout: by itself, or the product of these two.
 ROLLOUT, GENERATED, BATCHES = "rollout_batch_size", "per_device_generation_batch_size", "generation_batches"
@@ -27,7 +28,8 @@ GIVES_WAY = {STAGE: (2, 1, 3), SHARED: (1,)}
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     """Return the settings of a run on `ranks` ranks (None: not known), with what follows from those given.
 
-    --gradient_accumulation_steps follow from --train_batch_size, --generation_batches from a
+    --gradient_accumulation_steps follow from --train_batch_size, in which a --per_device_train_batch_size that nobody
+    gave is the largest up to its default that divides a rank's rows. --generation_batches follow from a
     --per_device_generation_batch_size that is given by hand: one, or as many as an optimizer step takes. An
     --inference_tp_size of a file is lowered to one that divides the ranks.
 
@@ -36,11 +38,14 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     """
     resolved = with_preset_giving_way(with_sharing(resolved, ranks) if ranks else resolved, ranks)
     values, origins, notes = dict(flat_items(resolved.config)), dict(resolved.origins), list[str]()
-    target, micro, steps = values["train_batch_size"], values["per_device_train_batch_size"], 1
+    target, micro, steps = values["train_batch_size"], values[MICRO], 1
     follows = dict[str, tuple[int, str]]()  # flag -> its value, and the origin of that
+    if target and ranks and origins[MICRO] == DEFAULT:
+        micro = max(divisors(max(1, round(target / ranks)), up_to=micro))
+        follows[MICRO] = micro, DEFAULT
     if target and ranks:
         steps = max(1, round(target / (micro * ranks)))
-        follows["gradient_accumulation_steps"] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
+        follows[STEPS] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
         notes += [] if steps * micro * ranks == target else [difference(values, origins, ranks, steps)]
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
@@ -59,9 +64,44 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
 
 
+def divisors(rows: int, *, up_to: int) -> list[int]:
+    """Return the numbers up to one that divide `rows`, ascending."""
+    return [size for size in range(1, min(rows, up_to) + 1) if rows % size == 0]
+
+
+def cut(resolved: Resolved, size: int) -> dict[str, int]:
+    """Return the flags of micro-batches of `size` rows that leave the rows of an optimizer step as they are.
+
+    {} where a rank's rows are no multiple of it.
+    """
+    optimizer = resolved.config.optimizer
+    rows = optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    return {} if rows % size else {MICRO: size, STEPS: rows // size}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Values of flags that are `auto`; none on a CPU.
+
+    flags: the values. origin: for which hardware they were chosen. line: them and what they give, for people.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
+    line: str = ""
+
+    def of(self, resolved: Resolved, ranks: int) -> Resolved:
+        """Return the settings on so many ranks with these values."""
+        if not self.flags:
+            return resolved
+        values, origins = dict(flat_items(resolved.config)), resolved.origins | dict.fromkeys(self.flags, self.origin)
+        config: Any = validated(type(resolved.config), {**values, **self.flags}, origins)
+        return with_ranks(replace(resolved, config=config, origins=origins), ranks)
+
+
 def is_by_hand(resolved: Resolved, name: str) -> bool:
     """Return True for a flag that the command line or a file other than the preset gives."""
-    return resolved.origins[name] not in ("default", resolved.preset)
+    return resolved.is_given(name) and resolved.origins[name] != resolved.preset
 
 
 def says_rollout(resolved: Resolved) -> bool:
@@ -136,7 +176,7 @@ def contradiction(resolved: Resolved, ranks: int | None) -> tuple[str, ...]:
 
 def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, steps: int) -> str:
     """Return the line about a batch that these ranks cannot have, with a micro-batch that would keep it."""
-    target, micro = values["train_batch_size"], values["per_device_train_batch_size"]
+    target, micro = values["train_batch_size"], values[MICRO]
     fitting = [size for size in range(1, micro) if target % (size * ranks) == 0]
     hint = f"; --per_device_train_batch_size {fitting[-1]} keeps it" if fitting else ""
     return (

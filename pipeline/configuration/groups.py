@@ -107,7 +107,9 @@ class ModelConfig(Group):
         on_resume="model",
         aliases=("model",),
     )
-    gradient_checkpointing: bool = flag(False, "Recompute activations to save memory", on_resume="rounding")
+    gradient_checkpointing: bool = flag(
+        False, "Recompute activations to save memory; auto: where the plan needs it", on_resume="rounding", auto=True
+    )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
         "auto", "Attention kernel; auto: transformers' choice", on_resume="rounding", other_tools="flash_attn"
     )
@@ -181,14 +183,21 @@ class OptimizerConfig(Group):
 
     per_device_train_batch_size: int = flag(
         16,
-        "Rows of a micro-batch on a device",
+        "Rows of a micro-batch on a device; auto: as the plan finds fastest, in optimizer steps of as many rows",
         ge=1,
         on_resume="rounding",
+        auto=True,
         deepspeed="train_micro_batch_size_per_gpu",
         aliases=("per_device_training_batch_size",),
         other_tools="batch_size",
     )
-    per_device_eval_batch_size: int = flag(16, "Rows of an evaluation batch on a device", ge=1, on_resume="rounding")
+    per_device_eval_batch_size: int = flag(
+        16,
+        "Rows of an evaluation batch on a device; auto: as the plan says, where --eval_iters counts batches of 16",
+        ge=1,
+        on_resume="rounding",
+        auto=True,
+    )
     train_batch_size: int = flag(
         0, "Rows of an optimizer step over all ranks, which accumulation follows; 0: it does not", ge=0,
         on_resume="rounding",
@@ -264,12 +273,15 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         deepspeed="communication_data_type",
     )
-    reduce_bucket_size: int = zero_size("reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1)
+    reduce_bucket_size: int = zero_size(
+        "reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1, auto=True
+    )
     allgather_bucket_size: int = flag(
         500_000_000,
         "Elements per parameter gather (ZeRO stages 1, 2)",
         ge=1,
         on_resume="rounding",
+        auto=True,
         needs="ZeRO stage 1 or 2",
         deepspeed="zero_optimization.allgather_bucket_size",
     )

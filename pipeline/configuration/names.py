@@ -110,3 +110,14 @@ def with_switches(
             else:
                 folded[flag.name] = words if word in words and added else [w for w in words if w != word] + added
     return folded
+
+
+def without_flag(argv: Iterable[str], name: str) -> list[str]:
+    """Return `argv` without the flag `name` and its values."""
+    kept, skipping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skipping = word[2:].partition("=")[0].replace("-", "_") == name
+        if not skipping:
+            kept.append(word)
+    return kept

@@ -18,6 +18,9 @@ from pipeline.tensor_ops import check_right_padded, lengths_to_mask, pad_rows
 Row = Mapping[str, Any]
 # The label of a position that is no target, as transformers and torch have it.
 IGNORED = -100
+# Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
+# those of much different lengths do not meet.
+SCORING_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import outputs
+from pipeline.planning.fastest import choice_in_words
 from pipeline.planning.ladder import NOT_ENOUGH, Answer, Answers, gained_on_disk, size
 from pipeline.planning.page import StagePlan, fits, run_text, seconds_text, verdict, why_no_time
 
@@ -30,6 +31,9 @@ def table(plans: Mapping[str, StagePlan]) -> Iterator[str]:
         yield columns("stage", "memory", f"GiB of a {process}", "a step", "the run", "GiB of disk")
         for section in sections:
             yield stage_line(section, plans[section])
+        for section in sections:
+            if words := choice_in_words(plans[section].resolved):
+                yield f"  {section}, chosen for it: {words}"
         if any(plans[section].seconds for section in sections):
             yield f"  times are rough, of rows of full length (device: {target.source})"
         elif any(fits(plans[section].memory, target) for section in sections):

@@ -26,7 +26,7 @@ from pipeline.launching.target import Target, this_machine
 from pipeline.models.source import ModelSource
 from pipeline.planning.ladder import Answers
 from pipeline.planning.page import fits, verdict
-from pipeline.preparation.plans import stage_planner
+from pipeline.preparation.plans import choose, stage_planner
 
 # Function that runs the stage with more words and other values of some flags, and tells whether memory suffices.
 Tries = Callable[[list[str], Resolved, dict[str, Any]], bool]
@@ -71,6 +71,7 @@ def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str
         EnvironmentFault: the changes that it may take are not enough.
     """
     planner, resolved = stage_planner(stage, resolved, target, {})
+    resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
     target, plan = planner.target, planner.memory(resolved)
     say(f"auto_fit: {verdict(plan, target)}")
     if fits(plan, target):

@@ -7,7 +7,7 @@ models are planned.
 import json
 from collections.abc import Mapping, Sequence
 
-from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
@@ -16,7 +16,6 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
-from pipeline.rendezvous import local_size, num_ranks
 from pipeline.run.earlier_runs import is_finished
 
 NOTHING_STARTED = "dry run: nothing was started"
@@ -33,8 +32,10 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
     """Print value and origin of each flag, then the DeepSpeed JSON of each engine, where `--explain` asks for them."""
     resolved = with_ranks(resolved, ranks)
     if resolved.config.run.explain:
+        table = flag_table(type(resolved.config))
         for name, value in flat_items(resolved.config):
-            print(f"  {name:<34} {value!s:<30} {resolved.origins[name]}")
+            shown = AUTO if table[name].auto and not resolved.is_given(name) else value
+            print(f"  {name:<34} {shown!s:<30} {resolved.origins[name]}")
         for name, content in engine_jsons(stage, resolved, ranks=ranks).items():
             print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 
@@ -90,15 +91,3 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     finally:
         show_flags(stage, resolved, ranks=ranks)
         print(NOTHING_STARTED)
-
-
-def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
-    """Make the dry run of the stage of which this process is a rank. Raises InputError, EnvironmentFault."""
-    ranks, here = num_ranks(), local_size()
-    hosts, rest = divmod(ranks, here)
-    slots = [here] * hosts + [rest] * bool(rest)
-    if hosts > 1 and not resolved.config.run.target:
-        machines = " + ".join(map(str, slots))
-        note = f"  note: {ranks} ranks, {here} of them here: planned on machines like this one, of {machines} ranks"
-        print(wrapped(note))
-    dry_run_stage(stage, resolved, slots=slots)

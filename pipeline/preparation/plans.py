@@ -1,21 +1,25 @@
 """The plans of stages before they start: the planner of each, its page, and what would make it fit. Imports torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
+from pipeline.configuration.flag_table import CHOSEN
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.global_batch import Choice, with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
+from pipeline.planning.fastest import choice_in_words, fastest
 from pipeline.planning.ladder import Answers
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
 from pipeline.planning.summary import proposals, table
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
+from pipeline.run.earlier_runs import chosen_before
 from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import environment_file
 
@@ -38,6 +42,24 @@ def stage_planner(
     target = with_limit(with_constants(target), given.config.run.gpu_memory_gib)
     planner = StagePlanner(stage.needs, jsons_of, dict(base_of_output), target)
     return planner, with_ranks(given, target.num_gpus)
+
+
+def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
+    """Return the values of flags that are `auto`; none on a CPU, or where a GPU's memory is not known.
+
+    A run that goes on has those that it began with, where its GPUs and their number are the same.
+
+    Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
+    """
+    origin, ranks = f"{CHOSEN}{planner.target}", planner.target.num_gpus
+    before = {} if planner.target.described else chosen_before(stage, resolved)
+    if same := {name: value for name, (value, hardware) in before.items() if hardware == origin}:
+        choice = Choice(same, origin)
+        return replace(choice, line=f"{choice_in_words(choice.of(resolved, ranks))} (as the run began)")
+    if (best := fastest(planner, resolved)) is None:
+        return Choice()
+    began = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
+    return Choice(best.flags, origin, f"{best.line}{f'; anew, as the run began on {began}' if began else ''}")
 
 
 def plan_stages(
@@ -70,6 +92,7 @@ def plan_stages(
         try:
             samples = list(sample_sources(stage, resolved.config, start))
             rows = [sample.rows for sample in samples]
+            resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
             plans[stage.section] = StagePlan.of(planner, resolved, 0 if None in rows else sum(filter(None, rows)))
             data[stage.section] = [f"  data     {sample.line}" for sample in samples if sample.line]
         except RunError as error:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved, without_flag
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage

@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flag_table import CHOSEN, flat_items
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
+from pipeline.configuration.global_batch import MICRO, STEPS, cut
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
@@ -27,7 +28,7 @@ from pipeline.run.layout import automatic_file, candidates, done_file
 
 log = logging.getLogger(__name__)
 
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+BATCH = (MICRO, STEPS)
 IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
 RUN_FILES = ("checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "done.json")
 
@@ -72,6 +73,25 @@ def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
     return next((record["settings"] for record in records if isinstance(record.get("settings"), dict)), {})
 
 
+def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]]:
+    """Return value and origin of what the run that goes on chose for flags that nobody gives now; {} for a new run.
+
+    {} too where its micro-batch does not divide the rows of an optimizer step.
+    """
+    folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
+    settings = read_object(folder.parents[1] / "config.json") if state else {}
+    chosen = {
+        name: (entry["value"], entry["from"])
+        for name, entry in settings.items()
+        if isinstance(entry, dict) and str(entry.get("from", "")).startswith(CHOSEN) and not resolved.is_given(name)
+    }
+    if MICRO not in chosen:
+        return chosen
+    size, hardware = chosen[MICRO]
+    parts = {name: (value, hardware) for name, value in cut(resolved, size).items()}
+    return {**chosen, **parts} if parts else {}
+
+
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
     """Write the flags that a search chose as a preset, with the values that were given for them."""
     heading = "# Chosen by --auto_fit, --auto_batch or --autotuning; a preset for --preset or --config.\n"
@@ -82,7 +102,7 @@ def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> No
 def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
     """Return the values of those of these flags that a command line or a file gives."""
     values = dict(flat_items(resolved.config))
-    return {name: values[name] for name in names if resolved.origins[name] != "default"}
+    return {name: values[name] for name in names if resolved.is_given(name)}
 
 
 def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False) -> list[str] | None:

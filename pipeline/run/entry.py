@@ -26,18 +26,26 @@ from pipeline.errors import (
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
-from pipeline.run.data_split import resolve_splits
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
+from pipeline.run.settled import Choose, resolve_splits
 from pipeline.run.stop_request import StopRequest, quit_now
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
 
 
-def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Resolved], None]) -> int:
-    """Parse the flags of a stage and run its loop.
+def enter(
+    stage: Stage,
+    argv: list[str] | None,
+    *,
+    dry_run: Callable[[Stage, Resolved], None],
+    choose: Choose,
+) -> int:
+    """Parse the flags of a stage and run its loop; returns the exit code of design.md, section 3.
 
-    In a dry run, rank 0 calls `dry_run(stage, flags)` instead. Returns the exit code of design.md, section 3.
+    Args:
+        dry_run: (stage, flags) is what rank 0 does in a dry run instead.
+        choose: (stage, flags) returns on rank 0 what flags are that are `auto`.
     """
     outlive_console()
     try:
@@ -62,7 +70,7 @@ def enter(stage: Stage, argv: list[str] | None, *, dry_run: Callable[[Stage, Res
         write_outcome(run_dir, own_rank(), None, "running")
     from pipeline.run.run import run_stage
 
-    return run_stage(stage, resolved, stop=stop)
+    return run_stage(stage, resolved, choose=choose, stop=stop)
 
 
 def check_supervised(run: RunConfig) -> None:

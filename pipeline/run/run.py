@@ -37,7 +37,6 @@ from pipeline.errors import (
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
-from pipeline.run.data_split import rollout_asked, with_decided, with_rollout, with_split
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
@@ -52,6 +51,7 @@ from pipeline.run.outcome import (
     supervisor_name,
     write_outcome,
 )
+from pipeline.run.settled import Choose, as_rank_0_has_it, with_decided
 from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
@@ -161,6 +161,13 @@ class Run:
     stop: StopRequest
     engine_jsons: dict[str, Json] = field(default_factory=dict)
 
+    @property
+    def evaluation_unit(self) -> int:
+        """Rows of a batch that --eval_iters counts: those that were given, else the default, whatever was chosen."""
+        name = "per_device_eval_batch_size"
+        given = self.resolved.config.optimizer.per_device_eval_batch_size
+        return int(given if self.resolved.is_given(name) else flag_table(type(self.resolved.config))[name].default)
+
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""
         config = self.resolved.config.run
@@ -194,7 +201,7 @@ def take_folder(run: Run) -> None:
     on_each_storage(take)
 
 
-def run_stage(stage: Stage, resolved: Resolved, *, stop: StopRequest | None = None) -> int:
+def run_stage(stage: Stage, resolved: Resolved, *, choose: Choose, stop: StopRequest | None = None) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
 
     Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
@@ -208,14 +215,14 @@ def run_stage(stage: Stage, resolved: Resolved, *, stop: StopRequest | None = No
                 check_nobody_left(folder)
                 clear_outcomes(folder)
             heartbeat.start(beat_file(folder, own_rank()))
-            return run_rank(folder, stop or StopRequest(), stage, resolved)
+            return run_rank(folder, stop or StopRequest(), stage, resolved, choose)
     except EnvironmentFault as error:
         return print_error(error)
     finally:
         heartbeat.end()
 
 
-def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved) -> int:
+def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, choose: Choose) -> int:
     """Run one rank from its first log line to its outcome file; returns the exit code."""
     run_config: RunConfig = resolved.config.run
     rank = own_rank()
@@ -230,7 +237,7 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved) 
         world = dist.start(timeout_s=run_config.process_group_timeout_s)
         if not look_at_storage(lock_file(folder)) and world.is_main:
             log.info("the hosts share no storage here: each keeps all checkpoints and models")
-        begin(Run(world, folder, stage, resolved, stop))
+        begin(Run(world, folder, stage, resolved, stop), choose)
     except RunError as error:
         code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
         file_log.info(message)
@@ -276,17 +283,17 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
     return EXIT_ENVIRONMENT, f"{line}; {', or '.join(filter(None, ways))}"
 
 
-def begin(run: Run) -> None:
-    """Start the loop unless the folder holds this run, finished."""
+def begin(run: Run, choose: Choose) -> None:
+    """Start the loop unless the folder holds this run, finished. choose: see `enter`."""
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
-    # Hosts without a common storage may see other runs: rank 0 says what --data_split auto is, and how large a rollout.
-    resolved = with_split(run.resolved, dist.on_main(lambda: config.data.data_split))
-    rollout = dist.on_main(lambda: rollout_asked(config))
-    run = replace(run, resolved=with_rollout(resolved, rollout, "as rank 0 has it"))
+    resolved, chosen = as_rank_0_has_it(run.stage, run.resolved, choose, run.world.size)
+    run = replace(run, resolved=resolved)
     run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.decide(run))))
     if run.world.is_main:
+        if chosen:
+            log.info("chosen by the plan: %s", chosen)
         on_cpu = run.world.device.type == "cpu"
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:
             log.warning("%s", line)

@@ -12,8 +12,8 @@ from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
-from pipeline.run.data_split import data_of
 from pipeline.run.run import Run
+from pipeline.run.settled import data_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

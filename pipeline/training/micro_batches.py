@@ -14,15 +14,12 @@ from typing import Self
 import torch
 
 from pipeline import dist
-from pipeline.data.batching import balanced_slices
+from pipeline.data.batching import SCORING_TOKENS, balanced_slices
 from pipeline.tensor_ops import round_up
 
 # Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
 # attention kernels are planned and memory is laid out.
 LENGTH_UNIT = 32
-# Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
-# those of much different lengths do not meet.
-SCORING_TOKENS = 16_384
 # The fixed cost of a forward pass in tokens: another pass must save more padding than this.
 PASS_TOKENS = 1_024
 # Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.

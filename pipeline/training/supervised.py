@@ -183,7 +183,7 @@ def assemble(
     )
 
     def held_out(size: int) -> list[Callable[[], B]]:
-        max_rows = settings.eval_iters * optimizer.per_device_eval_batch_size * world.size
+        max_rows = settings.eval_iters * run.evaluation_unit * world.size
         ranks = {"world_size": world.size, "rank": world.rank}
         return evaluation_batches(data.eval, collate, batch_size=size, max_rows=max_rows, **ranks)
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from pipeline.data.batching import SCORING_TOKENS
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import counted
 from pipeline.generation.backends import choose_backend
@@ -25,7 +26,7 @@ from pipeline.models.partitions import mark_partitioned
 from pipeline.planning.measurement import build, count_pass, model_size, planned_config
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_arithmetic
 from pipeline.tensor_ops import round_up
-from pipeline.training.micro_batches import LENGTH_UNIT, SCORING_TOKENS
+from pipeline.training.micro_batches import LENGTH_UNIT
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.roles import trained_roles
 from step3_ppo.rollout import Schedule, generation_options, make_schedule

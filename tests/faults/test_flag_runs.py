@@ -16,7 +16,7 @@ from support.tiny_run import read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.checkpoints import checkpoint
-from pipeline.configuration.flags import without_flag
+from pipeline.configuration.names import without_flag
 from pipeline.engine.memory import model_memory
 from pipeline.generation.hybrid_engine import HybridEngine
 

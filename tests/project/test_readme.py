@@ -318,11 +318,15 @@ NO_CONFIGS = {"self", "torch", "dist", "world", "run.world", "deepspeed", "trans
 
 
 def attributes_read() -> set[str]:
-    """Names read as `something.name` or by `model_dump(include={"name"})`. A field's definition is no such access."""
+    """Names read as `something.name`, by `model_dump(include={"name"})`, or by name as the fields of a `RolloutSize`.
+
+    A field's definition is no such access.
+    """
     nodes = [node for path in source_files() for node in ast.walk(tree_of(path))]
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
     included = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "include"]
     names = {node.attr for node in reads if ast.unparse(node.value) not in NO_CONFIGS}
+    names |= {field.name for field in fields(RolloutSize)}
     return names | {name for value in included for name in ast.literal_eval(value)}
 
 

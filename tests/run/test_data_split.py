@@ -12,9 +12,9 @@ from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
-from pipeline.run.data_split import resolve_splits
 from pipeline.run.entry import read_flags
 from pipeline.run.run import Run, begin
+from pipeline.run.settled import resolve_splits
 from pipeline.run.stop_request import StopRequest
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan

@@ -87,7 +87,9 @@ def test_a_run_writes_down_what_it_has_decided_and_holds_it(folder, tmp_path):
     done["settings"]["old_log_probs"] = "sampler"
     (run / "done.json").write_text(json.dumps(done))
     resolved = read_flags(STAGE, words)
-    assert resolved.config.ppo.old_log_probs == "sampler" and resolved.origins["old_log_probs"] == "--old_log_probs auto"
+    assert (
+        resolved.config.ppo.old_log_probs == "sampler" and resolved.origins["old_log_probs"] == "--old_log_probs auto"
+    )
     given = read_flags(STAGE, [*words, "--old_log_probs", "trainer"])
     assert given.config.ppo.old_log_probs == "trainer" and given.origins["old_log_probs"] == "command line"
     afresh = read_flags(STAGE, [*words, "--resume", "never"])

@@ -1,17 +1,17 @@
-"""Resolve what earlier runs decide: `--data_split auto`, the rows that a stage trains on, and old rollouts. No torch.
+"""Settle what flags leave open: `--data_split auto`, old rollouts, and what rank 0 says for all ranks. No torch.
 
 Stages of one command that read a source in common share its prompts; a stage by itself takes all rows. A run that goes
 on keeps the split that it has, and one on a source of another stage's run takes that run's.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
-from pipeline.configuration.global_batch import ROLLOUT, says_rollout, with_others
+from pipeline.configuration.global_batch import ROLLOUT, Choice, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
 from pipeline.configuration.resume_rules import PROMPTS
 from pipeline.configuration.stage import Stage, StageConfig
@@ -22,6 +22,7 @@ from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
 from pipeline.run.evaluations import run_flags
 from pipeline.run.layout import environment_file
 
+Choose = Callable[[Stage, Resolved], Choice]
 AUTO, ALL_ROWS = "auto", "none"
 SHARED = "2,4,4"  # for stages 1, 2, 3; also what a run has whose record does not say it
 NOTE = "{} reads the same source with --data_split {}, so some rows train both; --data_split 2,4,4 in both parts them"
@@ -169,3 +170,20 @@ def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
     if rollout_asked(resolved.config) == responses:
         return resolved
     return with_others(resolved, {ROLLOUT: responses}, why)
+
+
+def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, str]:
+    """Return the settings with what rank 0 says of split, rollouts and flags that are `auto`; and a line on the last.
+
+    Hosts without a common storage may see other runs. A collective.
+
+    Args:
+        choose: (stage, settings) returns on rank 0 what flags are that the plan chooses.
+    """
+    from pipeline import dist  # it imports torch
+
+    config = resolved.config
+    resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
+    resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
+    choice = dist.on_main(lambda: choose(stage, resolved))
+    return choice.of(resolved, ranks), choice.line

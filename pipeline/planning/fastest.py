@@ -1,0 +1,174 @@
+"""The fastest way to run a stage that its plan finds: values of the flags that are `auto`.
+
+None of them changes what is trained, but for rounding: how an optimizer step is cut into micro-batches, whether
+activations are recomputed, how many prompts are sampled at once, the rows of an evaluation batch, the sizes of buckets.
+A CPU has their defaults. The ladder (`ladder.py`) goes the other way: it changes what was given until a plan fits.
+"""
+
+import shlex
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any, Self
+
+from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
+from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.global_batch import BATCHES, GENERATED, MICRO, STEPS, Choice, cut, divisors
+from pipeline.data.batching import SCORING_TOKENS
+from pipeline.files import GIB
+from pipeline.planning.memory import MemoryPlan
+from pipeline.planning.page import StagePlanner, lacking, seconds_text
+
+EVALUATED, RECOMPUTED = "per_device_eval_batch_size", "gradient_checkpointing"
+# Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
+BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
+# Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
+# an H100 (docs/experiments.md, "What today's shapes take").
+GIVEN_BACK_S = 0.3
+ALIKE = 1.05  # times of a step whose quotient is at most this are alike
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Values of flags that are `auto`, with the plan of the settings that have them.
+
+    flags: the values.
+    resolved: the settings.
+    plan: their plan.
+    seconds: seconds of an optimizer step, with its share of a rollout; 0 where they are not known.
+    lacks: bytes that the GPU or the host lacks, by the high estimate.
+    """
+
+    flags: Mapping[str, Any]
+    resolved: Resolved
+    plan: MemoryPlan
+    seconds: float
+    lacks: int
+
+    @classmethod
+    def of(cls, planner: StagePlanner, resolved: Resolved, flags: Mapping[str, Any]) -> Self:
+        """Plan settings with other values of some flags. Raises InputError, EnvironmentFault."""
+        settings = Choice(flags, f"{CHOSEN}{planner.target}").of(resolved, planner.target.num_gpus)
+        plan, needs = planner.memory(settings), planner.needs(settings)
+        lacks = sum(lacking(plan, planner.target, high=True))
+        seconds = 0.0 if lacks else sum(planner.seconds(settings, plan)[0].values())
+        seconds += GIVEN_BACK_S if seconds and plan.slots and not plan.keeps_rollout else 0.0
+        return cls(flags, settings, plan, seconds / needs.steps_each, lacks)
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows of a micro-batch."""
+        return int(self.resolved.config.optimizer.per_device_train_batch_size)
+
+    @property
+    def is_best_of_its_kind(self) -> bool:
+        """Tell whether no smaller micro-batch can be faster: it fits, and beside a KV cache, if any, that stays."""
+        return not self.lacks and (self.plan.keeps_rollout or not self.plan.slots)
+
+    @property
+    def line(self) -> str:
+        """The choice, and what it gives."""
+        time = f"{seconds_text(self.seconds)} a step and " if self.seconds else ""
+        memory = " to ".join(f"{n / GIB:.1f}" for n in self.plan.reserved())
+        return f"{choice_in_words(self.resolved)} ({time}{memory} GiB by the plan)"
+
+
+def auto_flags(resolved: Resolved) -> list[str]:
+    """Return the flags that the plan chooses: those that are `auto`, and that nobody gave."""
+    return [
+        name for name, flag in flag_table(type(resolved.config)).items() if flag.auto and not resolved.is_given(name)
+    ]
+
+
+def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
+    """Return the fastest settings that fit by the high estimate; None on a CPU, or where a GPU's memory is not known.
+
+    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where none fits,
+    the one that lacks least.
+
+    Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
+    """
+    names = auto_flags(resolved)
+    if planner.target.is_cpu or not planner.target.memory or not names:
+        return None
+    planned = list(candidates(planner, resolved, names))
+    fitting = [one for one in planned if not one.lacks]
+    if not fitting:
+        return min(planned, key=lambda one: one.lacks)
+    best = min(one.seconds for one in fitting)
+    alike = [one for one in fitting if one.seconds <= ALIKE * best]
+    return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
+
+
+def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> Iterator[Candidate]:
+    """Yield the settings that may be the fastest: those of each micro-batch that can be, with more and more recomputed.
+
+    Without any recomputation the largest micro-batch is the fastest: nothing else is tried where it fits.
+    """
+    sizes, ranks = micro_batches(resolved, names), planner.target.num_gpus
+    recomputed = [name for name in names if name.endswith(RECOMPUTED)]
+    for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
+
+        @cache
+        def planned(size: int, switched: Sequence[str] = tuple(switched)) -> Candidate:
+            flags = {name: name in switched for name in recomputed} | (cut(resolved, size) if MICRO in names else {})
+            flags |= {name: size for name, size in BUCKETS.items() if name in names}
+            flags |= batches_without_gradients(planner, resolved, names, micro_batch=size, ranks=ranks)
+            return Candidate.of(planner, resolved, flags)
+
+        yield from of_sizes(planned, sizes)
+        if planned(sizes[-1]).is_best_of_its_kind:
+            return
+
+
+def choice_in_words(resolved: Resolved) -> str:
+    """Return the values that were chosen and are not the defaults of their flags, as a command line has them."""
+    table, origins = flag_table(type(resolved.config)), resolved.origins
+    chosen = {name: value for name, value in flat_items(resolved.config) if origins[name].startswith(CHOSEN)}
+    return shlex.join(flag_words({name: value for name, value in chosen.items() if value != table[name].default}))
+
+
+def of_sizes(planned: Callable[[int], Candidate], sizes: Sequence[int]) -> Iterator[Candidate]:
+    """Yield the largest of ascending micro-batches that fits, and smaller ones as long as they may be faster.
+
+    The smallest where none fits.
+    """
+    place = len(sizes) - 1
+    if planned(sizes[place]).lacks:
+        place = max(0, bisect_left(sizes, True, key=lambda size: bool(planned(size).lacks)) - 1)
+    yield (largest := planned(sizes[place]))
+    for size in reversed(sizes[:place]):
+        if largest.is_best_of_its_kind or largest.lacks or (one := planned(size)).seconds > largest.seconds:
+            return
+        yield one
+
+
+def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
+    """Return the micro-batches into which a rank's rows of an optimizer step can be cut, ascending."""
+    optimizer = resolved.config.optimizer
+    micro, steps = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
+    # A DeepSpeed JSON that names the accumulation is held to it.
+    if MICRO not in names or resolved.origins[STEPS] == resolved.config.deepspeed.deepspeed_config:
+        return [micro]
+    return divisors(micro * steps, up_to=micro * steps)
+
+
+def batches_without_gradients(
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], *, micro_batch: int, ranks: int
+) -> dict[str, int]:
+    """Return the rows of an evaluation batch, and the prompts that are sampled at once.
+
+    A batch has as many tokens as a scoring pass, where its passes are known; else it is no larger than those of an
+    update. All prompts of a rollout are sampled at once: a KV cache of fewer slots, if memory asks for it, takes them
+    in turn.
+    """
+    flags, rollout = dict[str, int](), resolved.config.rollout_size(ranks)
+    passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
+    if EVALUATED in names:
+        tokens = sum(one.rows * one.length for one in passes) // rows if passes else 0
+        flags[EVALUATED] = max(1, SCORING_TOKENS // tokens) if tokens else max(rows, micro_batch)
+    if GENERATED in names and not dict(flat_items(resolved.config))[BATCHES]:
+        flags[GENERATED] = max(1, rollout.prompts // ranks)
+    return flags

@@ -1,0 +1,35 @@
+"""What the ranks of a stage ask of the preparation when they were started: their dry run, and flags that are `auto`.
+
+Imports no torch until something is planned.
+"""
+
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.stage import Stage
+from pipeline.console import wrapped
+from pipeline.launching.target import this_machine
+from pipeline.preparation.dry_run import dry_run_stage
+from pipeline.rendezvous import own_slots
+
+
+def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
+    """Return the values of flags that are `auto` for the ranks of this run, on machines like this one.
+
+    Raises InputError, EnvironmentFault: see `choose`.
+    """
+    target = this_machine(*own_slots())
+    if target.is_cpu:
+        return Choice()
+    from pipeline.preparation.plans import choose, stage_planner
+
+    return choose(stage, *stage_planner(stage, resolved, target, {}))
+
+
+def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
+    """Make the dry run of the stage of which this process is a rank. Raises InputError, EnvironmentFault."""
+    slots = own_slots()
+    if len(slots) > 1 and not resolved.config.run.target:
+        machines = " + ".join(map(str, slots))
+        ranks = f"{sum(slots)} ranks, {slots[0]} of them here"
+        print(wrapped(f"  note: {ranks}: planned on machines like this one, of {machines} ranks"))
+    dry_run_stage(stage, resolved, slots=slots)
