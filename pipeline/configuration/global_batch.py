@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flag_table import DEFAULT, flag_table, flat_items
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
 from pipeline.configuration.groups import STAGE
 from pipeline.errors import ContradictionError, InputError, counted
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+EVALUATED = "per_device_eval_batch_size"
 SHARED = "inference_tp_size"  # flag of stage 3
 # Its flags of the size of a rollout: by itself, or the product of these two.
 ROLLOUT, GENERATED, BATCHES = "rollout_batch_size", "per_device_generation_batch_size", "generation_batches"
@@ -97,6 +98,13 @@ class Choice:
         values, origins = dict(flat_items(resolved.config)), resolved.origins | dict.fromkeys(self.flags, self.origin)
         config: Any = validated(type(resolved.config), {**values, **self.flags}, origins)
         return with_ranks(replace(resolved, config=config, origins=origins), ranks)
+
+
+def evaluation_unit(resolved: Resolved) -> int:
+    """Return the rows of a batch that --eval_iters counts: those that were given, else the default, however chosen."""
+    if resolved.origins.get(EVALUATED, DEFAULT).startswith(CHOSEN):
+        return int(flag_table(type(resolved.config))[EVALUATED].default)
+    return int(resolved.config.optimizer.per_device_eval_batch_size)
 
 
 def is_by_hand(resolved: Resolved, name: str) -> bool:

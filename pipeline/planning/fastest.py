@@ -15,18 +15,20 @@ from typing import Any, Self
 
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
 from pipeline.configuration.flags import Resolved, flag_words
-from pipeline.configuration.global_batch import BATCHES, GENERATED, MICRO, STEPS, Choice, cut, divisors
+from pipeline.configuration.global_batch import BATCHES, EVALUATED, GENERATED, MICRO, STEPS, Choice, cut, divisors
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, lacking, seconds_text
 
-EVALUATED, RECOMPUTED = "per_device_eval_batch_size", "gradient_checkpointing"
+RECOMPUTED = "gradient_checkpointing"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
 # Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
 # an H100 (docs/experiments.md, "What today's shapes take").
 GIVEN_BACK_S = 0.3
+# Rows of a pass without gradients that take less than one of a pass with them, also where its layers are recomputed.
+ROWS_WITHOUT_GRADIENTS = 4
 ALIKE = 1.05  # times of a step whose quotient is at most this are alike
 
 
@@ -114,7 +116,7 @@ def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) 
         @cache
         def planned(size: int, switched: Sequence[str] = tuple(switched)) -> Candidate:
             flags = {name: name in switched for name in recomputed} | (cut(resolved, size) if MICRO in names else {})
-            flags |= {name: size for name, size in BUCKETS.items() if name in names}
+            flags |= {name: elements for name, elements in BUCKETS.items() if name in names and ranks > 1}
             flags |= batches_without_gradients(planner, resolved, names, micro_batch=size, ranks=ranks)
             return Candidate.of(planner, resolved, flags)
 
@@ -160,15 +162,16 @@ def batches_without_gradients(
 ) -> dict[str, int]:
     """Return the rows of an evaluation batch, and the prompts that are sampled at once.
 
-    A batch has as many tokens as a scoring pass, where its passes are known; else it is no larger than those of an
-    update. All prompts of a rollout are sampled at once: a KV cache of fewer slots, if memory asks for it, takes them
-    in turn.
+    A batch has as many tokens as a scoring pass, but no more rows than surely take less than an update's; where its
+    passes are not known, as many as an update. All prompts of a rollout are sampled at once: a KV cache of fewer slots,
+    if memory asks for it, takes them in turn.
     """
     flags, rollout = dict[str, int](), resolved.config.rollout_size(ranks)
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
     if EVALUATED in names:
         tokens = sum(one.rows * one.length for one in passes) // rows if passes else 0
-        flags[EVALUATED] = max(1, SCORING_TOKENS // tokens) if tokens else max(rows, micro_batch)
+        most = max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch)) if tokens else 0
+        flags[EVALUATED] = most or max(rows, micro_batch)
     if GENERATED in names and not dict(flat_items(resolved.config))[BATCHES]:
         flags[GENERATED] = max(1, rollout.prompts // ranks)
     return flags

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
-from pipeline.configuration.global_batch import SHARED, with_ranks
+from pipeline.configuration.global_batch import EVALUATED, SHARED, with_ranks
 from pipeline.configuration.groups import STAGE
 from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
@@ -28,7 +28,7 @@ LORA_DIM = 16
 LEAST_SHARE = 0.01  # Share of what is missing below which a change is not worth its cost.
 OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 NOT_ENOUGH = "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
-EVALUATED, STREAMED = "per_device_eval_batch_size", "rollout_weights"
+STREAMED = "rollout_weights"
 
 
 def named(values: Values, flag: str) -> list[str]:

@@ -161,13 +161,6 @@ class Run:
     stop: StopRequest
     engine_jsons: dict[str, Json] = field(default_factory=dict)
 
-    @property
-    def evaluation_unit(self) -> int:
-        """Rows of a batch that --eval_iters counts: those that were given, else the default, whatever was chosen."""
-        name = "per_device_eval_batch_size"
-        given = self.resolved.config.optimizer.per_device_eval_batch_size
-        return int(given if self.resolved.is_given(name) else flag_table(type(self.resolved.config))[name].default)
-
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""
         config = self.resolved.config.run

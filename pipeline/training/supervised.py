@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
+from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.cache import StageData
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
@@ -183,7 +184,7 @@ def assemble(
     )
 
     def held_out(size: int) -> list[Callable[[], B]]:
-        max_rows = settings.eval_iters * run.evaluation_unit * world.size
+        max_rows = settings.eval_iters * evaluation_unit(run.resolved) * world.size
         ranks = {"world_size": world.size, "rank": world.rank}
         return evaluation_batches(data.eval, collate, batch_size=size, max_rows=max_rows, **ranks)
 

@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.source_tree import ROOT, source_files, tree_of
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
+from pipeline.generation.rollout_size import RolloutSize
 from rlhf import chat, compare, convert, export, merge, train, train_plan
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan

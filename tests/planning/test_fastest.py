@@ -1,0 +1,184 @@
+"""What the plan chooses for flags that are `auto`, beside a search through all settings, each given by hand."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.marks import slow_but
+from transformers import LlamaConfig
+
+from pipeline.configuration.flags import flag_words, parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.stage import Stage
+from pipeline.files import GIB
+from pipeline.launching.target import Target
+from pipeline.planning.fastest import ALIKE, GIVEN_BACK_S, choice_in_words, fastest
+from pipeline.planning.page import lacking
+from pipeline.preparation.plans import choose, stage_planner
+from step1_sft.stage import STAGE as SFT
+from step3_ppo.stage import STAGE as PPO
+
+BUCKETS = {"reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, layers in (("actor", 4), ("critic", 2)):
+        LlamaConfig(
+            hidden_size=256, intermediate_size=688, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=8192,
+        ).save_pretrained(folder / name)  # fmt: skip
+    return folder
+
+
+def given(stage: Stage, models: Path, *words: object, ranks: int = 1) -> Any:
+    paths = ["--model_name_or_path", models / "actor", "--max_seq_len", 512]
+    if stage is PPO:
+        paths = ["--actor_model_name_or_path", models / "actor", "--critic_model_name_or_path", models / "critic"]
+    argv = [str(word) for word in (*paths, "--data_path", "none.jsonl", "--output_dir", models / "out", *words)]
+    return with_ranks(parse(stage.config, argv, section=stage.section), ranks)
+
+
+def gpu(memory: float, *slots: int, speed: float = 1.0) -> Target:
+    """A GPU so slow that its kernels, not the host, take the time of a step; `speed` times as fast."""
+    return Target("GPU", int(memory), slots or (1,), tb_per_s=0.05 * speed, tflops=20.0 * speed)
+
+
+def by_hand(
+    stage: Stage, models: Path, target: Target, flags: dict[str, Any], *words: object
+) -> tuple[float, int, int]:
+    """Return seconds, high estimate and lacking bytes of settings whose flags are given."""
+    ranks = target.num_gpus
+    planner, resolved = stage_planner(stage, given(stage, models, *words, *flag_words(flags), ranks=ranks), target, {})
+    plan, needs = planner.memory(resolved), planner.needs(resolved)
+    seconds = sum(planner.seconds(resolved, plan)[0].values())
+    seconds += GIVEN_BACK_S if plan.slots and not plan.keeps_rollout else 0.0
+    return seconds / needs.steps_each, plan.reserved()[0], sum(lacking(plan, target, high=True))
+
+
+def searched(stage: Stage, models: Path, target: Target, *words: object, **others: Any) -> dict[str, Any]:
+    """Return the flags that a search through all micro-batches and recomputed models takes."""
+    switches = (
+        ["gradient_checkpointing"]
+        if stage is SFT
+        else ["actor_gradient_checkpointing", "critic_gradient_checkpointing"]
+    )
+    tried = []
+    for size, number in product(SIZES, range(len(switches) + 1)):
+        flags = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 32 // size, **others}
+        flags |= {name: place < number for place, name in enumerate(switches)}
+        flags["per_device_eval_batch_size"] = max(16, size) if stage is PPO else min(32, 4 * size)
+        seconds, memory, lacks = by_hand(stage, models, target, flags, *words)
+        if not lacks:
+            tried.append((seconds, size, memory, flags))
+    least = min(seconds for seconds, *_ in tried)
+    alike = [one for one in tried if one[0] <= ALIKE * least]
+    return max(alike, key=lambda one: (one[1], -one[2]))[3]
+
+
+@pytest.mark.parametrize(
+    ("gib", "speed", "size", "recomputes"),
+    slow_but(
+        [(1.7, 1.0, 8, False)],
+        [(1.35, 1.0, 1, True), (1.7, 1.0, 8, False), (2.5, 1.0, 32, False), (1.7, 100.0, 32, True)],
+    ),
+)
+def test_a_micro_batch_and_checkpointing_as_a_search_by_hand_finds_them(models, gib, speed, size, recomputes):
+    """On a GPU so fast that the host takes the time of a step, fewer launches are worth recomputed activations."""
+    target, words = gpu(gib * GIB, speed=speed), ("--gradient_accumulation_steps", 2)
+    choice = fastest(*stage_planner(SFT, given(SFT, models, *words), target, {}))
+    expected = searched(SFT, models, target)
+    assert choice.flags == expected
+    assert (choice.micro_batch, choice.flags["gradient_checkpointing"]) == (size, recomputes)
+    seconds, memory, _ = by_hand(SFT, models, target, expected)
+    assert (choice.seconds, choice.plan.reserved()[0]) == (seconds, memory)
+    optimizer = choice.resolved.config.optimizer
+    assert optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gib", [1.65, 1.75, 2.0, 2.5])
+def test_ppo_as_a_search_by_hand_finds_it(models, gib):
+    target, words = gpu(gib * GIB), ("--train_batch_size", 32, "--max_answer_seq_len", 256)
+    choice = fastest(*stage_planner(PPO, given(PPO, models, *words), target, {}))
+    others = {"per_device_generation_batch_size": 32, "rollout_batch_size": 32}
+    expected = searched(PPO, models, target, "--max_answer_seq_len", 256, **others)
+    assert choice.flags == {name: value for name, value in expected.items() if name != "rollout_batch_size"}
+
+
+def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):
+    taken = []
+    for gib in (2.5, 2.0, 1.7, 1.4, 1.35, 0.5):
+        choice = fastest(*stage_planner(SFT, given(SFT, models, "--train_batch_size", 32), gpu(gib * GIB), {}))
+        taken.append((choice.micro_batch, choice.flags["gradient_checkpointing"], choice.lacks > 0))
+    sizes = [(32, False, False), (16, False, False), (8, False, False), (2, False, False), (1, True, False)]
+    assert taken[:-1] == sizes and taken[-1][2], "nothing fits into the last one"
+
+
+def test_a_flag_that_is_given_wins_and_the_word_auto_gives_none(models):
+    target = gpu(4 * GIB)
+
+    def chosen(*words: object) -> dict[str, Any]:
+        return fastest(*stage_planner(SFT, given(SFT, models, *words), target, {})).flags
+
+    usual = chosen("--gradient_accumulation_steps", 2)
+    assert (usual["per_device_train_batch_size"], usual["gradient_checkpointing"]) == (32, False)
+    micro = chosen("--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 4)
+    assert micro.keys() == usual.keys() - {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    assert "gradient_checkpointing" not in chosen("--gradient_checkpointing", "true")
+    assert "per_device_eval_batch_size" not in chosen("--per_device_eval_batch_size", 3)
+    words = ("--per_device_train_batch_size", "auto", "--gradient_checkpointing", "auto")
+    assert chosen("--gradient_accumulation_steps", 2, *words) == usual
+
+
+def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_size(models):
+    def at_once(*words: object, ranks: int = 1) -> int | None:
+        target = gpu(8 * GIB, ranks)
+        return fastest(*stage_planner(PPO, given(PPO, models, *words, ranks=ranks), target, {})).flags.get(
+            "per_device_generation_batch_size"
+        )
+
+    assert at_once("--train_batch_size", 32) == 32
+    assert at_once("--train_batch_size", 32, "--num_samples_per_prompt", 4) == 8
+    assert at_once("--train_batch_size", 32, "--rollout_batch_size", 128, ranks=2) == 64
+    assert at_once("--train_batch_size", 32, "--generation_batches", 2) is None, "its product is the rollout"
+    assert at_once("--train_batch_size", 32, "--per_device_generation_batch_size", 8) is None
+
+
+def test_rows_that_ranks_do_not_divide_are_cut_to_the_nearest_number(models):
+    choice = fastest(*stage_planner(SFT, given(SFT, models, "--train_batch_size", 64, ranks=6), gpu(4 * GIB, 6), {}))
+    assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (11, 1)
+
+
+def test_buckets_are_smaller_where_there_are_other_ranks(models):
+    def chosen(ranks: int, *words: object) -> dict[str, Any]:
+        return fastest(*stage_planner(SFT, given(SFT, models, *words, ranks=ranks), gpu(4 * GIB, ranks), {})).flags
+
+    assert not BUCKETS.keys() & chosen(1).keys() and BUCKETS.items() <= chosen(2).items()
+    assert "reduce_bucket_size" not in chosen(2, "--reduce_bucket_size", "5e8")
+
+
+def test_nothing_is_chosen_on_a_cpu_or_for_a_gpu_of_unknown_memory(models):
+    for target in (Target("CPU", 8 * GIB), Target("GPU", 0)):
+        planner, resolved = stage_planner(SFT, given(SFT, models), target, {})
+        assert fastest(planner, resolved) is None and choose(SFT, planner, resolved).of(resolved, 1) is resolved
+
+
+def test_a_batch_of_a_deepspeed_json_stays_as_it_is_cut(models, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": 2}')
+    choice = fastest(*stage_planner(SFT, given(SFT, models, "--deepspeed_config", file), gpu(4 * GIB), {}))
+    assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (16, 2)
+
+
+def test_the_choice_is_said_with_what_it_gives(models):
+    planner, resolved = stage_planner(SFT, given(SFT, models, "--train_batch_size", 32), gpu(4 * GIB), {})
+    choice = choose(SFT, planner, resolved)
+    words = choice_in_words(choice.of(resolved, 1))
+    assert words.startswith("--per_device_train_batch_size 32 --per_device_eval_batch_size 32")
+    assert choice.line.startswith(f"{words} (") and "s a step and" in choice.line and "GiB by the plan" in choice.line
+    origins = choice.of(resolved, 1).origins
+    assert origins["per_device_train_batch_size"] == "chosen for 1 x GPU, 4.0 GiB each"

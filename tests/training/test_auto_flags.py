@@ -1,0 +1,128 @@
+"""Runs whose flags are `auto`, of ranks that were told of a GPU and compute on the CPU: as the same flags by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder
+
+from pipeline.launching.target import GIB, Target
+from pipeline.preparation import own_ranks
+from step1_sft.main import main as sft_main
+from step2_reward.main import main as reward_main
+from step3_ppo.main import main as ppo_main
+
+MAINS = {"sft": sft_main, "reward": reward_main, "ppo": ppo_main}
+GPU = Target("GPU", 8 * GIB, tb_per_s=2.0, tflops=300.0, described=False)
+CUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("auto"), num_train=40, num_test=24)
+
+
+def run(stage: str, folder: Path, out: Path, *words: object, max_steps: int = 2) -> dict[str, Any]:
+    """A run of two steps of 8 rows in this process; its flags."""
+    flags = {
+        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
+        "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "eval_iters": 1,
+        "output_dir": out if stage == "ppo" else out / stage, "max_steps": max_steps, "train_batch_size": 8,
+    }  # fmt: skip
+    if stage == "ppo":
+        flags |= {
+            "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
+            "max_prompt_seq_len": 48, "max_answer_seq_len": 12,
+        }  # fmt: skip
+    else:
+        flags |= {"model_name_or_path": folder / "base", "max_seq_len": 96}
+    with undone_afterwards():
+        assert (
+            MAINS[stage](
+                [str(word) for pair in flags.items() for word in (f"--{pair[0]}", pair[1])] + list(map(str, words))
+            )
+            == 0
+        )
+    return json.loads((out / "runs" / stage / "config.json").read_text())
+
+
+def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
+    """What a run has logged, but for times and memory."""
+    lines = map(json.loads, (out / "runs" / stage / "metrics.jsonl").read_text().splitlines())
+    left_out = ("time", "_s", "gib", "mfu", "utilisation")
+    return [
+        {name: value for name, value in line.items() if not any(part in name for part in left_out)} for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    "stage", ["sft", pytest.param("reward", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)]
+)
+def test_what_is_chosen_gives_the_numbers_of_the_same_flags_by_hand(folder, tmp_path, monkeypatch, stage):
+    monkeypatch.setattr(own_ranks, "this_machine", lambda *slots: GPU)
+    settings = run(stage, folder, tmp_path / "auto")
+    chosen = {name: entry["value"] for name, entry in settings.items() if str(entry["from"]).startswith("chosen for ")}
+    assert [settings[name]["value"] for name in CUT] == [8, 1] and settings[CUT[0]][
+        "from"
+    ] == "chosen for 1 x GPU, 8.0 GiB each"
+    assert settings["per_device_eval_batch_size"]["value"] == (16 if stage == "ppo" else 32)
+    monkeypatch.undo()
+    words = [word for name, value in chosen.items() for word in (f"--{name}", str(value).lower())]
+    by_hand = run(stage, folder, tmp_path / "hand", *words)
+    assert {by_hand[name]["value"] for name in chosen} == set(chosen.values())
+    training = [
+        [line for line in metrics(tmp_path / name, stage) if "loss" in line or "loss/policy" in line]
+        for name in ("auto", "hand")
+    ]
+    assert training[0] == training[1] and len(training[0]) == 2
+
+
+def test_equal_rows_cut_otherwise_have_equal_losses(folder, tmp_path):
+    for size in (8, 2):
+        run(
+            "sft",
+            folder,
+            tmp_path / str(size),
+            "--per_device_train_batch_size",
+            size,
+            "--gradient_checkpointing",
+            "true" if size == 2 else "false",
+        )
+    one, other = ([line["loss"] for line in metrics(tmp_path / str(size), "sft") if "loss" in line] for size in (8, 2))
+    assert one == pytest.approx(other, abs=1e-5) and one[0] != one[1]
+    weights = [load_file(tmp_path / str(size) / "sft/model.safetensors") for size in (8, 2)]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=2e-5) for name in weights[0])
+
+
+def test_evaluations_have_the_rows_of_the_default_whatever_was_chosen(folder, tmp_path, monkeypatch):
+    rows = []
+    for number, target in enumerate((Target("CPU", 8 * GIB), GPU)):
+        monkeypatch.setattr(own_ranks, "this_machine", lambda *slots, target=target: target)
+        settings = run("sft", folder, tmp_path / str(number))
+        (first, *_) = (line["eval_rows"] for line in metrics(tmp_path / str(number), "sft") if "eval_rows" in line)
+        rows.append((settings["per_device_eval_batch_size"]["value"], first))
+    assert rows == [(16, 16), (32, 16)]
+
+
+def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_path, monkeypatch):
+    def goes_on(target: Target, steps: int, *words: object) -> tuple[list[Any], str]:
+        monkeypatch.setattr(own_ranks, "this_machine", lambda *slots: target)
+        settings = run("sft", folder, tmp_path, *words, max_steps=steps)
+        log = (tmp_path / "runs/sft/log.txt").read_text().splitlines()
+        (line,) = [line.partition("chosen by the plan: ")[2] for line in log if "chosen by the plan" in line][-1:]
+        return [settings[name]["value"] for name in CUT], line
+
+    first, said = goes_on(GPU, 2)
+    assert first == [8, 1] and said.startswith("--per_device_train_batch_size 8 ")
+    # Another version of the plan would choose otherwise.
+    monkeypatch.setattr("pipeline.planning.fastest.micro_batches", lambda resolved, names: [4])
+    again = "--per_device_train_batch_size 8 --per_device_eval_batch_size 32 (as the run began)"
+    assert goes_on(GPU, 3) == ([8, 1], again)
+    other, said = goes_on(Target("GPU", 6 * GIB, described=False), 4)
+    assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.0 GiB each")
+    given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 5, "--per_device_train_batch_size", 2)
+    assert given == [2, 4]
