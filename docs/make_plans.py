@@ -16,7 +16,7 @@ from pipeline.configuration.stage import Stage  # noqa: E402
 from pipeline.files import GIB  # noqa: E402
 from pipeline.launching.target import Target, parse_target  # noqa: E402
 from pipeline.planning.page import fits, seconds_text  # noqa: E402
-from pipeline.preparation.plans import stage_planner  # noqa: E402
+from pipeline.preparation.plans import choose, stage_planner  # noqa: E402
 from rlhf.train_plan import make_plan  # noqa: E402
 from step1_sft.stage import STAGE as SFT  # noqa: E402
 
@@ -38,9 +38,10 @@ Made by `make plans` (minutes on a laptop, no network): **planned, not run**. Ea
 `python train.py --actor-model NAME --target GPUS --dry-run` says of memory and time, with the preset of each stage and
 the default reward model, which is stage 3's critic. Cells have the expected GiB of a GPU at its peak and the seconds of
 an optimizer step, for rows of full length; what of them was measured says [memory.md](memory.md). *tight*: the high
-estimate is above the device's memory. The batch of a step stays the same on other GPUs, by accumulation, as far as
-their number x micro-batch divides it; else the dry run and the log name the batch that it comes to, and a micro-batch
-that keeps it, if there is one.
+estimate is above the device's memory. How a step is cut into micro-batches, whether activations are recomputed, and how
+many prompts are sampled at once is chosen for these GPUs, as a run does ([how](running.md#what-the-plan-chooses)). The
+batch of a step stays the same on other GPUs as far as their number divides it; else the dry run and the log name the
+batch that it comes to.
 
 The names from 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes, of which 125m, 350m and 2.7b are
 ours after its neighbours. Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`; its `7b_mixz` is `llama-2-7b-lora`,
@@ -79,6 +80,7 @@ def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any,
     bases = dict[str, str]()
     for stage, given in stages_of(name, *words):
         planner, resolved = stage_planner(stage, given, target, bases)
+        resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
         yield stage.section, planner, resolved
         path = planner.needs(resolved).models[0].path
         bases |= {str(folder): path for folder in stage.outputs(resolved.config)[:1]}

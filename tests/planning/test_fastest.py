@@ -83,11 +83,20 @@ def searched(stage: Stage, models: Path, target: Target, *words: object, **other
     ("gib", "speed", "size", "recomputes"),
     slow_but(
         [(1.7, 1.0, 8, False)],
-        [(1.35, 1.0, 1, True), (1.7, 1.0, 8, False), (2.5, 1.0, 32, False), (1.7, 100.0, 32, True)],
+        [
+            (1.35, 1.0, 1, True),
+            (1.7, 1.0, 8, False),
+            (2.5, 1.0, 32, False),
+            (1.7, 8.9, 32, True),
+            (1.7, 100.0, 32, True),
+        ],
     ),
 )
 def test_a_micro_batch_and_checkpointing_as_a_search_by_hand_finds_them(models, gib, speed, size, recomputes):
-    """On a GPU so fast that the host takes the time of a step, fewer launches are worth recomputed activations."""
+    """On a GPU so fast that the host takes the time of a step, fewer launches are worth recomputed activations.
+
+    At a speed of 8.9 they take 2 % longer, which is alike: the larger micro-batch is taken.
+    """
     target, words = gpu(gib * GIB, speed=speed), ("--gradient_accumulation_steps", 2)
     choice = fastest(*stage_planner(SFT, given(SFT, models, *words), target, {}))
     expected = searched(SFT, models, target)
@@ -100,13 +109,15 @@ def test_a_micro_batch_and_checkpointing_as_a_search_by_hand_finds_them(models, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gib", [1.65, 1.75, 2.0, 2.5])
-def test_ppo_as_a_search_by_hand_finds_it(models, gib):
-    target, words = gpu(gib * GIB), ("--train_batch_size", 32, "--max_answer_seq_len", 256)
-    choice = fastest(*stage_planner(PPO, given(PPO, models, *words), target, {}))
+@pytest.mark.parametrize(("gib", "released"), [(1.65, False), (1.75, False), (2.0, True), (2.5, False)])
+def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
+    target = gpu(gib * GIB)
+    words = ("--max_answer_seq_len", 256, "--release_inference_cache", str(released).lower())
+    choice = fastest(*stage_planner(PPO, given(PPO, models, "--train_batch_size", 32, *words), target, {}))
     others = {"per_device_generation_batch_size": 32, "rollout_batch_size": 32}
-    expected = searched(PPO, models, target, "--max_answer_seq_len", 256, **others)
+    expected = searched(PPO, models, target, *words, **others)
     assert choice.flags == {name: value for name, value in expected.items() if name != "rollout_batch_size"}
+    assert choice.seconds == by_hand(PPO, models, target, expected, *words)[0]
 
 
 def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):
