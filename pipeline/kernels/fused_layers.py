@@ -16,7 +16,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.kernels.int8_linear import Int8Linear
-from pipeline.kernels.lora_linear import AdaptedLinear
+from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.token_statistics import has_triton
 
 # RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
@@ -86,12 +86,14 @@ class LoraLinear(PeftLinear):
         adapter = None if args or kwargs else self.plain_adapter()
         if adapter is None or not reads_plainly(base):
             return super().forward(x, *args, **kwargs)
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        down: Any = self.lora_A[adapter]
+        up: Any = self.lora_B[adapter]
         weight = base.weight.t() if type(base) is Conv1D else base.weight
-        scale = base.scale if type(base) is Int8Linear else None
-        if not is_of_one_type(x, weight if scale is None else None, base.bias, a, b):
+        scales = base.scale if type(base) is Int8Linear else None
+        if not is_of_one_type(x, weight if scales is None else None, base.bias, down.weight, up.weight):
             return super().forward(x)
-        result: Tensor = AdaptedLinear.apply(x, (weight, scale), base.bias, a, b, self.scaling[adapter])
+        frozen = Frozen(weight, scales, base.bias, self.scaling[adapter])
+        result: Tensor = AdaptedLinear.apply(x, frozen, down.weight, up.weight)
         return result
 
     def plain_adapter(self) -> str | None:
@@ -108,9 +110,9 @@ def reads_plainly(base: Any) -> bool:
 
     ZeRO-3 can gather weights around the calls of layers, and release them before the backward pass (`zero3.py`).
     """
-    if type(base) not in (nn.Linear, Conv1D, Int8Linear) or base.weight.requires_grad:
+    if type(base) not in (nn.Linear, Conv1D, Int8Linear) or getattr(base.weight, "gathered_by_layer", False):
         return False
-    return not getattr(base.weight, "gathered_by_layer", False)
+    return not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> int:

@@ -110,7 +110,7 @@ def test_views_and_stretched_gradients(calls):
 
 @pytest.mark.parametrize("wanted", ["A", "B", "bias", "x"])
 def test_each_gradient_alone(calls, wanted):
-    """A base's bias is trained with `--only_optimize_lora false`; a first layer's input needs no gradient."""
+    """A first layer's input needs none. With `--only_optimize_lora false` the base's bias is trained, by peft's way."""
     layer = adapted(nn.Linear(INPUTS, OUTPUTS)).requires_grad_(False)
     x = random(5, INPUTS).requires_grad_(wanted == "x")
     parts = {"A": layer.lora_A["default"].weight, "B": layer.lora_B["default"].weight, "bias": layer.base_layer.bias}
@@ -118,7 +118,7 @@ def test_each_gradient_alone(calls, wanted):
         parts[wanted].requires_grad_()
     expected = passed(layer, x)
     actual = passed(fused(layer), x)
-    assert actual.keys() == expected.keys() and len(expected) == 2 and calls == [5]
+    assert actual.keys() == expected.keys() and len(expected) == 2 and calls == [5] * (wanted != "bias")
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, **TOLERANCE)
 
@@ -146,12 +146,13 @@ def test_it_keeps_the_input_and_what_has_the_width_of_the_rank(calls, base):
     assert kept_bytes(fused(layer), x) == before == 8 * 8 * (INPUTS + RANK) and calls
 
 
-def pass_over(layer: Any, x: torch.Tensor) -> tuple[int, int]:
-    """(bytes of whole inputs and outputs that the kernels of both passes touch, launches) on the meta device."""
+def pass_over(layer: Any, x: torch.Tensor) -> tuple[int, int, int]:
+    """(bytes that the kernels of both passes touch, launches, peak of live bytes) on the meta device."""
     weights = torch.empty(len(x), layer.out_features, dtype=x.dtype, device="meta")
     with PassCounter([*layer.parameters(), x, weights]) as counter:
         torch.autograd.grad(layer(x), [x, *(p for p in layer.parameters() if p.requires_grad)], weights)
-    return sum(kernel.num_bytes * count for kernel, count in counter.kernels.items()), counter.kernels.total()
+    num_bytes = sum(kernel.num_bytes * count for kernel, count in counter.kernels.items())
+    return num_bytes, counter.kernels.total(), counter.peak
 
 
 def test_it_passes_over_memory_less_often(calls):
@@ -159,11 +160,11 @@ def test_it_passes_over_memory_less_often(calls):
     rows, width = 4096, 512
     layer = adapted(nn.Linear(width, width, bias=False)).to("meta")
     x = torch.empty(rows, width, dtype=torch.float64, device="meta", requires_grad=True)
-    before, launches = pass_over(layer, x)
-    now, fewer = pass_over(fused(layer), x)
+    before, launches, peak = pass_over(layer, x)
+    now, fewer, lower = pass_over(fused(layer), x)
     whole = rows * width * 8
     # Of the input's gradient: product with A (1) and the sum (3) against a sum within the product (2).
-    assert (round((before - now) / whole, 1), launches - fewer) == (4 + 2 + 2, 4)
+    assert (round((before - now) / whole, 1), launches - fewer) == (4 + 2 + 2, 12 - 8) and lower < peak
 
 
 # --- what is not fused ---
@@ -284,8 +285,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, Callable[[Any], Any]]] = {
     "llama, recomputed": ("llama", {}, 14, checkpointed),
     "llama, int8": ("llama", {"int8": True}, 14, lambda model: model),
     "gpt2": ("gpt2", {}, 8, lambda model: model),
-    "opt and its other weights": ("opt", {"only_lora": False}, 12, lambda model: model),
-    "opt, recomputed": ("opt", {"only_lora": False}, 12, checkpointed),
+    "llama and its other weights": ("llama", {"only_lora": False}, 14, lambda model: model),
+    "opt": ("opt", {}, 12, lambda model: model),
+    "opt, recomputed": ("opt", {}, 12, checkpointed),
 }
 
 
@@ -298,7 +300,7 @@ def test_models_train_as_with_peft(calls, monkeypatch, name):
     assert list(mine.state_dict()) == list(plain.state_dict())
     expected, actual = trained(plain), trained(mine)
     assert len(calls) == number * (2 if "recomputed" in name else 1)
-    assert actual.keys() == expected.keys() and len(expected) > 2 * number
+    assert actual.keys() == expected.keys() and len(expected) >= 2 * number + 1
     for key, value in expected.items():
         torch.testing.assert_close(actual[key], value, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
 
