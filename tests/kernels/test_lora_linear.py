@@ -239,6 +239,14 @@ def test_other_kinds_of_adapters_are_pefts(calls, settings):
     assert fused(layer)(x).equal(expected) and not calls
 
 
+def test_an_adapter_for_each_row_is_pefts(calls):
+    layer = adapted(nn.Linear(INPUTS, OUTPUTS)).eval()
+    x, names = random(2, INPUTS), ["__base__", "default"]
+    expected = layer(x, adapter_names=names)
+    torch.testing.assert_close(fused(layer)(x, adapter_names=names), expected, **TOLERANCE)
+    assert not calls and not torch.allclose(layer(x), expected)
+
+
 def test_other_bases_are_pefts(calls):
     class Doubled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -251,7 +259,7 @@ def test_other_bases_are_pefts(calls):
 
 
 def test_a_cpu_computes_as_before(monkeypatch):
-    """On a CPU, in mixed types and under autocast peft's own numbers stay, to the last digit."""
+    """peft's own numbers stay, to the last digit."""
     monkeypatch.setattr(fused_layers, "AdaptedLinear", None)
     monkeypatch.setattr(fused_layers, "has_triton", lambda: True)
     layer = adapted(nn.Linear(INPUTS, OUTPUTS))
