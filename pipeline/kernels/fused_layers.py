@@ -1,17 +1,22 @@
-"""Fused norms and ReLUs for transformers models in training: the same function in fewer passes over memory on a GPU.
+"""Fused norms, ReLUs and LoRA layers for models in training: the same function in fewer passes over memory on a GPU.
 
-A layer changes its class, not its weights or their names: what is saved, and what LoRA or DeepSpeed see, stays as it
-was. On a CPU, on small inputs, and where types are mixed, it computes as before. The kernels are in norm_kernels.py.
+A layer changes its class, not its weights or their names: what is saved, and what peft or DeepSpeed see, stays as it
+was. On a CPU, on small inputs (but of LoRA), and where types are mixed, it computes as before. The kernels are in
+norm_kernels.py, LoRA's function is in lora_linear.py.
 """
 
 from functools import cache
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from transformers.pytorch_utils import Conv1D
 
+from pipeline.kernels.int8_linear import Int8Linear
+from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.token_statistics import has_triton
 
 # RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
@@ -23,7 +28,12 @@ MIN_ELEMENTS = 2**23
 
 def can_use_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
     """Return True where a kernel should compute `size` outputs: on a GPU, many, all of one type, without autocast."""
-    able = x.is_cuda and is_large(size) and not torch.is_autocast_enabled("cuda")
+    return is_large(size) and is_of_one_type(x, *parameters)
+
+
+def is_of_one_type(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Return True where a layer computes on a GPU in the type of its parameters, without autocast."""
+    able = x.is_cuda and not torch.is_autocast_enabled("cuda")
     return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
@@ -67,8 +77,46 @@ class ReluLinear(nn.Linear):
         return FusedReluLinear.apply(input.flatten(0, -2), self.weight, self.bias).view(*input.shape[:-1], -1)
 
 
+class LoraLinear(PeftLinear):
+    """peft's linear layer with LoRA adapters; a single plain adapter adds to the base's output, where it can."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute base(x) + scaling * B(A(x)): (..., inputs) -> (..., outputs)."""
+        base: Any = self.base_layer
+        adapter = None if args or kwargs else self.plain_adapter()
+        if adapter is None or not reads_plainly(base):
+            return super().forward(x, *args, **kwargs)
+        down: Any = self.lora_A[adapter]
+        up: Any = self.lora_B[adapter]
+        weight = base.weight.t() if type(base) is Conv1D else base.weight
+        scales = base.scale if type(base) is Int8Linear else None
+        if not is_of_one_type(x, weight if scales is None else None, base.bias, down.weight, up.weight):
+            return super().forward(x)
+        frozen = Frozen(weight, scales, base.bias, self.scaling[adapter])
+        result: Tensor = AdaptedLinear.apply(x, frozen, down.weight, up.weight)
+        return result
+
+    def plain_adapter(self) -> str | None:
+        """Return the adapter that a pass adds to the base; None for none, several, a variant of LoRA, or dropout."""
+        active = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
+        if len(active) != 1 or active[0] in self.lora_variant or self.lora_bias[active[0]]:
+            return None
+        dropout = self.lora_dropout[active[0]]
+        return None if dropout.training and type(dropout) is not nn.Identity else active[0]
+
+
+def reads_plainly(base: Any) -> bool:
+    """Tell whether a base layer is a frozen linear one, whose weight is whole without a call of the layer.
+
+    ZeRO-3 can gather weights around the calls of layers, and release them before the backward pass (`zero3.py`).
+    """
+    if type(base) not in (nn.Linear, Conv1D, Int8Linear) or getattr(base.weight, "gathered_by_layer", False):
+        return False
+    return not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
+
+
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
-    """Fuse the norms and ReLUs of a model, after LoRA has been added; return the number of layers that were fused.
+    """Fuse norms, ReLUs and LoRA layers of a model, after LoRA has been added; return the number of fused layers.
 
     Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT after a linear layer without LoRA.
     """
@@ -94,6 +142,8 @@ def _fuse(module: Any) -> bool:
         module.__class__ = LayerNorm
     elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
         module.__class__ = norm_class(kind, RMSNorm)
+    elif kind is PeftLinear:
+        module.__class__ = LoraLinear
     elif kind is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU and type(module.fc1) is nn.Linear:
         if module.fc1.bias is None:
             return False

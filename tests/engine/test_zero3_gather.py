@@ -17,8 +17,10 @@ from pipeline.engine import zero3
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading
+from pipeline.kernels import fused_layers
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
+from pipeline.models.lora import add_lora
 from pipeline.models.source import ModelSource
 from pipeline.training.steps import step_together
 from step3_ppo.models.engines import Models
@@ -34,13 +36,16 @@ def world() -> Iterator[None]:
         yield made
 
 
-def trained_engine(folder: Any, gather: zero3.Gather) -> TrainingEngine:
+def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False) -> TrainingEngine:
     config = built(
         SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
         max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     with partitioned_loading(config, ModelSource(str(folder))):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
+    if lora:
+        shape: dict[str, Any] = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear"}
+        module.model = add_lora(module.model, **shape, only_lora=True, task="CAUSAL_LM", seed=0)
     groups = parameter_groups(module, ModelConfig(learning_rate=0.01, weight_decay=0.0, lora_learning_rate=0.01))
     return TrainingEngine(module.train(), groups, config, betas=(0.9, 0.95), eps=1e-8, gather=gather)
 
@@ -121,6 +126,32 @@ def test_layer_by_layer_remembers_no_values(tiny_folders: Any) -> None:
         assert away(engine) == {engine is layers}
         engine.backward(loss, last=True)
     assert once.gradient_norm() == pytest.approx(layers.gradient_norm(), rel=1e-5)
+
+
+def test_adapters_are_fused_where_weights_are_whole(tiny_folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer DeepSpeed lets weights go before the backward pass: peft's own forward pass stays."""
+    losses, calls, function = {}, [], fused_layers.AdaptedLinear.apply
+    monkeypatch.setattr(fused_layers.AdaptedLinear, "apply", lambda *inputs: (calls.append(1), function(*inputs))[1])
+    monkeypatch.setattr(fused_layers, "is_of_one_type", lambda *_: True)
+    for case in ("as on a CPU", "once", "layers"):
+        gather: Any = "once" if case == "as on a CPU" else case
+        with monkeypatch.context() as patch:
+            if gather == case:
+                patch.setattr("pipeline.engine.engine.fuse_layers", lambda module, _: [
+                    fused_layers._fuse(one) for one in module.modules() if isinstance(one, fused_layers.PeftLinear)
+                ])  # fmt: skip
+            engine = trained_engine(tiny_folders["opt"], gather, lora=True)
+        calls.clear()
+        losses[case] = []
+        for _ in range(3):
+            loss = -forward(engine).mean()
+            engine.backward(loss, last=True)
+            losses[case] += [loss.item(), engine.gradient_norm()]
+            assert step_together([engine], 1.0, loss=loss)
+        assert len(calls) == (3 * 2 * 6 if case == "once" else 0)
+    assert len(set(losses["once"])) == 6
+    assert losses["once"] == pytest.approx(losses["as on a CPU"], rel=1e-5)
+    assert losses["layers"] == pytest.approx(losses["as on a CPU"], rel=1e-5)
 
 
 def test_models_let_go_by_name_or_all() -> None:

@@ -1,12 +1,14 @@
-"""Fused layers in bf16, compiled: as near to fp32 as torch's own, alone and in a model."""
+"""Fused layers in bf16, compiled: as near to fp32 as torch's and peft's own, alone and in a model."""
 
 import pytest
 import torch
-from support.decode_models import FUSED, opt
+from support.decode_models import FUSED, opt, with_lora
 from torch.nn import functional
 
 from pipeline.kernels import fused_layers
-from pipeline.kernels.fused_layers import fuse_layers
+from pipeline.kernels.fused_layers import LoraLinear, fuse_layers
+from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows
+from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +65,73 @@ def test_gradients_in_bf16(kind, width):
     fused, plain = (gradients_of(one, tensors, weights.bfloat16(), torch.bfloat16) for one in pair)
     for index, right in enumerate(exact):
         assert_as_near(fused[index], plain[index], right, (kind, index))
+
+
+@pytest.mark.parametrize("width", [256, 5120])
+@pytest.mark.parametrize("base", ["weight", "transposed", "int8"])
+def test_lora_in_bf16(base, width):
+    """Outputs and gradients against torch's operations in peft's order; the weight is the same in all three."""
+    torch.manual_seed(width)
+    rows, rank, scaling = 1500, 64, 0.25
+    weight, bias = (random(192, width) / width**0.5).bfloat16(), random(192).bfloat16()
+    codes, scale = quantise_rows(weight) if base == "int8" else (weight, None)
+    if scale is not None:
+        weight = dequantise_rows(codes, scale, torch.bfloat16)
+    elif base == "transposed":
+        codes = weight.t().contiguous().t()
+
+    def fused(x, a, b):
+        return AdaptedLinear.apply(x, Frozen(codes, scale, bias, scaling), a, b)
+
+    def plain(x, a, b):
+        return (
+            functional.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+            + functional.linear(functional.linear(x, a), b) * scaling
+        )
+
+    tensors = [random(3, rows // 3, width), random(rank, width) / width**0.5, random(192, rank)]
+    tensors = [tensor.bfloat16().float() for tensor in tensors]
+    weights = random(3, rows // 3, 192).bfloat16().float()
+    exact = [plain(*tensors), *gradients_of(plain, tensors, weights, torch.float32)]
+    found, usual = (
+        [one(*(t.bfloat16() for t in tensors)), *gradients_of(one, tensors, weights.bfloat16(), torch.bfloat16)]
+        for one in (fused, plain)
+    )
+    for index, right in enumerate(exact):
+        assert found[index].dtype == torch.bfloat16
+        assert_as_near(found[index], usual[index], right, (base, index))
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "llama int8", "gpt2"])
+def test_lora_models_in_bf16(name):
+    """The mean of the logarithms of the gradients' errors, some of which are 20 times others; a tenth more is noise."""
+    batches = torch.randint(3, 300, (8, 16, 48), generator=torch.Generator().manual_seed(0)).to(CUDA)
+
+    def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+        found = []
+        for ids in batches:
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            found += [p.grad.float() for p in model.parameters() if p.grad is not None]
+        return found
+
+    kind, _, int8 = name.partition(" ")
+    exact, plain, fused = (with_lora(FUSED[kind](), int8=bool(int8), alpha=0.3).to(CUDA) for _ in range(3))
+    exact.load_state_dict(exact.bfloat16().state_dict())
+    exact, plain, fused = exact.float(), plain.bfloat16(), fused.bfloat16()
+    for model in (plain, fused):
+        fuse_layers(model, CUDA)
+    layers = [module for module in plain.modules() if isinstance(module, LoraLinear)]
+    assert len(layers) >= 8
+    for layer in layers:
+        layer.__class__ = fused_layers.PeftLinear
+    found, usual, right = map(gradients, (fused, plain, exact))
+    assert not all(one.equal(other) for one, other in zip(found, usual, strict=True)), "peft's own layers round so"
+    error, allowed = (
+        torch.stack([(one - best).norm() / best.norm() for one, best in zip(them, right, strict=True)]).log().mean()
+        for them in (found, usual)
+    )
+    assert error <= allowed + 0.1 and allowed < -2, (name, error.exp(), allowed.exp())
 
 
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "qwen3"])
