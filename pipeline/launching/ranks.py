@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.errors import EXIT_STOPPED, InputError
-from pipeline.processes import Signals, kill_sessions
+from pipeline.processes import WAITS, Signals, kill_sessions
 
 POLL_S = 0.2
 
@@ -99,7 +99,7 @@ def start_ranks(
             command,
             env={**environment, **start.variables(place)},
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if WAITS in environment else subprocess.DEVNULL,
             stdout=file,
             stderr=file,
         )

@@ -3,12 +3,14 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault
+from pipeline.processes import WAITS, give_word
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
@@ -19,17 +21,42 @@ def launch_file(name: str) -> Path:
     return Path(str(files("launch"))) / name
 
 
-def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:
-    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
-
-    Returns its exit code, and True if this process was asked to stop meanwhile. Raises EnvironmentFault: not found.
-    """
+def start_script(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start a launch script. Raises EnvironmentFault: its program is not found."""
     variables = {**environment, PARENT: str(os.getpid())}
+    stdin = subprocess.PIPE if WAITS in environment else None
     # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
     try:
-        process = subprocess.Popen(command, start_new_session=True, env=variables)
+        return subprocess.Popen(command, start_new_session=True, env=variables, stdin=stdin)
     except OSError as error:
         raise EnvironmentFault(f"{command[0]} cannot be started: {error.strerror}; look at PATH") from None
+
+
+@contextmanager
+def started_early(command: Sequence[str], environment: Mapping[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start a launch script whose supervisor and ranks wait: nothing is changed until `run_script` gets the process.
+
+    Where it does not, they end with the block. Raises EnvironmentFault: its program is not found.
+    """
+    process = start_script(command, {**environment, WAITS: "1"})
+    try:
+        yield process
+    finally:
+        if process.stdin:
+            process.stdin.close()
+        process.terminate()
+        process.wait()
+
+
+def run_script(
+    command: Sequence[str], environment: Mapping[str, str], early: "subprocess.Popen[bytes] | None" = None
+) -> tuple[int, bool]:
+    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
+
+    early: its process, if it was started early. Returns its exit code, and True if this process was asked to stop
+    meanwhile. Raises EnvironmentFault: not found.
+    """
+    process = early or start_script(command, environment)
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -38,6 +65,7 @@ def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        give_word(process)
         code = process.wait()
     finally:
         for number, handler in before.items():
