@@ -5,7 +5,6 @@ The whole configuration of every stage is checked before the first one starts. I
 
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -24,7 +23,7 @@ from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, Run
 from pipeline.files import has_config
 from pipeline.launching.hosts import chosen_hosts, ranks_by_host
 from pipeline.launching.machine import check_device_count, check_port
-from pipeline.launching.scripts import run_script, started_early
+from pipeline.launching.scripts import Script, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
@@ -166,9 +165,7 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     return f"== stage {planned.stage.number}: {planned.stage.title}\n$ {shlex.join(words)}"
 
 
-def run_stage(
-    planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: "subprocess.Popen[bytes] | None"
-) -> int:
+def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:
     """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code.
 
     early: the process of its launch script, if it was started early.
@@ -241,8 +238,8 @@ def run(argv: list[str], prog: str) -> int:
         if dry_run or code != EXIT_DONE:
             return code
         if plan.config.check:
-            one_machine = plan.config.deployment_type != "multi_node"  # which looks at no data
-            stages = plan.chosen[:1] if one_machine else plan.chosen
+            # One machine looks at no data.
+            stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]
             return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
         code = run_stages(plan, finished, environment, early)
     if code == EXIT_DONE:
@@ -259,9 +256,7 @@ def run(argv: list[str], prog: str) -> int:
     return code
 
 
-def run_stages(
-    plan: Plan, finished: Collection[int], environment: Mapping[str, str], early: "subprocess.Popen[bytes] | None"
-) -> int:
+def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str], early: Script | None) -> int:
     """Run the chosen stages that are not `finished`, until one fails; return its exit code.
 
     early: the process of the first one's launch script, if it was started early.

@@ -19,7 +19,7 @@ from pipeline.console import say
 from pipeline.launching.hosts import address_of, starts_by_host
 from pipeline.launching.machine import free_port, wait_for_free_port
 from pipeline.launching.rank_watch import RankWatch
-from pipeline.launching.ranks import POLL_S, kill_ranks, start_ranks
+from pipeline.launching.ranks import POLL_S, Started, kill_ranks, start_ranks
 from pipeline.launching.remote_host import passed_on
 from pipeline.launching.remote_ranks import RemoteRanks, port_of
 from pipeline.launching.request import LaunchRequest
@@ -46,14 +46,9 @@ def start_here(
     return start_ranks(start, environment, output)
 
 
-def start_early(stage: Stage, request: LaunchRequest) -> dict[int, "subprocess.Popen[bytes]"]:
+def start_early(stage: Stage, request: LaunchRequest) -> Started:
     """Start the ranks of one machine, which import what they will run and wait for the `Job` that takes them."""
-    return start_here(request, main_of(stage), rank_variables({WAITS: "1"}))
-
-
-def main_of(stage: Stage) -> str:
-    """Return the module that a rank of a stage runs."""
-    return f"{stage.package}.main"
+    return start_here(request, f"{stage.package}.main", rank_variables({WAITS: "1"}))
 
 
 def rank_variables(more: Mapping[str, str]) -> dict[str, str]:
@@ -77,7 +72,7 @@ class Job:
         variables: Mapping[str, str],
         output: IO[bytes] | None = None,
         is_again: bool,
-        early: "Mapping[int, subprocess.Popen[bytes]] | None" = None,
+        early: Started | None = None,
     ) -> None:
         """Start the ranks, or let those of `start_early` go on.
 
@@ -88,11 +83,11 @@ class Job:
         Raises:
             EnvironmentFault: the port is taken, or a host does not answer.
         """
-        module, environment = main_of(stage), rank_variables(variables)
+        module, environment = f"{stage.package}.main", rank_variables(variables)
         self._oom_kills = num_oom_kills()
         self._signals, self._timeout_s = signals, resolved.config.run.rank_timeout_s
         self._remote: RemoteRanks | None = None
-        self._started: Mapping[int, subprocess.Popen[bytes]] = {}
+        self._started: Started = {}
         if request.has_agents:
             self._remote = RemoteRanks(request, module, run_dir, environment, signals=signals, output=output)
             self._remote.start()

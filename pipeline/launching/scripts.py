@@ -14,6 +14,7 @@ from pipeline.processes import WAITS, give_word
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
+Script = subprocess.Popen[bytes]  # the process of one
 
 
 def launch_file(name: str) -> Path:
@@ -21,7 +22,7 @@ def launch_file(name: str) -> Path:
     return Path(str(files("launch"))) / name
 
 
-def start_script(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+def start_script(command: Sequence[str], environment: Mapping[str, str]) -> Script:
     """Start a launch script. Raises EnvironmentFault: its program is not found."""
     variables = {**environment, PARENT: str(os.getpid())}
     stdin = subprocess.PIPE if WAITS in environment else None
@@ -33,7 +34,7 @@ def start_script(command: Sequence[str], environment: Mapping[str, str]) -> "sub
 
 
 @contextmanager
-def started_early(command: Sequence[str], environment: Mapping[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
+def started_early(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Script]:
     """Start a launch script whose supervisor and ranks wait: nothing is changed until `run_script` gets the process.
 
     Where it does not, they end with the block. Raises EnvironmentFault: its program is not found.
@@ -42,15 +43,11 @@ def started_early(command: Sequence[str], environment: Mapping[str, str]) -> "It
     try:
         yield process
     finally:
-        if process.stdin:
-            process.stdin.close()
         process.terminate()
-        process.wait()
+        process.communicate()  # closes the pipe, and waits
 
 
-def run_script(
-    command: Sequence[str], environment: Mapping[str, str], early: "subprocess.Popen[bytes] | None" = None
-) -> tuple[int, bool]:
+def run_script(command: Sequence[str], environment: Mapping[str, str], early: Script | None = None) -> tuple[int, bool]:
     """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
 
     early: its process, if it was started early. Returns its exit code, and True if this process was asked to stop

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipeline.configuration.stage import Stage
 from pipeline.console import say
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.job import Job, start_early, start_here
-from pipeline.launching.ranks import kill_ranks, wait_for_ranks
+from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
 from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.scripts import PARENT
@@ -51,8 +50,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         dry_run_stage(stage, resolved, slots=slots)
         return errors.EXIT_DONE
     # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word.
-    is_early = WAITS in os.environ and may_start_early(request, resolved)
-    early = start_early(stage, request) if is_early else {}
+    early = start_early(stage, request) if WAITS in os.environ and may_start_early(request, resolved) else {}
     if not has_word():
         kill_ranks(early)
         return errors.EXIT_STOPPED
@@ -71,18 +69,11 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
 
 def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
-    return request.is_on_one_machine and not (
-        request.check or request.enable_each_rank_log or searches(request, resolved)
-    )
+    is_other = request.check or request.enable_each_rank_log or searches(request, resolved)
+    return request.is_on_one_machine and not is_other
 
 
-def supervise(
-    stage: Stage,
-    request: LaunchRequest,
-    resolved: Resolved,
-    signals: Signals,
-    early: "Mapping[int, subprocess.Popen[bytes]]",
-) -> int:
+def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals, early: Started) -> int:
     """Run the ranks, again with smaller batches where they lack memory; return the exit code of the last start.
 
     early: the ranks of the first start where they are started already; else empty.
