@@ -23,7 +23,7 @@ import json, os, sys, time
 # Audit event -> end of the name that it is about -> what that means of a process that does it first.
 MARKS = {
     "import": {"torch": "imports torch", "deepspeed": "imports DeepSpeed"},
-    "open": {"log.txt": "begins: all is imported, and it has its word", "metrics.jsonl": "has evaluated"},
+    "open": {"log.txt": "opens its log: it has the word of train.py", "metrics.jsonl": "has evaluated"},
 }
 
 def write(mark=""):
