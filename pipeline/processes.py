@@ -7,6 +7,7 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -24,6 +25,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 
 
@@ -92,6 +94,21 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def has_word() -> bool:
+    """Wait for the word of the process that started this one early; False where that ends, or closes the pipe, instead.
+
+    True at once for a process that was not started early, and once the word was there.
+    """
+    return not os.environ.pop(WAITS, "") or bool(os.read(0, 1))
+
+
+def give_word(process: "subprocess.Popen[bytes]") -> None:
+    """Let a process go on that was started early; it may be gone."""
+    if process.stdin:
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(b"\n")
 
 
 def end_with_parent(parent: int, number: int) -> None:

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, Run
 from pipeline.files import has_config
 from pipeline.launching.hosts import chosen_hosts, ranks_by_host
 from pipeline.launching.machine import check_device_count, check_port
-from pipeline.launching.scripts import run_script
+from pipeline.launching.scripts import Script, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
@@ -164,13 +165,16 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     return f"== stage {planned.stage.number}: {planned.stage.title}\n$ {shlex.join(words)}"
 
 
-def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str]) -> int:
-    """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code."""
+def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:
+    """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code.
+
+    early: the process of its launch script, if it was started early.
+    """
     stage = planned.stage
     print(header(planned, config), flush=True)
     start = time.monotonic()
     began = time.time()
-    code, asked = run_script(command_of(planned, config), environment)
+    code, asked = run_script(command_of(planned, config), environment, early)
     for restart in range(1, config.max_restarts + 1):
         if code != EXIT_FAULT or asked:
             break
@@ -220,19 +224,25 @@ def run(argv: list[str], prog: str) -> int:
     to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
     slots = None if target_of(plan) else ranks_by_host(request_of(plan.config))
     python, code = environment["PYTHON"], EXIT_DONE
-    if to_run:
-        code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
-    if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
-        print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
-    if dry_run:
-        show_plan(on_target(plan), finished)
-        print(NOTHING_STARTED)
-    if dry_run or code != EXIT_DONE:
-        return code
-    if plan.config.check:
-        stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]  # one machine: no data
-        return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
-    if (code := run_stages(plan, finished, environment)) == EXIT_DONE:
+    waits = to_run and not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
+    first = [planned for planned in plan.chosen if planned.stage in to_run][:1] if waits else []
+    # Its ranks import torch while the preflight does; a stage that is refused leaves no trace.
+    with started_early(command_of(first[0], plan.config), environment) if first else nullcontext() as early:
+        if to_run:
+            code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
+        if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
+            print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
+        if dry_run:
+            show_plan(on_target(plan), finished)
+            print(NOTHING_STARTED)
+        if dry_run or code != EXIT_DONE:
+            return code
+        if plan.config.check:
+            # One machine looks at no data.
+            stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]
+            return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
+        code = run_stages(plan, finished, environment, early)
+    if code == EXIT_DONE:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
@@ -246,14 +256,19 @@ def run(argv: list[str], prog: str) -> int:
     return code
 
 
-def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str]) -> int:
-    """Run the chosen stages that are not `finished`, until one fails; return its exit code."""
+def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str], early: Script | None) -> int:
+    """Run the chosen stages that are not `finished`, until one fails; return its exit code.
+
+    early: the process of the first one's launch script, if it was started early.
+    """
     try:
         for planned in plan.chosen:
             if planned.stage.number in finished:
                 print(finished_line(planned))
-            elif (code := run_stage(planned, plan.config, environment)) != EXIT_DONE:
+                continue
+            if (code := run_stage(planned, plan.config, environment, early)) != EXIT_DONE:
                 return code
+            early = None
     except KeyboardInterrupt:
         # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
         print("stopped between two stages; the same command continues", file=sys.stderr)

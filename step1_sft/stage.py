@@ -1,6 +1,6 @@
 """Stage 1 as an object: supervised fine-tuning of a language model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pipeline.run.run import Run
 
 
-def train(run: "Run", config: SFTConfig) -> None:
-    """Run the loop of the stage."""
+def loop() -> "Callable[[Run, SFTConfig], None]":
+    """Import and return the loop of the stage."""
     from step1_sft.training import train
 
-    train(run, config)
+    return train
 
 
 def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
@@ -55,7 +55,7 @@ STAGE = Stage(
     shares=(0,),
     starts={"": Start("actor")},
     reached={"eval_perplexity": -1},
-    train=train,
+    loop=loop,
     start_models=start_models,
     needs=needs,
     export=export,

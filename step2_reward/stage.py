@@ -1,6 +1,6 @@
 """Stage 2 as an object: a reward model from pairs of responses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pipeline.run.run import Run
 
 
-def train(run: "Run", config: RewardConfig) -> None:
-    """Run the loop of the stage."""
+def loop() -> "Callable[[Run, RewardConfig], None]":
+    """Import and return the loop of the stage."""
     from step2_reward.training import train
 
-    train(run, config)
+    return train
 
 
 def start_models(config: RewardConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
@@ -56,7 +56,7 @@ STAGE = Stage(
     starts={"": Start("reward")},
     reached={"eval_accuracy": 1},
     makes_chat_model=False,
-    train=train,
+    loop=loop,
     start_models=start_models,
     needs=needs,
     export=export,

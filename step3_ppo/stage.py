@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pipeline.run.run import Run
 
 
-def train(run: "Run", config: PPOConfig) -> None:
-    """Run the loop of the stage."""
+def loop() -> "Callable[[Run, PPOConfig], None]":
+    """Import and return the loop of the stage."""
     from step3_ppo.training import train
 
-    train(run, config)
+    return train
 
 
 def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
@@ -113,7 +113,7 @@ STAGE = Stage(
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
     methods=("ppo",),
     outputs=model_folders,
-    train=train,
+    loop=loop,
     start_models=start_models,
     needs=needs,
     decides=("old_log_probs",),

@@ -75,7 +75,7 @@ class Stage:
     outputs: configuration -> model folders that it writes; later stages start from the first.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
-    train: (run, configuration) runs its loop.
+    loop: () imports and returns its loop, which is called with (run, configuration).
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
     decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
@@ -91,7 +91,7 @@ class Stage:
     rows: str
     shares: tuple[int, ...]
     starts: Mapping[str, Start]
-    train: Callable[..., None]
+    loop: Callable[[], Callable[..., None]]
     start_models: Callable[..., Any]
     needs: Callable[..., Any]
     export: Callable[..., None]

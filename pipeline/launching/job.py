@@ -19,12 +19,12 @@ from pipeline.console import say
 from pipeline.launching.hosts import address_of, starts_by_host
 from pipeline.launching.machine import free_port, wait_for_free_port
 from pipeline.launching.rank_watch import RankWatch
-from pipeline.launching.ranks import POLL_S, kill_ranks, start_ranks
+from pipeline.launching.ranks import POLL_S, Started, kill_ranks, start_ranks
 from pipeline.launching.remote_host import passed_on
 from pipeline.launching.remote_ranks import RemoteRanks, port_of
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
-from pipeline.processes import Signals, free_memory, num_oom_kills
+from pipeline.processes import WAITS, Signals, free_memory, give_word, num_oom_kills
 from pipeline.run.outcome import SUPERVISOR
 
 RANKS_PER_POLL = 64  # with more ranks the files are read less often
@@ -46,6 +46,18 @@ def start_here(
     return start_ranks(start, environment, output)
 
 
+def start_early(stage: Stage, request: LaunchRequest) -> Started:
+    """Start the ranks of one machine, which import what they will run and wait for the `Job` that takes them."""
+    return start_here(request, f"{stage.package}.main", rank_variables({WAITS: "1"}))
+
+
+def rank_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the ranks that this process supervises, with `more` of one start."""
+    # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
+    name = f"{os.getpid()}@{socket.gethostname()}"
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **more, SUPERVISOR: name}
+
+
 class Job:
     """The ranks of one start of a stage, and what is known of them."""
 
@@ -60,27 +72,32 @@ class Job:
         variables: Mapping[str, str],
         output: IO[bytes] | None = None,
         is_again: bool,
+        early: Started | None = None,
     ) -> None:
-        """Start the ranks; `is_again`: others were ended just now, and may still hold the port.
+        """Start the ranks, or let those of `start_early` go on.
+
+        Args:
+            is_again: others were ended just now, and may still hold the port.
+            early: the ranks that were started early; none: they are started now.
 
         Raises:
             EnvironmentFault: the port is taken, or a host does not answer.
         """
-        name, module = f"{os.getpid()}@{socket.gethostname()}", f"{stage.package}.main"
-        # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
-        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **variables, SUPERVISOR: name}
+        module, environment = f"{stage.package}.main", rank_variables(variables)
         self._oom_kills = num_oom_kills()
         self._signals, self._timeout_s = signals, resolved.config.run.rank_timeout_s
         self._remote: RemoteRanks | None = None
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: Started = {}
         if request.has_agents:
             self._remote = RemoteRanks(request, module, run_dir, environment, signals=signals, output=output)
             self._remote.start()
         else:
             if request.is_on_one_machine and request.master_port:
                 wait_for_free_port(request.master_port, ENDING_S if is_again else 0.0)
-            self._started = start_here(request, module, environment, output)
-        self._watch = RankWatch(run_dir, name, self._started)
+            self._started = early or start_here(request, module, environment, output)
+            for process in self._started.values():
+                give_word(process)
+        self._watch = RankWatch(run_dir, environment[SUPERVISOR], self._started)
         self._has_said_stop = False
         self._memory = ""
         self._first_end_s: float | None = None

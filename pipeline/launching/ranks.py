@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.errors import EXIT_STOPPED, InputError
-from pipeline.processes import Signals, kill_sessions
+from pipeline.processes import WAITS, Signals, kill_sessions
 
 POLL_S = 0.2
+Started = Mapping[int, subprocess.Popen[bytes]]  # rank -> its process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def start_ranks(
             command,
             env={**environment, **start.variables(place)},
             start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if WAITS in environment else subprocess.DEVNULL,
             stdout=file,
             stderr=file,
         )
@@ -108,20 +109,20 @@ def start_ranks(
     return started
 
 
-def kill_ranks(started: Mapping[int, "subprocess.Popen[bytes]"]) -> None:
+def kill_ranks(started: Started) -> None:
     """End the ranks and all processes that they started."""
     kill_sessions([process.pid for process in started.values()])
     for process in started.values():
         process.wait()
 
 
-def exit_code_of(started: Mapping[int, "subprocess.Popen[bytes]"]) -> int | None:
+def exit_code_of(started: Started) -> int | None:
     """Return the first exit code but 0; without one 0 once all have ended, None while some run."""
     codes = [process.poll() for process in started.values()]
     return next((code for code in codes if code), None if None in codes else 0)
 
 
-def wait_for_ranks(started: Mapping[int, "subprocess.Popen[bytes]"], signals: Signals) -> int:
+def wait_for_ranks(started: Started, signals: Signals) -> int:
     """Wait until all ranks have ended, one has failed or a signal comes; end them; return the exit code."""
     try:
         while (code := exit_code_of(started)) is None and signals.first is None:

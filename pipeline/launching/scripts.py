@@ -3,15 +3,18 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault
+from pipeline.processes import WAITS, give_word
 
 # Process id of an `rlhf train`, at whose death the supervisor stops.
 PARENT = "RLHF_TRAIN_PID"
+Script = subprocess.Popen[bytes]  # the process of one
 
 
 def launch_file(name: str) -> Path:
@@ -19,17 +22,38 @@ def launch_file(name: str) -> Path:
     return Path(str(files("launch"))) / name
 
 
-def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, bool]:
-    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
-
-    Returns its exit code, and True if this process was asked to stop meanwhile. Raises EnvironmentFault: not found.
-    """
+def start_script(command: Sequence[str], environment: Mapping[str, str]) -> Script:
+    """Start a launch script. Raises EnvironmentFault: its program is not found."""
     variables = {**environment, PARENT: str(os.getpid())}
+    stdin = subprocess.PIPE if WAITS in environment else None
     # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
     try:
-        process = subprocess.Popen(command, start_new_session=True, env=variables)
+        return subprocess.Popen(command, start_new_session=True, env=variables, stdin=stdin)
     except OSError as error:
         raise EnvironmentFault(f"{command[0]} cannot be started: {error.strerror}; look at PATH") from None
+
+
+@contextmanager
+def started_early(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Script]:
+    """Start a launch script whose supervisor and ranks wait: nothing is changed until `run_script` gets the process.
+
+    Where it does not, they end with the block. Raises EnvironmentFault: its program is not found.
+    """
+    process = start_script(command, {**environment, WAITS: "1"})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()  # closes the pipe, and waits
+
+
+def run_script(command: Sequence[str], environment: Mapping[str, str], early: Script | None = None) -> tuple[int, bool]:
+    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
+
+    early: its process, if it was started early. Returns its exit code, and True if this process was asked to stop
+    meanwhile. Raises EnvironmentFault: not found.
+    """
+    process = early or start_script(command, environment)
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -38,6 +62,7 @@ def run_script(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        give_word(process)
         code = process.wait()
     finally:
         for number, handler in before.items():

@@ -15,15 +15,15 @@ from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage
 from pipeline.console import say
 from pipeline.launching.hosts import ranks_by_host
-from pipeline.launching.job import Job, start_here
-from pipeline.launching.ranks import wait_for_ranks
+from pipeline.launching.job import Job, start_early, start_here
+from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
 from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.scripts import PARENT
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.choice import chosen_words, searches
 from pipeline.preparation.dry_run import dry_run_stage
-from pipeline.processes import Signals, end_with_parent
+from pipeline.processes import WAITS, Signals, end_with_parent, has_word
 from pipeline.run.entry import read_flags
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, clear_outcomes
@@ -49,6 +49,11 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         slots = None if resolved.config.run.target else ranks_by_host(request)
         dry_run_stage(stage, resolved, slots=slots)
         return errors.EXIT_DONE
+    # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word.
+    early = start_early(stage, request) if WAITS in os.environ and may_start_early(request, resolved) else {}
+    if not has_word():
+        kill_ranks(early)
+        return errors.EXIT_STOPPED
     run_dir = stage.run_folder(resolved.config.run)
     if request.check:
         return check(stage, request, resolved, signals)
@@ -59,24 +64,36 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
             request = replace(request, words=(*request.words, *chosen))
         if request.autotuning == "tune":
             return errors.EXIT_DONE
-        return supervise(stage, request, resolved, signals)
+        return supervise(stage, request, resolved, signals, early)
 
 
-def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals) -> int:
-    """Start the ranks, again with smaller batches where they lack memory; return the exit code of the last start."""
+def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
+    """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
+    is_other = request.check or request.enable_each_rank_log or searches(request, resolved)
+    return request.is_on_one_machine and not is_other
+
+
+def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals, early: Started) -> int:
+    """Run the ranks, again with smaller batches where they lack memory; return the exit code of the last start.
+
+    early: the ranks of the first start where they are started already; else empty.
+    """
     run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
     while True:
         check_nobody_left(run_dir)
         if request.is_first_host:
             clear_outcomes(run_dir)
         is_again = bool(variables) or searches(request, resolved)
-        job = Job(run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again)
+        job = Job(
+            run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again, early=early
+        )
         try:
             verdict = job.supervise()
         finally:
             job.kill()
         if not verdict.halved:
             break
+        early = {}
         # Any checkpoint in the folder is this run's: older ones were deleted before step 1.
         resumes = any(run_dir.glob("checkpoints/*/manifest.json"))
         request = replace(given, words=(*given.words, *(RESUME if resumes else ())))

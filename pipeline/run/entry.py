@@ -25,6 +25,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.out_of_memory import is_out_of_memory, memory_line
+from pipeline.processes import WAITS, has_word
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.output_checks import check_outputs
@@ -48,6 +49,10 @@ def enter(
         choose: (stage, flags) returns on rank 0 what flags are that are `auto`.
     """
     outlive_console()
+    if WAITS in os.environ:
+        stage.loop()  # started early, to import it now
+        if not has_word():
+            return EXIT_STOPPED
     try:
         check_environment()
     except RunError as error:

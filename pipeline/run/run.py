@@ -290,7 +290,7 @@ def begin(run: Run, choose: Choose) -> None:
         on_cpu = run.world.device.type == "cpu"
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:
             log.warning("%s", line)
-    run.stage.train(run, run.resolved.config)
+    run.stage.loop()(run, run.resolved.config)
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:

@@ -2,7 +2,7 @@
 
 Each FOLDER is a checkout; they take turns, so that what else the machine does falls on all of them. The demo's model
 and data are made once by `make demo` or are given by --demo; the first start of each checkout, which fills caches, is
-not counted.
+not counted. Another model: --flags "--actor-model FOLDER --data-path output/demo/data --data-split none ...".
 """
 
 import argparse
@@ -16,13 +16,30 @@ import tempfile
 import time
 from pathlib import Path
 
-# Each Python imports it at its start, and writes down when that was and what it runs.
+# Each Python imports it at its start, and writes down when that was and what it runs, and later when a mark comes.
 RECORDER = """
 import json, os, sys, time
-with open(os.environ["STARTS"], "a") as file:
-    file.write(json.dumps([time.time(), os.getpid(), sys.orig_argv[1:]]) + "\\n")
+
+# Audit event -> end of the name that it is about -> what that means of a process that does it first.
+MARKS = {
+    "import": {"torch": "imports torch", "deepspeed": "imports DeepSpeed"},
+    "open": {"log.txt": "opens its log: it has the word of train.py", "metrics.jsonl": "has evaluated"},
+}
+
+def write(mark=""):
+    with open(os.environ["STARTS"], "a") as file:
+        file.write(json.dumps([time.time(), mark, sys.orig_argv[1:]]) + "\\n")
+
+def hook(event, values):
+    marks = MARKS.get(event)
+    end = str(values[0]).rpartition("/")[2] if marks else ""
+    if marks and end in marks:
+        write(marks.pop(end))
+
+write()
+sys.addaudithook(hook)
 """
-FLAGS = "--step 1 --actor-model tiny --overwrite --sft.max-steps 1 --output-dir output".split()
+FLAGS = "--step 1 --overwrite --sft.max-steps 1 --output-dir output"
 
 
 def name_of(words: list[str]) -> str:
@@ -30,15 +47,18 @@ def name_of(words: list[str]) -> str:
     return words[words.index("-m") + 1] if "-m" in words[:3] else Path(words[0]).name
 
 
-def start_once(checkout: Path, folder: Path) -> tuple[float, list[tuple[str, float]]]:
-    """Return the seconds to the first step's line of metrics, and (program, seconds) of the start of each Python."""
+def start_once(checkout: Path, folder: Path, flags: str) -> tuple[float, list[tuple[str, float]]]:
+    """Return the seconds to the first step's line of metrics, and (program, seconds) of each Python's start and marks.
+
+    flags: besides `FLAGS`.
+    """
     starts, metrics = folder / "starts.jsonl", folder / "output/runs/sft/metrics.jsonl"
     starts.unlink(missing_ok=True)
     shutil.rmtree(folder / "output/runs", ignore_errors=True)
     shutil.rmtree(folder / "output/sft", ignore_errors=True)
     variables = {"PYTHONPATH": str(folder / "site"), "STARTS": str(starts), "PYTHON": sys.executable}
     environment = {**os.environ, **variables, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(checkout / "train.py"), *FLAGS]
+    command = [sys.executable, str(checkout / "train.py"), *f"{FLAGS} {flags}".split()]
     began = time.time()
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     while not (metrics.is_file() and '"loss"' in metrics.read_text(encoding="utf-8")):
@@ -48,7 +68,8 @@ def start_once(checkout: Path, folder: Path) -> tuple[float, list[tuple[str, flo
     seconds = time.time() - began
     process.wait()
     lines = [json.loads(line) for line in starts.read_text(encoding="utf-8").splitlines()]
-    return seconds, [(name_of(words), moment - began) for moment, _, words in lines]
+    moments = [(f"{name_of(words)} {mark}".strip(), moment - began) for moment, mark, words in lines]
+    return seconds, [(name, moment) for name, moment in moments if moment <= seconds]
 
 
 def main() -> None:
@@ -57,6 +78,7 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path, nargs="+")
     parser.add_argument("--demo", type=Path, default=Path("output/demo"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--flags", default="--actor-model tiny")
     given = parser.parse_args()
     runs: dict[Path, list[tuple[float, list[tuple[str, float]]]]] = {path.resolve(): [] for path in given.checkouts}
     with tempfile.TemporaryDirectory() as name:
@@ -66,7 +88,7 @@ def main() -> None:
         shutil.copytree(given.demo, folder / "output/demo")
         for repeat in range(given.repeats + 1):
             for checkout, measured in runs.items():
-                run = start_once(checkout, folder)
+                run = start_once(checkout, folder, given.flags)
                 measured += [run] if repeat else []
     first = 0.0
     for checkout, measured in runs.items():

@@ -194,7 +194,7 @@ def stage_without_shares(**changes: Any) -> Stage:
 
 def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     trained: list[str] = []
-    stage = stage_without_shares(train=lambda run, config: trained.append(run.resolved.config.data.data_split))
+    stage = stage_without_shares(loop=lambda: lambda run, config: trained.append(run.resolved.config.data.data_split))
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: "2,4,4" if work() == "none" else work())
     resolved = resolve_splits({stage: parse(stage.config, ["--data_path", "a.jsonl"], section="sft")})[stage]
     world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used

@@ -18,9 +18,13 @@ from rlhf.main import run_subcommand
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--actor-model", "tiny", "--reward-model", "tiny")
 
-# Plays the Python of the environment but for the look at models and data: the tests of that have both.
+# Plays the Python of the environment but for the look at models and data: the tests of that have both. With $STUB_LOOK
+# it is the code of that, which ends once a rank has started early, if that takes less than ten seconds.
 PYTHON_STUB = """#!/bin/sh
-[ "$1 $2" != "-m rlhf.preflight" ] || exit 0
+if [ "$1 $2" = "-m rlhf.preflight" ]; then
+    for _ in ${{STUB_LOOK:+$(seq 100)}}; do [ -e "$STUB_LOG.early" ] || sleep 0.1; done
+    exit ${{STUB_LOOK:-0}}
+fi
 exec {python} "$@"
 """
 # Each Python imports it at its start: one that is to be a rank, or DeepSpeed's search, becomes the stand-in.
@@ -38,6 +42,11 @@ import json, os, signal, socket, sys, time
 from contextlib import suppress
 from pathlib import Path
 
+if os.environ.pop("RLHF_WAITS", ""):
+    with open(os.environ["STUB_LOG"] + ".early", "a") as early:
+        early.write(f"{os.getpid()}\\n")
+    if not os.read(0, 1):
+        sys.exit(75)
 with open(os.environ["STUB_LOG"], "a") as log:
     log.write(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(),
                           "cores": sorted(os.sched_getaffinity(0)),

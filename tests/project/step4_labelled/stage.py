@@ -1,6 +1,6 @@
 """Stage 4 as an object."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pipeline.run.run import Run
 
 
-def train(run: "Run", config: LabelledConfig) -> None:
-    """Run the loop of the stage."""
+def loop() -> "Callable[[Run, LabelledConfig], None]":
+    """Import and return the loop of the stage."""
     from step4_labelled.training import train
 
-    train(run, config)
+    return train
 
 
 def start_models(config: LabelledConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
@@ -72,7 +72,7 @@ STAGE = Stage(
     rows=rows.ROW_KINDS["labelled"].name,
     shares=(1, 2),
     starts={"": Start("actor", "sft")},
-    train=train,
+    loop=loop,
     start_models=start_models,
     needs=needs,
     export=export,
