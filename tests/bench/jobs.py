@@ -113,6 +113,7 @@ class Jobs:
         self.after_each: Callable[[], object] = lambda: None
         self.host_gib = 0.0  # of the last run
         self.config: dict[str, Any] = {}
+        self.variables: dict[str, str] = {}  # of all runs, besides those of `environment`
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,8 @@ class Jobs:
         print(f"[bench] {name} ...", file=sys.stderr, flush=True)
         with HostPeak() as peak:
             try:
-                return run_logged(f"[bench] {name}", command, self.folder / f"{plain(name)}.log", environment(site))
+                variables = environment(site) | self.variables
+                return run_logged(f"[bench] {name}", command, self.folder / f"{plain(name)}.log", variables)
             finally:
                 self.host_gib = peak.gib
 
@@ -138,13 +140,25 @@ class Jobs:
     def project(self, name: str, stage: str, words: Sequence[object], *, gpus: int = 1) -> dict[str, Any]:
         """Medians of a stage's own metrics, by its own command line; {} where it failed."""
         output = self.fresh(name)
+        command = launched(f"{stage}.main", [*words, *output_words(output), *self.extra], gpus=gpus)
+        found = self.measured(name, command, output / "run", [*words, *self.extra], gpus=gpus)
+        shutil.rmtree(output / "model", ignore_errors=True)
+        return found
+
+    def measured(
+        self, name: str, command: Sequence[str], run_dir: Path, words: Sequence[object], *, gpus: int = 1
+    ) -> dict[str, Any]:
+        """Medians of what a command writes to `run_dir`, its start and its choices; {} where it failed.
+
+        words: what is kept of the command.
+        """
+        began = time.time()
         try:
-            self.run(name, launched(f"{stage}.main", [*words, *output_words(output), *self.extra], gpus=gpus))
-            found = self.read(output / "run")
+            self.run(name, command)
+            found = self.read(run_dir) | {"start_s": phases.start_seconds(run_dir, began)}
         except BenchError as error:
             found = self._failed(error)
-        shutil.rmtree(output / "model", ignore_errors=True)
-        return self._keep(name, found | {"gpus": gpus}, [*words, *self.extra])
+        return self._keep(name, found | {"gpus": gpus}, words)
 
     def fresh(self, name: str) -> Path:
         """An empty folder for a run's output."""
@@ -154,10 +168,12 @@ class Jobs:
         return output
 
     def read(self, run_dir: Path) -> dict[str, Any]:
-        """A finished run's medians; the first run's configuration is kept."""
+        """A finished run's medians, and the sizes that it chose; the first run's configuration is kept."""
         settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        self.config = self.config or {flag: setting["value"] for flag, setting in settings.items()}
-        return phases.measure(run_dir, warm_up=self.options.warm_up)
+        values = {flag: setting["value"] for flag, setting in settings.items()}
+        self.config = self.config or values
+        sizes = phases.sizes_of(values, phases.training_lines(run_dir)[-1])
+        return phases.measure(run_dir, warm_up=self.options.warm_up) | {"sizes": sizes}
 
     def _failed(self, error: BenchError) -> dict[str, Any]:
         print(f"[bench] failed: {error}", file=sys.stderr, flush=True)

@@ -49,6 +49,24 @@ def measure(run_dir: str | Path, *, warm_up: int = WARM_UP_STEPS) -> dict[str, A
     return found
 
 
+def start_seconds(run_dir: str | Path, began: float) -> float:
+    """Seconds from a moment (of `time.time`) to the beginning of the run's first step."""
+    first = training_lines(run_dir)[0]
+    return first["time"] - began - first["step_s"]
+
+
+def sizes_of(values: dict[str, Any], last: dict[str, Any]) -> str:
+    """What a run's configuration and its last line say of batches and of recomputation, in a few words."""
+    micro = values["per_device_train_batch_size"]
+    parts = [f"{micro} x {values['gradient_accumulation_steps']}"]
+    if last.get("micro_batch_size", micro) != micro:
+        parts.append(f"halved to {last['micro_batch_size']}")
+    if (at_once := values.get("per_device_generation_batch_size")) is not None:
+        parts.append(f"sampling {at_once}")
+    models = [flag for flag, value in values.items() if flag.endswith("gradient_checkpointing") and value is True]
+    return ", ".join(parts + [flag.replace("_gradient_", " ").replace("gradient_", "") for flag in models])
+
+
 def main() -> None:
     found = measure(sys.argv[1])
     for name, value in found.items():

@@ -44,6 +44,8 @@ COLUMNS = (
     ("peak_gib", "peak GiB", "{:.1f}"),
     ("host_gib", "host GiB", "{:.1f}"),
     ("backend", "backend", "{}"),
+    ("start_s", "start s", "{:.1f}"),
+    ("sizes", "micro-batch x accumulation, ...", "{}"),
 )
 
 

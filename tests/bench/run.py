@@ -19,8 +19,9 @@ from bench.report import environment, for_people, print_reports
 from bench.rows import PPO_ROWS, SHAPE_NAMES, Row
 from bench.strategies import DEFAULTS, OFFLOADS, STRATEGIES, STRATEGY_ROWS
 from bench.supervised import SUPERVISED_ROWS
+from bench.typed import CASE_HELP, CASES, TYPED_ROWS, defaults_of
 
-ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | STRATEGY_ROWS | {"curves": curves, "data": data}
+ROWS: dict[str, Row] = PPO_ROWS | SUPERVISED_ROWS | STRATEGY_ROWS | TYPED_ROWS | {"curves": curves, "data": data}
 HIDDEN = ("row", "work", "json", "vllm", "data", "tokenizer")  # paths of one machine
 REFERENCE = "H200"  # the device that the targets are for, with the default sizes
 ACTOR, CRITIC, PROMPT, ANSWER = "1.3b", "350m", 256, 256
@@ -36,7 +37,7 @@ SIZES = {
     "zero_stage": (2, "ZeRO stage of all that is trained"),
     "warm_up": (3, "steps that are not measured"),
     "steps": (8, "steps whose median is taken"),
-    "repeats": (5, "runs whose median is taken: of generation measured alone, of each library in the row data"),
+    "repeats": (5, "runs whose median is taken: of generation measured alone, of each library in the row data, typed"),
     "lora_dim": (64, "rank in the row lora"),
     "seeds": (5, "of the row curves"),
     "parallel": (1, "runs at a time in the row curves, of which nothing is timed"),
@@ -71,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm", default="", help="folder of vLLM's packages, for the row vllm")
     parser.add_argument("--work", default="output/bench", help="folder of models, data and logs (output/bench)")
     parser.add_argument("--json", default="", help="file that the JSON line is added to")
+    parser.add_argument("--case", default="ppo-1.3b", choices=CASES, help=CASE_HELP)
     chosen = {"choices": sorted(STRATEGIES | OFFLOADS), "help": "of the rows strategies and offload (all)"}
     parser.add_argument("--strategies", nargs="+", default=[], **chosen)
     return parser
@@ -117,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
-    parser.set_defaults(**DEFAULTS.get(parser.parse_args(words[:cut]).row, {}))
+    given = parser.parse_args(words[:cut])
+    parser.set_defaults(**(defaults_of(given.case) if given.row in TYPED_ROWS else DEFAULTS.get(given.row, {})))
     options = parser.parse_args(words[:cut])
     result = run_row(options, words[cut + 1 :])
     print(for_people(result), end="\n\n")
