@@ -220,9 +220,8 @@ def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
     build.cache_clear()
     layers = SHAPE["num_hidden_layers"]
     activation = 2 * ROWS * LENGTH * tiny_config("llama", **SHAPE).intermediate_size
-    print(of_norms.peak - fused.peak, layers*activation, sum(of_norms.kernels.values()) - sum(fused.kernels.values()))
-    assert of_norms.peak - fused.peak == pytest.approx(layers * activation, rel=0.3)
-    # SiLU and product become one, and three gradients one; of rotary positions two are left of ten, and of fourteen.
+    assert of_norms.peak - fused.peak == layers * activation
+    # Of a gate one kernel is left of two, and backwards of three; of rotary positions two of ten, and of more.
     assert sum(of_norms.kernels.values()) - sum(fused.kernels.values()) >= layers * (1 + 2 + 8 + 8)
     gate, up = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     assert all(a is b for a, b in zip(KeepsGate.apply(gate, up).grad_fn.saved_tensors, (gate, up), strict=True))
