@@ -81,14 +81,22 @@ class ReluLinear(nn.Linear):
 class GatedMLP(nn.Module):
     """An MLP whose gate is one kernel where `can_use_kernels` allows; the base class before one of GATED_MLPS."""
 
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., H) to (..., H)."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         if not can_use_kernels(gate, gate.numel(), up):
-            return self.down_proj(self.act_fn(gate) * up)
-        from pipeline.kernels.gate_kernels import FusedGate
+            product = self.act_fn(gate) * up
+        else:
+            from pipeline.kernels.gate_kernels import FusedGate
 
-        return self.down_proj(FusedGate.apply(gate, up, GATE_ACTIVATIONS[type(self.act_fn).__name__]))
+            product = FusedGate.apply(gate, up, GATE_ACTIVATIONS[type(self.act_fn).__name__])
+        out: Tensor = self.down_proj(product)
+        return out
 
 
 def rotate_positions(
@@ -128,12 +136,12 @@ def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module
 
 
 @cache
-def rotary_class(kind: Any, rotate: Callable[..., tuple[Tensor, Tensor]]) -> type[nn.Module]:
+def rotary_class(kind: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tensor]]) -> type[nn.Module]:
     """Return a subclass of the attention `kind` in whose forward pass `rotate` is called in place of ROTARY.
 
     Its code is that of `kind`, with names of its own, so that other models keep transformers' function.
     """
-    usual = kind.forward
+    usual: Any = kind.forward
     names = usual.__globals__ | {ROTARY: partial(rotate, usual.__globals__[ROTARY])}
     forward = FunctionType(usual.__code__, names, closure=usual.__closure__)
     forward.__defaults__, forward.__kwdefaults__ = usual.__defaults__, usual.__kwdefaults__
@@ -141,10 +149,14 @@ def rotary_class(kind: Any, rotate: Callable[..., tuple[Tensor, Tensor]]) -> typ
 
 
 def class_in_place(
-    module: Any, norm: type[nn.Module], mlp: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tensor]]
+    module: Any, norm: Any, mlp: Any, rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> type[nn.Module] | None:
-    """Return the class that takes the place of a decoder layer's part: by `norm`, `mlp` or `rotate`; None: it stays."""
-    kind = type(module)
+    """Return the class that takes the place of a decoder layer's part, None where it stays.
+
+    norm, mlp: classes that compute in place of its norms and MLPs. rotate: what its attention layers call, given
+    transformers' function and then its arguments.
+    """
+    kind: Any = type(module)
     if kind.__name__ in RMS_NORMS and not issubclass(kind, norm):
         return joined_class(kind, norm)
     if kind.__name__ in GATED_MLPS and not issubclass(kind, mlp):

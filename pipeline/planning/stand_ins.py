@@ -90,11 +90,16 @@ class KeepsGate(torch.autograd.Function):
 class CountedMLP(nn.Module):
     """An MLP that keeps what it keeps on a GPU with triton; the base class before one of GATED_MLPS."""
 
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., H) to (..., H) without values where the kernel would multiply gate and up."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        product = KeepsGate.apply(gate, up) if is_large(gate.numel()) else self.act_fn(gate) * up
-        return self.down_proj(product)
+        out: Tensor = self.down_proj(KeepsGate.apply(gate, up) if is_large(gate.numel()) else self.act_fn(gate) * up)
+        return out
 
 
 class Rotated(torch.autograd.Function):
