@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
@@ -274,9 +273,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     Raises:
         Interrupted: the run is to stop.
     """
-    rows, limit = ppo.prompts.eval, ppo.config.run.eval_iters
-    requested = ppo.config.optimizer.per_device_eval_batch_size
-    count = min(len(rows), (limit or len(rows)) * evaluation_unit(ppo.run.resolved) * ppo.run.world.size)
+    rows, requested = ppo.prompts.eval, ppo.config.optimizer.per_device_eval_batch_size
+    count = course.rows_of_evaluation(len(rows))
     if state.evaluated == state.step or not count:
         return
     size = course.halving.batch_size(state, "evaluate", requested)

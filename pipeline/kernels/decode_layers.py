@@ -160,21 +160,34 @@ def rotate(
 
 
 @triton.jit
+def tanh_gelu_exponent(x):
+    """Return y, and its slope, of the approximate GELU x (1 + tanh(y / 2)) / 2, which is x sigmoid(y)."""
+    square = 0.044715 * x * x
+    return 1.5957691216057308 * x * (1.0 + square), 1.5957691216057308 * (1.0 + 3.0 * square)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """Return the activation of fp32 x."""
+    if ACTIVATION == "silu":
+        active = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        active = x * tl.sigmoid(tanh_gelu_exponent(x)[0])
+    elif ACTIVATION == "gelu":
+        active = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        active = tl.maximum(x, 0.0)
+    return active
+
+
+@triton.jit
 def _gate(joined, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < width
     gate = tl.load(joined + row * 2 * width + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(joined + row * 2 * width + width + c, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "gelu_tanh":  # x (1 + tanh(z)) / 2 is x sigmoid(2 z)
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    elif ACTIVATION == "gelu":
-        active = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        active = tl.maximum(gate, 0.0)
-    active = active.to(out.dtype.element_ty).to(tl.float32)
+    active = activated(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + c, (active * up).to(out.dtype.element_ty), mask=inside)
 
 

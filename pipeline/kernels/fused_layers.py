@@ -1,11 +1,14 @@
-"""Fused norms, ReLUs and LoRA layers for models in training: the same function in fewer passes over memory on a GPU.
+"""Fused parts of transformers models in training: the same function in fewer passes over memory on a GPU.
 
-A layer changes its class, not its weights or their names: what is saved, and what peft or DeepSpeed see, stays as it
-was. On a CPU, on small inputs (but of LoRA), and where types are mixed, it computes as before. The kernels are in
-norm_kernels.py, LoRA's function is in lora_linear.py.
+Norms, ReLUs, the gates of MLPs, rotary positions, and LoRA layers. A layer changes its class, not its weights or their
+names: what is saved, and what peft or DeepSpeed see, stays as it was. On a CPU, on small inputs (but of LoRA), and
+where types are mixed, it computes as before. The kernels are in norm_kernels.py and gate_kernels.py, LoRA's function is
+in lora_linear.py.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial, update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +24,14 @@ from pipeline.kernels.token_statistics import has_triton
 
 # RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
 RMS_NORMS = frozenset(f"{name}RMSNorm" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
+# MLPs of transformers that compute down_proj(act_fn(gate_proj(x)) * up_proj(x)), and attention layers whose rotary
+# positions turn channel i of a head with channel i + D / 2.
+GATED_FAMILIES = ("Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
+GATED_MLPS = frozenset(f"{name}MLP" for name in GATED_FAMILIES)
+ROTARY_ATTENTIONS = frozenset(f"{name}Attention" for name in (*GATED_FAMILIES, "Phi3"))
+# Class of an activation -> its name in the kernels.
+GATE_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' files
 # Outputs of a layer above which the kernels save more time on the device than their launch costs on the host; measured
 # on an H200 (docs/experiments.md, "Norms and ReLUs in training").
 MIN_ELEMENTS = 2**23
@@ -115,10 +126,46 @@ def reads_plainly(base: Any) -> bool:
     return not base.weight.requires_grad and (base.bias is None or not base.bias.requires_grad)
 
 
+class GatedMLP(nn.Module):
+    """An MLP whose gate is one kernel where `can_use_kernels` allows; the base class before one of GATED_MLPS."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., H) to (..., H)."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not can_use_kernels(gate, gate.numel(), up):
+            product = self.act_fn(gate) * up
+        else:
+            from pipeline.kernels.gate_kernels import FusedGate
+
+            product = FusedGate.apply(gate, up, GATE_ACTIVATIONS[type(self.act_fn).__name__])
+        out: Tensor = self.down_proj(product)
+        return out
+
+
+def rotate_positions(
+    usual: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Rotate q (B, H, S, D) and k (B, fewer, S, D) as transformers' function `usual` does, by one kernel where it can.
+
+    cos, sin: (B or 1, S, D); fewer channels, which turn a part of each head, are left to `usual`.
+    """
+    if settings or cos.shape[-1] != q.shape[-1] or not can_use_kernels(q, q.numel(), k, cos, sin):
+        return usual(q, k, cos, sin, **settings)
+    from pipeline.kernels.gate_kernels import FusedRotary
+
+    return FusedRotary.apply(q, k, cos, sin)
+
+
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
-    """Fuse norms, ReLUs and LoRA layers of a model, after LoRA has been added; return the number of fused layers.
+    """Fuse layers of a model, after LoRA has been added; return the number of layers that were fused.
 
     Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT after a linear layer without LoRA.
+    Gates and rotary positions: those of GATED_MLPS, with or without LoRA, and of ROTARY_ATTENTIONS.
     """
     if device.type != "cuda" or not has_triton():
         return 0
@@ -131,19 +178,51 @@ def is_large(size: int) -> bool:
 
 
 @cache
-def norm_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base`, which norms in place of `kind`, and `kind`; one class for all norms of a kind."""
+def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base`, which computes in place of `kind`, and `kind`; one class for all of a kind."""
     return type(kind.__name__, (base, kind), {})
+
+
+@cache
+def rotary_class(kind: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tensor]]) -> type[nn.Module]:
+    """Return a subclass of the attention `kind` in whose forward pass `rotate` is called in place of ROTARY.
+
+    Its code is that of `kind`, with names of its own, so that other models keep transformers' function.
+    """
+    usual: Any = kind.forward
+    names = usual.__globals__ | {ROTARY: partial(rotate, usual.__globals__[ROTARY])}
+    forward = FunctionType(usual.__code__, names, closure=usual.__closure__)
+    forward.__defaults__, forward.__kwdefaults__ = usual.__defaults__, usual.__kwdefaults__
+    return type(kind.__name__, (kind,), {"forward": update_wrapper(forward, usual)})
+
+
+def class_in_place(
+    module: Any, norm: Any, mlp: Any, rotate: Callable[..., tuple[Tensor, Tensor]]
+) -> type[nn.Module] | None:
+    """Return the class that takes the place of a decoder layer's part, None where it stays.
+
+    norm, mlp: classes that compute in place of its norms and MLPs. rotate: what its attention layers call, given
+    transformers' function and then its arguments.
+    """
+    kind: Any = type(module)
+    if kind.__name__ in RMS_NORMS and not issubclass(kind, norm):
+        return joined_class(kind, norm)
+    if kind.__name__ in GATED_MLPS and not issubclass(kind, mlp):
+        return joined_class(kind, mlp) if type(module.act_fn).__name__ in GATE_ACTIVATIONS else None
+    used = getattr(kind.forward, "__globals__", {}).get(ROTARY)
+    if kind.__name__ in ROTARY_ATTENTIONS and used is not None and not isinstance(used, partial):
+        return rotary_class(kind, rotate)
+    return None
 
 
 def _fuse(module: Any) -> bool:
     kind: Any = type(module)
     if kind is nn.LayerNorm and len(module.normalized_shape) == 1:
         module.__class__ = LayerNorm
-    elif kind.__name__ in RMS_NORMS and not issubclass(kind, RMSNorm):
-        module.__class__ = norm_class(kind, RMSNorm)
     elif kind is PeftLinear:
         module.__class__ = LoraLinear
+    elif (other := class_in_place(module, RMSNorm, GatedMLP, rotate_positions)) is not None:
+        module.__class__ = other
     elif kind is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU and type(module.fc1) is nn.Linear:
         if module.fc1.bias is None:
             return False

@@ -9,7 +9,7 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000
 GIVEN_BACK_S = 0.3
 # Rows of a pass without gradients that take less than one of a pass with them, also where its layers are recomputed.
 ROWS_WITHOUT_GRADIENTS = 4
+FEWEST_PROMPTS = 8  # that are sampled at once: a decode step of fewer takes hardly less time
 ALIKE = 1.05  # times of a step whose quotient is at most this are alike
 
 
@@ -105,24 +106,34 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 
 
 def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> Iterator[Candidate]:
-    """Yield the settings that may be the fastest: those of each micro-batch that can be, with more and more recomputed.
+    """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
 
-    Without any recomputation the largest micro-batch is the fastest: nothing else is tried where it fits.
+    Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
+    nothing else is tried.
     """
-    sizes, ranks = micro_batches(resolved, names), planner.target.num_gpus
-    recomputed = [name for name in names if name.endswith(RECOMPUTED)]
+    sizes, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
+        switches = {name: name in switched for name in recomputed}
+        for at_once in prompts_at_once(planner, resolved, names):
+            given = switches | at_once
+            planned = cache(partial(planned_size, planner, resolved, names, given))
+            yield from of_sizes(planned, sizes)
+            if planned(sizes[-1]).is_best_of_its_kind:
+                if not any(switches.values()):
+                    return
+                break
 
-        @cache
-        def planned(size: int, switched: Sequence[str] = tuple(switched)) -> Candidate:
-            flags = {name: name in switched for name in recomputed} | (cut(resolved, size) if MICRO in names else {})
-            flags |= {name: elements for name, elements in BUCKETS.items() if name in names and ranks > 1}
-            flags |= batches_without_gradients(planner, resolved, names, micro_batch=size, ranks=ranks)
-            return Candidate.of(planner, resolved, flags)
 
-        yield from of_sizes(planned, sizes)
-        if planned(sizes[-1]).is_best_of_its_kind:
-            return
+def planned_size(
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], flags: Mapping[str, Any], size: int
+) -> Candidate:
+    """Plan micro-batches of `size` rows with these other flags, and what follows from them."""
+    chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
+    if planner.target.num_gpus > 1:
+        chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
+    if EVALUATED in names:
+        chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size)
+    return Candidate.of(planner, resolved, chosen)
 
 
 def choice_in_words(resolved: Resolved) -> str:
@@ -157,21 +168,29 @@ def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
     return divisors(micro * steps, up_to=micro * steps)
 
 
-def batches_without_gradients(
-    planner: StagePlanner, resolved: Resolved, names: Sequence[str], *, micro_batch: int, ranks: int
-) -> dict[str, int]:
-    """Return the rows of an evaluation batch, and the prompts that are sampled at once.
+def prompts_at_once(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yield the flag of the prompts that are sampled at once: all of a rank's rollout, then half of them, and so on.
 
-    A batch has as many tokens as a scoring pass, but no more rows than surely take less than an update's; where its
-    passes are not known, as many as an update. All prompts of a rollout are sampled at once: a KV cache of fewer slots,
-    if memory asks for it, takes them in turn.
+    {} alone where the stage samples nothing, or its rollouts are so many of them as a flag says.
     """
-    flags, rollout = dict[str, int](), resolved.config.rollout_size(ranks)
+    if GENERATED not in names or dict(flat_items(resolved.config))[BATCHES]:
+        yield {}
+        return
+    ranks = planner.target.num_gpus
+    prompts = max(1, resolved.config.rollout_size(ranks).prompts // ranks)
+    yield {GENERATED: prompts}
+    while (prompts := prompts // 2) >= FEWEST_PROMPTS:
+        yield {GENERATED: prompts}
+
+
+def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: int) -> int:
+    """Return the rows of an evaluation batch.
+
+    It has as many tokens as a scoring pass, but no more rows than surely take less than an update's; where its passes
+    are not known, as many as an update.
+    """
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
-    if EVALUATED in names:
-        tokens = sum(one.rows * one.length for one in passes) // rows if passes else 0
-        most = max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch)) if tokens else 0
-        flags[EVALUATED] = most or max(rows, micro_batch)
-    if GENERATED in names and not dict(flat_items(resolved.config))[BATCHES]:
-        flags[GENERATED] = max(1, rollout.prompts // ranks)
-    return flags
+    if not passes:
+        return max(rows, micro_batch)
+    tokens = sum(one.rows * one.length for one in passes) // rows
+    return max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch))

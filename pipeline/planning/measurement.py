@@ -1,7 +1,7 @@
 """Measure models without memory: they are built and run on the meta device, where tensors have shapes and no values.
 
 The modules are those of training, so that sizes and live bytes of a pass are counted, not estimated. Stand-ins take the
-places of kernels that keep less for the backward pass than torch's plain functions: flash attention, norms, logits.
+places of kernels (stand_ins.py).
 """
 
 import warnings
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -25,8 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pipeline.configuration.flags import load_yaml
 from pipeline.errors import InputError
-from pipeline.kernels.fused_layers import RMS_NORMS, is_large, norm_class
-from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.kernels.fused_layers import class_in_place
 from pipeline.launching.scripts import launch_file
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
@@ -36,109 +34,18 @@ from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_sco
 from pipeline.models.source import ModelSource
 from pipeline.planning.counting import PassCount, PassCounter
 from pipeline.planning.needs import ModelUse, Pass
+from pipeline.planning.stand_ins import (
+    COUNTED_ATTENTION,
+    CountedLM,
+    CountedMLP,
+    CountedNorm,
+    CountedSeq2SeqLM,
+    counted_rotary,
+)
 
 # Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
 # section 3).
 NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
-COUNTED_ATTENTION = "counted_attention"
-
-
-def counted_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    scaling: float | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query.
-
-    With a learned bias (T5) attend as the memory-efficient kernel, which also keeps bias and mask of all rows.
-    """
-    if position_bias is None:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention
-        out = attend(query, key, value, 0.0, True, False, scale=scaling)[0]
-    else:
-        bias = position_bias.to(query.dtype).expand(len(query), -1, -1, -1).contiguous()
-        attend = torch.ops.aten._scaled_dot_product_efficient_attention
-        out = attend(query, key, value, bias, True, 0.0, False, scale=scaling)[0]
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(COUNTED_ATTENTION, counted_attention)
-
-
-class KeepsInput(torch.autograd.Function):
-    """Keeps what the fused norms of `pipeline/kernels/norm_kernels.py` keep: their input and weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mul(x, weight, out=torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.mul(x, gradients[0], out=torch.empty_like(x)), torch.empty_like(weight)
-
-
-class CountedNorm(nn.Module):
-    """An RMSNorm that keeps what it keeps on a GPU with triton; the base class before one of RMS_NORMS."""
-
-    weight: nn.Parameter
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map (..., H) to (..., H) without values where the kernel would norm them."""
-        if not is_large(hidden_states.numel()):
-            return super().forward(hidden_states)
-        return KeepsInput.apply(hidden_states, self.weight)
-
-
-class KeepsLogits(torch.autograd.Function):
-    """Keeps what `FusedStatistics` of `pipeline/kernels/token_kernels.py` keeps; the gradient overwrites the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return logits.sum(1, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        logits: Tensor = ctx.saved_tensors[0]
-        return logits.mul_(gradients[0].unsqueeze(1))
-
-
-class CountedLM(CausalLM):
-    """A causal language model whose head keeps what it keeps on a GPU with triton."""
-
-    def head(
-        self, hidden: Tensor, targets: Tensor, scaling: LogitScaling, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Map (m, H) hidden states to (m,) log-probabilities without values."""
-        return KeepsLogits.apply(base_model(self.model).get_output_embeddings()(hidden)), None
-
-
-class KeepsSelectedLogits(KeepsLogits):
-    """Keeps what `KeepsLogits` keeps of rows that were selected, which are a copy with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return KeepsLogits.forward(ctx, logits.clone())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return torch.empty_like(KeepsLogits.backward(ctx, *gradients))
-
-
-class CountedSeq2SeqLM(Seq2SeqLM):
-    """An encoder-decoder model that keeps what it keeps on a GPU with triton, where every position has a label."""
-
-    def label_log_probs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Map (B, T, V) logits to (B, T) log-probabilities without values."""
-        return KeepsSelectedLogits.apply(logits.flatten(0, 1)).view_as(labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +156,8 @@ def build(use: ModelUse, dtype: str) -> Any:
         if use.trained and settings.gradient_checkpointing:
             use_gradient_checkpointing(base_model(model))
     for module in model.modules():
-        kind: Any = type(module)
-        if kind.__name__ in RMS_NORMS and not use.on_cpu:
-            module.__class__ = norm_class(kind, CountedNorm)
+        if not use.on_cpu and (other := class_in_place(module, CountedNorm, CountedMLP, counted_rotary)) is not None:
+            module.__class__ = other
     keep_norms_in_fp32(model, settings.quantization)
     if not use.trained:
         model.requires_grad_(False)

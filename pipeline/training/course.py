@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.checkpoint_files import delete_older, held_line
 from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
@@ -64,6 +65,11 @@ class Course:
         """Tell whether `--eval_interval` asks for an evaluation at this step; without it, before the first step."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
+
+    def rows_of_evaluation(self, num_rows: int) -> int:
+        """Return how many of `num_rows` held-out rows an evaluation takes: `--eval_iters` batches on each rank."""
+        limit = self._config.eval_iters * evaluation_unit(self._run.resolved) * self._run.world.size
+        return min(num_rows, limit or num_rows)
 
     def save_is_due(self, state: Counters) -> bool:
         """Tell whether `--save_steps` asks for a checkpoint at this step, and there is none yet."""

@@ -3,13 +3,18 @@
 import pytest
 import torch
 from support.decode_models import FUSED, opt, with_lora
+from support.families import family_config
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipeline.kernels import fused_layers
 from pipeline.kernels.fused_layers import LoraLinear, fuse_layers
+from pipeline.kernels.gate_kernels import FusedGate, FusedRotary
 from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows
 from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
+from pipeline.models.loading import use_gradient_checkpointing
 
 pytestmark = pytest.mark.gpu
 
@@ -132,6 +137,93 @@ def test_lora_models_in_bf16(name):
         for them in (found, usual)
     )
     assert error <= allowed + 0.1 and allowed < -2, (name, error.exp(), allowed.exp())
+
+
+@pytest.mark.parametrize("shape", [(3, 500, 1000), (1, 1, 5), (1024, 8960)])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_in_bf16(activation, shape):
+    """Output and both gradients; the output is torch's own but for a few numbers."""
+    torch.manual_seed(0)
+    gate, up, weights = (random(*shape).bfloat16().float() for _ in range(3))
+
+    def plain(gate, up):
+        return (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+
+    def fused(gate, up):
+        return FusedGate.apply(gate, up, activation)
+
+    outputs = [compute(gate.bfloat16(), up.bfloat16()) for compute in (fused, plain)]
+    assert (outputs[0] == outputs[1]).float().mean() > 0.99
+    assert_as_near(*outputs, plain(gate, up), "output")
+    exact = gradients_of(plain, [gate, up], weights, torch.float32)
+    found, usual = (gradients_of(one, [gate, up], weights.bfloat16(), torch.bfloat16) for one in (fused, plain))
+    for index, right in enumerate(exact):
+        assert_as_near(found[index], usual[index], right, index)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(12, 2, 128), (32, 8, 128), (3, 1, 80), (9, 3, 64), (8, 1, 256), (5, 5, 20)]
+)
+def test_rotations_in_bf16(heads, kv_heads, size, joint):
+    """Output and both gradients, of projections of their own or of slices of one; angles of each row or of all."""
+    torch.manual_seed(size)
+    rows, length = 3, 300
+    q, k = (random(rows, length, n, size).bfloat16().float() for n in (heads, kv_heads))
+    turns = torch.cat(2 * [1000 * random(1 if joint else rows, length, size // 2)], -1)
+    cos, sin = turns.cos().bfloat16(), turns.sin().bfloat16()
+
+    def both(rotate):
+        def compute(q, k):
+            if joint:
+                q, k = torch.cat([q, k, k], 2).split([heads, kv_heads, kv_heads], 2)[:2]
+            rotated = rotate(q.transpose(1, 2), k.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype))
+            return torch.cat([x.transpose(1, 2) for x in rotated], 2)
+
+        return compute
+
+    fused, plain = both(FusedRotary.apply), both(apply_rotary_pos_emb)
+    assert_as_near(*(one(q.bfloat16(), k.bfloat16()) for one in (fused, plain)), plain(q, k), "output")
+    weights = random(rows, length, heads + kv_heads, size).bfloat16().float()
+    exact = gradients_of(plain, [q, k], weights, torch.float32)
+    found, usual = (gradients_of(one, [q, k], weights.bfloat16(), torch.bfloat16) for one in (fused, plain))
+    for index, right in enumerate(exact):
+        assert_as_near(found[index], usual[index], right, index)
+
+
+@pytest.mark.parametrize("change", ["whole", "checkpointed", "lora"])
+@pytest.mark.parametrize("name", ["llama-3", "qwen2", "qwen3", "gemma", "phi-3"])
+def test_gated_models_in_bf16(name, change):
+    """Log-probabilities and all gradients together: as they are, with activations made again, and of adapters."""
+    ids = torch.randint(3, 300, (16, 48), generator=torch.Generator().manual_seed(0)).to(CUDA)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = family_config(name, 301, hidden_size=256, intermediate_size=512, **heads)
+
+    def make(*, fused: bool, dtype: torch.dtype) -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        if change == "lora":
+            model = with_lora(model, dim=16)
+            for key, parameter in model.named_parameters():
+                if "lora_" in key:
+                    torch.nn.init.normal_(parameter, std=0.02)
+        model = model.bfloat16().to(CUDA, dtype).train()
+        assert not fused or fuse_layers(model, CUDA) > 0
+        if change == "checkpointed":
+            use_gradient_checkpointing(model)
+        return model
+
+    def outcome(**kind) -> tuple[torch.Tensor, torch.Tensor]:
+        model = make(**kind)
+        log_probs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+        log_probs[:, :-1].gather(-1, ids[:, 1:, None]).mean().neg().backward()
+        gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+        return log_probs.detach(), torch.cat(gradients)
+
+    exact = outcome(fused=False, dtype=torch.float32)
+    found, usual = (outcome(fused=fused, dtype=torch.bfloat16) for fused in (True, False))
+    for part, one, other, right in zip(("output", "gradients"), found, usual, exact, strict=True):
+        assert_as_near(one, other, right, (name, part))
 
 
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "llama", "qwen3"])

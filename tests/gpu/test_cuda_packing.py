@@ -54,6 +54,27 @@ def test_kernel_equals_dense_masks(name):
             assert apart(gradient, found[0][1][key]) < 2 * BF16_TOLERANCE, key
 
 
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (12, 2, 128), (8, 1, 32), (4, 4, 128)])
+def test_grouped_heads_give_what_repeated_ones_give(heads, kv_heads, size, window):
+    """Output and gradients of the flash kernel, whose gradients of keys and values are those of their groups' sums."""
+    generator = torch.Generator(CUDA).manual_seed(1)
+    bounds = torch.tensor([0, 60, 61, 150, 151, 300], dtype=torch.int32, device=CUDA)
+    shapes = [(300, n, size) for n in (heads, kv_heads, kv_heads, heads)]
+    *qkv, weights = (torch.randn(shape, device=CUDA, generator=generator).bfloat16() for shape in shapes)
+
+    def outcome(*, repeated: bool) -> list[torch.Tensor]:
+        query, *pair = (tensor.clone().requires_grad_() for tensor in qkv)
+        given = [tensor.repeat_interleave(heads // kv_heads, 1) if repeated else tensor for tensor in pair]
+        out = packed_attention.flash_attention(query, *given, bounds, 149, scale=None, window=window)
+        assert out.shape == query.shape
+        return [out.detach(), *torch.autograd.grad((out * weights).sum(), (query, *pair))]
+
+    for one, other, tensor in zip(outcome(repeated=False), outcome(repeated=True), [qkv[0], *qkv], strict=True):
+        assert one.shape == other.shape == tensor.shape
+        assert apart(one, other) < BF16_TOLERANCE
+
+
 def test_rows_padded_on_the_left_are_refused():
     """On a GPU as on a CPU, with and without the counts that spare the other waits for the device."""
     inner = AutoModelForCausalLM.from_config(without_dropout(tiny_config("llama")), attn_implementation="sdpa")

@@ -1,5 +1,6 @@
-"""Fused norms and ReLUs against torch's and transformers' own layers: values, all gradients, and whole models.
+"""Fused layers against torch's and transformers' own: values, all gradients, and whole models.
 
+Gates and rotary positions by themselves are tested in test_gates.py.
 On a CPU the Triton kernels run in triton's interpreter; tests/gpu compares 16 bits.
 """
 
@@ -177,25 +178,33 @@ def assert_same_training(make, number: int, *, change=lambda model: model) -> No
         )
 
 
-# Of two layers: norms, ReLUs, and the last norm.
+# Of two layers: norms, ReLUs, and the last norm; then gates and attention layers.
 FUSABLE = {
     "opt": 2 * 2 + 2 + 1,
     "opt-350m": 2 * 2 + 2,
     "opt without biases": 2 * 2 + 1,
     "opt without a last norm": 2 * 2 + 2,
-    "llama": 2 * 2 + 1,
-    "mistral": 2 * 2 + 1,
-    "qwen2": 2 * 2 + 1,
-    "qwen3": 2 * 4 + 1,
+    "llama": 2 * 2 + 1 + 2 * 2,
+    "mistral": 2 * 2 + 1 + 2 * 2,
+    "qwen2": 2 * 2 + 1 + 2 * 2,
+    "qwen3": 2 * 4 + 1 + 2 * 2,
+    "gemma": 2 * 2,
+}
+FUSABLE_TOO = {
+    "smollm3": 2 * 2 + 1 + 2 * 2,
+    "gemma-3": 2 * 2,
+    "phi-3": 2 * 2 + 1 + 2,
+    "phi-4-mini": 2 * 2 + 1 + 2,
+    "pythia": 2 * 2 + 1,
 }
 
 
 @pytest.mark.parametrize("taken", [True, False])
-@pytest.mark.parametrize("name", FUSABLE)
+@pytest.mark.parametrize("name", [*FUSABLE, *(pytest.param(name, marks=pytest.mark.slow) for name in FUSABLE_TOO)])
 def test_fused_models_train_as_before(monkeypatch, name, taken):
     """Models train by the kernels, and by torch where inputs are too small for them."""
     monkeypatch.setattr(fused_layers, "can_use_kernels", lambda *_: taken)
-    assert_same_training(FUSED[name], FUSABLE[name])
+    assert_same_training(FUSED[name], (FUSABLE | FUSABLE_TOO)[name])
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
@@ -210,12 +219,13 @@ def test_another_activation_stays(kernels_anywhere):
     assert_same_training(lambda: opt(activation_function="gelu"), 2 * 2 + 1)
 
 
-def test_activations_may_be_made_again(kernels_anywhere):
+@pytest.mark.parametrize("name", ["opt", "qwen2"])
+def test_activations_may_be_made_again(kernels_anywhere, name):
     def checkpointed(model: nn.Module) -> nn.Module:
         use_gradient_checkpointing(model)
         return model
 
-    assert_same_training(opt, 7, change=checkpointed)
+    assert_same_training(FUSED[name], FUSABLE[name], change=checkpointed)
 
 
 def test_an_adapter_stands_before_the_relu(kernels_anywhere):
@@ -255,3 +265,9 @@ def test_each_layer_says_how_much_it_gives(monkeypatch):
     model(input_ids=torch.full((3, 7), 5, device=DEVICE), use_cache=False)
     norm, relu = 3 * 7 * 32, 3 * 7 * 48
     assert asked == [norm, norm, relu] * 2 + [norm]
+    asked.clear()
+    llama = FUSED["llama"]().to(DEVICE)
+    fuse_layers(llama, CUDA)
+    llama(input_ids=torch.full((3, 7), 5, device=DEVICE), use_cache=False)
+    query, gate = 3 * 7 * 32, 3 * 7 * 40
+    assert asked == [norm, query, norm, gate] * 2 + [norm]

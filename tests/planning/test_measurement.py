@@ -18,8 +18,9 @@ from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
 from pipeline.planning.counting import Kernel, PassCounter
-from pipeline.planning.measurement import KeepsInput, KeepsLogits, count_pass, model_size, peak_bytes
+from pipeline.planning.measurement import build, count_pass, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass
+from pipeline.planning.stand_ins import KeepsGate, KeepsInput, KeepsLogits
 
 ROWS, LENGTH, LORA = 4, 64, 4
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3}
@@ -203,6 +204,31 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
         KeepsInput.apply(x, torch.ones(4)).backward(torch.ones(3, 4))
     # Forwards it reads input and weight, backwards input and gradient, and writes as much as its input.
     assert counter.kernels[Kernel(0.0, 4 * (12 + 4 + 12))] == counter.kernels[Kernel(0.0, 4 * 3 * 12)] == 1
+
+
+def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
+    """As `FusedGate` does: without the activation, and in one kernel each way, like rotary positions."""
+    use = ModelUse("critic", str(folders / "llama"), ModelConfig(), has_values=True)
+    work = Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
+    monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)
+    fused = count_pass.__wrapped__(use, "bf16", work)
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_layers, "GATED_MLPS", frozenset())
+        patch.setattr(fused_layers, "ROTARY_ATTENTIONS", frozenset())
+        build.cache_clear()
+        of_norms = count_pass.__wrapped__(use, "bf16", work)
+    build.cache_clear()
+    layers = SHAPE["num_hidden_layers"]
+    activation = 2 * ROWS * LENGTH * tiny_config("llama", **SHAPE).intermediate_size
+    assert of_norms.peak - fused.peak == layers * activation
+    # Of a gate one kernel is left of two, and backwards of three; of rotary positions two of ten, and of more.
+    assert sum(of_norms.kernels.values()) - sum(fused.kernels.values()) >= layers * (1 + 2 + 8 + 8)
+    gate, up = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    assert all(a is b for a, b in zip(KeepsGate.apply(gate, up).grad_fn.saved_tensors, (gate, up), strict=True))
+    with PassCounter([gate, up]) as counter:
+        KeepsGate.apply(gate, up).backward(torch.ones(3, 4))
+    # Forwards it reads two tensors and writes one, backwards it reads three and writes two.
+    assert counter.kernels[Kernel(0.0, 4 * 3 * 12)] == counter.kernels[Kernel(0.0, 4 * 5 * 12)] == 1
 
 
 def test_fused_norms_of_a_quantised_model_keep_their_input_in_fp32(folders, monkeypatch):

@@ -17,10 +17,11 @@ from pipeline.models.loading import base_model
 def plain_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, *, scale: float | None, window: int
 ) -> Tensor:
-    """`packed_attention.flash_attention` by the book: run by run, under a dense mask."""
+    """`packed_attention.flash_attention` by the book: run by run, under a dense mask, with keys for each query head."""
     ends = bounds.tolist()
     assert bounds.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(query)
-    assert query.shape == key.shape == value.shape
+    assert key.shape == value.shape and (len(query), query.shape[-1]) == (len(key), key.shape[-1])
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     found = []
     for start, stop in pairwise(ends):
         assert 0 <= stop - start <= longest

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from pipeline.config_fields import declared
@@ -92,8 +92,9 @@ def packed_mask(config: PretrainedConfig, batch: SFTBatch) -> Tensor:
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, *, scale: float | None, window: int
 ) -> Tensor:
-    """Attend causally within each segment of `bounds` (N + 1,) int32: (T, H, D) each -> (T, H, D).
+    """Attend causally within each segment of `bounds` (N + 1,) int32: (T, H, D) -> (T, H, D).
 
+    key, value: (T, H, D) or of fewer heads, each of which serves a group of the query's; so do their gradients.
     longest: upper bound of the segments' lengths. window: earlier tokens that a token attends to; -1: all. Calls the
     operator itself: `torch.nn.attention.varlen` wraps it twice in Python, 0.93 ms of host time per forward and backward
     pass instead of 0.27 ms.
@@ -129,9 +130,7 @@ def packed_attention(
     if attention_mask is None or attention_mask.dtype != torch.int32:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     rows, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    qkv = (query, repeat_kv(key, groups), repeat_kv(value, groups))
-    q, k, v = (states.transpose(1, 2).reshape(rows * length, heads, size) for states in qkv)
+    q, k, v = (states.transpose(1, 2).reshape(rows * length, -1, size) for states in (query, key, value))
     # The exact length would cost a synchronisation with the device.
     longest = max_length_q or length
     window = sliding_window - 1 if sliding_window and sliding_window < longest else -1
