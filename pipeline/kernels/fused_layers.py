@@ -162,7 +162,7 @@ def rotate_positions(
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
-    """Fuse layers of a model, after LoRA has been added; return the number of layers that were fused.
+    """Fuse norms, ReLUs, gates, rotary positions and LoRA layers, after LoRA has been added; return how many.
 
     Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT after a linear layer without LoRA.
     Gates and rotary positions: those of GATED_MLPS, with or without LoRA, and of ROTARY_ATTENTIONS.
