@@ -9,6 +9,7 @@ from support.launch_stub import TINY, started, train
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
@@ -198,7 +199,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: "2,4,4" if work() == "none" else work())
     resolved = resolve_splits({stage: parse(stage.config, ["--data_path", "a.jsonl"], section="sft")})[stage]
     world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used
-    begin(Run(world, tmp_path, stage, resolved, StopRequest()))
+    begin(Run(world, tmp_path, stage, resolved, StopRequest()), lambda stage, resolved: Choice())
     assert trained == ["2,4,4"]
 
 

@@ -36,7 +36,8 @@ def config_of(folder: Path, words: str, ranks: int = 1) -> PPOConfig:
         ("", 4, "fp16", "sampler"),
         ("--actor_zero_stage 3 --num_samples_per_prompt 4 --gradient_accumulation_steps 2", 2, "bf16", "sampler"),
         ("--temperature 0.7", 1, "bf16", "sampler"),
-        ("--actor_lora_dim 2 --merge_lora_for_generation false", 1, "bf16", "sampler"),
+        ("--actor_lora_dim 2 --actor_quantization int8", 1, "bf16", "sampler"),
+        ("--actor_lora_dim 2 --merge_lora_for_generation false", 1, "bf16", "trainer"),  # the static backend
         ("", 1, "fp32", "trainer"),
         ("--top_p 0.9", 1, "bf16", "trainer"),
         ("--top_k 10", 1, "bf16", "trainer"),

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from support.in_process import error_lines, undone_afterwards
-from support.source_tree import ROOT
 from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import Resolved, parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.global_batch import Choice, with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
@@ -103,7 +102,9 @@ def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp
 
 
 def test_prompts_at_once_of_a_preset_are_not_given_by_hand(tmp_path):
-    preset = ROOT / "launch/presets/1b.ppo.yaml"  # 16 at once, micro-batches of 8, 128 responses a step
+    preset = tmp_path / "preset.yaml"
+    text = "per_device_generation_batch_size: 16\nper_device_train_batch_size: 8\ntrain_batch_size: 128\n"
+    preset.write_text(text, encoding="utf-8")
     assert counts(2, f"--preset {preset}") == (128, 16, 1) == counts(2, f"--preset {preset} --rollout_batch_size 0")
     assert counts(2, f"--preset {preset} --rollout_batch_size 256") == (256, 16, 2)
     assert counts(2, f"--preset {preset} --generation_batches 8") == (256, 16, 2)
@@ -279,8 +280,9 @@ def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch)
 
     seen = list[int]()
     fields = {name: getattr(STAGE, name) for name in STAGE.__dataclass_fields__}
-    stage = Stage(**(fields | {"train": lambda run, config: seen.append(config.rollout_size(2).responses)}))
+    stage = Stage(**(fields | {"loop": lambda: lambda run, config: seen.append(config.rollout_size(2).responses)}))
     monkeypatch.setattr(run_module.dist, "on_main", on_main)
     world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used
-    run_module.begin(run_module.Run(world, tmp_path, stage, on(2, "--data_split none"), run_module.StopRequest()))
+    run = run_module.Run(world, tmp_path, stage, on(2, "--data_split none --dtype fp32"), run_module.StopRequest())
+    run_module.begin(run, lambda stage, resolved: Choice())
     assert seen == [64]

@@ -31,12 +31,18 @@ class KeptMetrics:
     """Stands for a run's Course and its Recorder: keeps what they would write."""
 
     def __init__(self, stopping: Stopping, run: Run) -> None:
-        self.stopping = stopping
+        self.stopping, self.run = stopping, run
         self.halving = Halving(run, [])
         self.recorder = self
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.evaluations: list[dict[str, float]] = []
         self.rates: list[dict[str, float]] = []
+
+    def rows_of_evaluation(self, num_rows: int) -> int:
+        """Those of the run's --eval_iters, by hand."""
+        config, size = self.run.resolved.config, self.run.world.size
+        limit = config.run.eval_iters * config.optimizer.per_device_eval_batch_size * size
+        return min(num_rows, limit or num_rows)
 
     def begin(self, phase: str) -> None:
         """Phases are not timed."""
