@@ -53,7 +53,8 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
         per_step = micro * steps if target else rows
         follows[BATCHES] = per_step // gcd(per_step, rows), f"--{GENERATED}"
     elif values.get(BATCHES) == 0 and not is_by_hand(resolved, GENERATED):
-        origins[BATCHES] = origins[GENERATED]  # decided: a planner goes on with these settings without their preset
+        # Decided: a planner goes on with these settings without their preset.
+        origins[BATCHES] = origins.get(GENERATED, DEFAULT)
     follows = {name: found for name, found in follows.items() if values[name] != found[0]}
     values |= {name: value for name, (value, _) in follows.items()}
     origins |= {name: origin for name, (_, origin) in follows.items()}

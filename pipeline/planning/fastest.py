@@ -125,21 +125,25 @@ def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) 
 
 
 def planned_size(
-    planner: StagePlanner, resolved: Resolved, names: Sequence[str], flags: Mapping[str, Any], size: int
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], flags: Mapping[str, int], size: int
 ) -> Candidate:
     """Plan micro-batches of `size` rows with these other flags, and what follows from them."""
     chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
     if planner.target.num_gpus > 1:
         chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
     if EVALUATED in names:
-        chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size)
+        chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
     return Candidate.of(planner, resolved, chosen)
 
 
 def choice_in_words(resolved: Resolved) -> str:
-    """Return the values that were chosen and are not the defaults of their flags, as a command line has them."""
-    table, origins = flag_table(type(resolved.config)), resolved.origins
-    chosen = {name: value for name, value in flat_items(resolved.config) if origins[name].startswith(CHOSEN)}
+    """Return the values that were chosen and are not the defaults of their flags, as a command line has them.
+
+    Without the sizes of buckets, on which the others do not depend.
+    """
+    table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
+    origins = {name: origin for name, origin in resolved.origins.items() if name not in BUCKETS}
+    chosen = {name: items[name] for name, origin in origins.items() if origin.startswith(CHOSEN)}
     return shlex.join(flag_words({name: value for name, value in chosen.items() if value != table[name].default}))
 
 
@@ -183,14 +187,15 @@ def prompts_at_once(planner: StagePlanner, resolved: Resolved, names: Sequence[s
         yield {GENERATED: prompts}
 
 
-def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: int) -> int:
+def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: int, at_once: int) -> int:
     """Return the rows of an evaluation batch.
 
-    It has as many tokens as a scoring pass, but no more rows than surely take less than an update's; where its passes
-    are not known, as many as an update.
+    It has as many tokens as a scoring pass, but no more rows than surely take less than an update's. In stage 3, which
+    plans no evaluation, it is the default, but not above `at_once`, the prompts of a rollout that are sampled at once
+    (0: not known); or an update's.
     """
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
     if not passes:
-        return max(rows, micro_batch)
+        return max(micro_batch, min(rows, at_once or rows))
     tokens = sum(one.rows * one.length for one in passes) // rows
     return max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch))

@@ -5,9 +5,11 @@ Measured are peaks of torch's allocator in GiB, from the reports in docs/benchma
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.random_models import config_of
 from pipeline.configuration.flags import parse
 from pipeline.files import GIB
+from pipeline.kernels import fused_layers
 from pipeline.launching.target import parse_target
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
@@ -156,6 +159,36 @@ SHARED = (
 )
 
 
+@contextmanager
+def kernels_of_then() -> Iterator[None]:
+    """Count gates and rotary positions as torch's functions, as in the runs: a gate kept its activation."""
+    now = fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS
+    fused_layers.GATED_MLPS = fused_layers.ROTARY_ATTENTIONS = frozenset()
+    try:
+        yield
+    finally:
+        fused_layers.GATED_MLPS, fused_layers.ROTARY_ATTENTIONS = now
+
+
+class PlannerOfThen(StagePlanner):
+    """Plans a stage with the kernels of the runs that plans are compared with."""
+
+    def needs(self, resolved: Any) -> Any:
+        """As `StagePlanner.needs`."""
+        with kernels_of_then():
+            return StagePlanner.needs(self, resolved)
+
+    def memory(self, resolved: Any) -> Any:
+        """As `StagePlanner.memory`."""
+        with kernels_of_then():
+            return StagePlanner.memory(self, resolved)
+
+    def seconds(self, resolved: Any, plan: Any) -> Any:
+        """As `StagePlanner.seconds`."""
+        with kernels_of_then():
+            return StagePlanner.seconds(self, resolved, plan)
+
+
 def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[StagePlanner, object]:
     """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
     given = words.split()
@@ -170,7 +203,7 @@ def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[Sta
     def jsons_of(settings: object) -> dict[str, dict[str, object]]:
         return engine_jsons(stage, settings, ranks=hardware.num_gpus)
 
-    return StagePlanner(stage.needs, jsons_of, {}, hardware), resolved
+    return PlannerOfThen(stage.needs, jsons_of, {}, hardware), resolved
 
 
 def planned(run: Run, folder: Path) -> float:

@@ -100,7 +100,11 @@ CASES = [
     Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "packing: flash_attention_2"),
     Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "centering_coef: needs --reward_loss"),
     Case("ppo", {"kl_in_loss": "true"}, "kl_in_loss: k1 has no useful gradient"),
-    Case("ppo", {"per_device_train_batch_size": 3}, "generation_batch_size 15 or --per_device_train_batch_size 4"),
+    Case(
+        "ppo",
+        {"per_device_train_batch_size": 3, "per_device_generation_batch_size": 16},
+        "generation_batch_size 15 or --per_device_train_batch_size 2",
+    ),
     Case("ppo", {"actor_lora_dropout": "0.1"}, "actor_lora_dropout: found 0.1"),
     Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len 264: the model"),
     Case("prompt_eval", {"num_return_sequences": 2}, "--num_return_sequences: 2 answers need"),

@@ -149,7 +149,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml", "--data_split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 6
+    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 7
     assert re.fullmatch(r"  sft      fits +\d\.\d to \d\.\d of 4\.0 +\d\.\d", lines[2])
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
@@ -272,7 +272,9 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"  sft      does not fit +\d\.\d to \d\.\d of 0\.4 +\d\.\d", lines[2]), "and no time"
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
-    assert lines[3].startswith("sft does not fit: ") and lines[4].startswith("  no change of flags is enough: take")
+    assert lines[3].startswith("  sft, chosen for it: --per_device_train_batch_size 1")
+    told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
+    assert lines[told + 1].startswith("  no change of flags is enough: take")
     assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
 
 
