@@ -1,7 +1,7 @@
 """A capped CUDA device: --auto_batch finds a micro-batch by trying, --auto_fit takes rungs of the ladder; both hold.
 
 Stages 1 and 3 by their launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on
-OPT-125M.
+OPT-125M. Checkpointing is given, as false: a plan that knows of the cap would choose it, and nothing would be cut.
 """
 
 import json
@@ -57,7 +57,8 @@ class Machine:
     def train(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
         """The run folder and the stderr of stage 1 with these flags."""
         own = ["--model_name_or_path", inputs / "actor", "--data_path", inputs / "rows.jsonl",
-               "--train_on_prompt", "true", "--max_seq_len", TOKENS, "--learning_rate", "1e-6"]  # fmt: skip
+               "--train_on_prompt", "true", "--max_seq_len", TOKENS, "--learning_rate", "1e-6",
+               "--gradient_checkpointing", "false"]  # fmt: skip
         return self.folder / "out/runs" / name, self._start(1, self.folder / "out" / name, *own, *words)
 
     def train_ppo(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
@@ -65,7 +66,8 @@ class Machine:
         own = ["--actor_model_name_or_path", inputs / "actor", "--critic_model_name_or_path", inputs / "critic",
                "--data_path", inputs / "prompts.jsonl", "--long_prompts", "truncate_left",
                "--max_prompt_seq_len", 256, "--max_answer_seq_len", 256,
-               "--per_device_generation_batch_size", RESPONSES]  # fmt: skip
+               "--per_device_generation_batch_size", RESPONSES, "--old_log_probs", "trainer",
+               "--actor_gradient_checkpointing", "false", "--critic_gradient_checkpointing", "false"]  # fmt: skip
         return self.folder / name / "runs/ppo", self._start(3, self.folder / name, *own, *words)
 
     def _start(self, step: int, output: Path, *words: object) -> str:

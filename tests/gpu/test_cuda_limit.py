@@ -78,6 +78,8 @@ def steps_of(folder: Path, out: Path, gib: float, **changes: Any) -> tuple[list[
         "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 64, "max_answer_seq_len": 256,
         "max_steps": 3, "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": ROWS, "dtype": "bf16",
         "keep_checkpoints": 0, "enable_tensorboard": "false", "gpu_memory_gib": gib,
+        "actor_gradient_checkpointing": "false", "critic_gradient_checkpointing": "false", "old_log_probs": "trainer",
+        "per_device_eval_batch_size": 16,
     } | changes  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     ended = run_command("step3_ppo", words, folder=folder)
@@ -103,8 +105,11 @@ def test_a_run_stays_within_its_limit_and_halves_its_batch_for_it(folder: Path, 
 
 
 def test_a_limit_above_the_device_ends_with_3_before_rows_are_read(folder: Path, tmp_path: Path):
-    total = torch.cuda.mem_get_info(0)[1] / GIB
+    total, name = torch.cuda.mem_get_info(0)[1] / GIB, torch.cuda.get_device_name(0)
+    given = f"{total + 1:.2f}"
     words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--output_dir", str(tmp_path / "out")]
-    ended = run_command("step1_sft", [*words, "--gpu_memory_gib", f"{total + 1:.2f}"], folder=folder)
-    assert ended.code == 3 and f"this GPU has {total:.2f} GiB; give less, or 0 for all of it" in ended.stderr
+    ended = run_command("step1_sft", [*words, "--gpu_memory_gib", given], folder=folder)
+    asked = re.escape(f"--gpu_memory_gib {float(given):g}: {name} has ")
+    found = re.search(rf"error: {asked}([\d.]+) GiB; give less, or 0 for all of it\n", ended.stderr)
+    assert ended.code == 3 and found and 0.9 * total < float(found[1]) <= total + 0.01, ended.stderr
     assert "rows:" not in ended.stderr

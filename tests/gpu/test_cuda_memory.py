@@ -67,7 +67,8 @@ def test_a_run_goes_the_same_way_with_and_without(tmp_path: Path, stage: int):
             "data_split": "none", "max_prompt_seq_len": 48, "max_answer_seq_len": 8, "max_steps": 3, "dtype": "bf16",
             "per_device_generation_batch_size": 4, "per_device_train_batch_size": 4, "actor_zero_stage": stage,
             "critic_zero_stage": stage, "actor_learning_rate": 1e-3, "keep_checkpoints": 0, "deterministic": "true",
-            "offload_optimizer_during_rollout": flag, "output_dir": f"out-{flag}",
+            "offload_optimizer_during_rollout": flag, "output_dir": f"out-{flag}", "old_log_probs": "trainer",
+            "actor_gradient_checkpointing": "false", "critic_gradient_checkpointing": "false",
         }  # fmt: skip
         words = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
         ended = run_command("step3_ppo", words, folder=folder)

@@ -134,6 +134,8 @@ def test_a_model_of_real_size(tmp_path):
         actor_learning_rate=1e-6,
         critic_learning_rate=1e-6,
         ppo_epochs=1,
+        old_log_probs="trainer",
+        **{f"{model}_gradient_checkpointing": "false" for model in BOTH},
     )
     assert all(line["policy/first_ratio_error"] == 0.0 for line in lines)
     assert all(line["policy/sampler_error"] < 0.2 for line in lines)

@@ -82,6 +82,8 @@ def steps_of(folder: Path, out: Path, **changes: Any) -> tuple[list[dict[str, An
         "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 64, "max_answer_seq_len": 256,
         "max_steps": 3, "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": ROWS, "dtype": "bf16",
         "keep_checkpoints": 0, "enable_tensorboard": "false",
+        "actor_gradient_checkpointing": "false", "critic_gradient_checkpointing": "false", "old_log_probs": "trainer",
+        "per_device_eval_batch_size": 16,
     } | changes  # fmt: skip
     with undone_afterwards():
         assert ppo_main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0

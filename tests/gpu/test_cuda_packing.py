@@ -132,6 +132,7 @@ def test_ppo_packs_its_rows(tmp_path: Path):
         *("--data_split", "none", "--eval_fraction", "0", "--max_steps", "3", "--max_prompt_seq_len", "48"),
         *("--max_answer_seq_len", "24", "--per_device_generation_batch_size", "8", "--dtype", "bf16"),
         *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--output_dir", "out"),
+        *("--old_log_probs", "trainer"),
     ]
     ended = run_command("step3_ppo", words, folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]

@@ -49,6 +49,7 @@ def recipe(models: Path, kind: str) -> dict[str, Any]:
     words |= {"data_path": models / "prompts.jsonl", "data_split": "none", "eval_fraction": 0, "max_steps": 2}
     words |= {"data_output_path": models / "cache", "long_prompts": "truncate_left", "dtype": "bf16"}
     words |= {"max_prompt_seq_len": TOKENS, "max_answer_seq_len": TOKENS, "release_inference_cache": "true"}
+    words |= {"old_log_probs": "trainer"}
     return words | {
         "per_device_generation_batch_size": ROWS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2
     }  # fmt: skip
