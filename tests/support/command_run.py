@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -52,9 +52,20 @@ def files_of(*folders: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in files if not each_start & set(file.parts)}
 
 
-def run_command(stage: str, words: Sequence[object], *, folder: Path, ranks: int = 1, **variables: str) -> Ended:
-    """Run a stage's command in `folder` to its end, in forked processes, which start sooner than fresh ones."""
-    return Command(stage, words, folder, ranks, **variables).end()
+def run_command(
+    stage: str,
+    words: Sequence[object],
+    *,
+    folder: Path,
+    ranks: int = 1,
+    first: Callable[[], None] | None = None,
+    **variables: str,
+) -> Ended:
+    """Run a stage's command in `folder` to its end, in forked processes, which start sooner than fresh ones.
+
+    `first` is called in each process before the command; it can be pickled.
+    """
+    return Command(stage, words, folder, ranks, first, **variables).end()
 
 
 def run_until(stage: str, words: Sequence[object], *, folder: Path, metrics: Path, step: int) -> Ended:
@@ -75,14 +86,22 @@ def run_until(stage: str, words: Sequence[object], *, folder: Path, metrics: Pat
 class Command:
     """A stage's command that runs in `folder`, with files beside it for what it prints."""
 
-    def __init__(self, stage: str, words: Sequence[object], folder: Path, ranks: int, **variables: str) -> None:
+    def __init__(
+        self,
+        stage: str,
+        words: Sequence[object],
+        folder: Path,
+        ranks: int,
+        first: Callable[[], None] | None = None,
+        **variables: str,
+    ) -> None:
         self.files = output_files(folder)
         port = free_port()
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             launched = forks.rank_variables(rank, ranks, port) if ranks > 1 else {}
             own = forks.environment() | launched | variables
-            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, own, self.files))
+            self.processes.append(forks.start(child, stage, list(map(str, words)), folder, own, self.files, first))
 
     def end(self) -> Ended:
         return ended(self.processes, self.files)
@@ -103,9 +122,18 @@ def ended(processes: list[BaseProcess], files: tuple[Path, Path]) -> Ended:
     return Ended(forks.exit_code(processes), stdout, stderr)
 
 
-def child(stage: str, words: list[str], folder: Path, variables: dict[str, str], files: tuple[Path, Path]) -> None:
+def child(
+    stage: str,
+    words: list[str],
+    folder: Path,
+    variables: dict[str, str],
+    files: tuple[Path, Path],
+    first: Callable[[], None] | None,
+) -> None:
     """Be the stage's process; it never returns."""
     with as_process(folder, variables, files):
+        if first is not None:
+            first()
         main = importlib.import_module(f"{stage}.main")
         main.leave(main.main(words))
 

@@ -1,11 +1,17 @@
 """A stage's command on one or more CUDA devices, and what its training lines say."""
 
+import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from support.command_run import run_command
 from support.tiny_run import read_metrics
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.run import run as running
 
 MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 SUPERVISED: dict[str, Any] = {"model_name_or_path": "base", "max_seq_len": 64, "learning_rate": 1e-3}
@@ -19,10 +25,19 @@ PPO: dict[str, Any] = {
 }
 
 
-def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: int = 8, **given: Any) -> list[dict]:
+def run_stage(
+    stage: str,
+    folder: Path,
+    output: str,
+    *,
+    ranks: int = 1,
+    batch: int = 8,
+    first: Callable[[], None] | None = None,
+    **given: Any,
+) -> list[dict]:
     """Run a stage for two optimizer steps of `batch` rows on all ranks; its training lines, all numbers finite.
 
-    given: further flags; None leaves a flag out.
+    given: further flags; None leaves a flag out. first: see `run_command`.
 
     PPO takes both steps on one rollout, whose responses are then the same wherever the weights are.
     """
@@ -34,12 +49,27 @@ def run_stage(stage: str, folder: Path, output: str, *, ranks: int = 1, batch: i
         common |= SUPERVISED
     flags = common | given | {"output_dir": output}
     words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
-    ended = run_command(MODULES[stage], words, folder=folder, ranks=ranks)
+    ended = run_command(MODULES[stage], words, folder=folder, ranks=ranks, first=first)
     assert ended.code == 0, ended.stderr[-2000:]
     lines = [line for line in read_metrics(run_folder(stage, folder, output)) if "step_s" in line]
     assert [line["step"] for line in lines] == list(range(1, flags["max_steps"] + 1))
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     return lines
+
+
+def note_settings(folder: Path) -> None:
+    """Let the rank that this process will be write the settings that it begins with: `settings-<rank>.json`."""
+    begin_with = running.as_rank_0_has_it
+
+    def noted(*given: Any) -> Any:
+        resolved, line = begin_with(*given)
+        settings = {
+            name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)
+        }
+        (folder / f"settings-{os.environ['RANK']}.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
+        return resolved, line
+
+    running.as_rank_0_has_it = noted
 
 
 def run_folder(stage: str, folder: Path, output: str) -> Path:
