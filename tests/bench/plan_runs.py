@@ -26,7 +26,9 @@ from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, ou
 from bench.planned import Run, planner_of
 from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from demo.make import make_data
+from pipeline.configuration.flag_table import flag_table
 from pipeline.files import GIB, write_json
+from rlhf.stages import stage_of
 
 PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
 STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
@@ -77,7 +79,7 @@ def ppo(actor: str, critic: str, zero_stage: int, micro: int, rest: str = "") ->
         f"--actor_model_name_or_path {actor} --critic_model_name_or_path {critic} --actor_zero_stage {zero_stage} "
         f"--critic_zero_stage {zero_stage} --per_device_generation_batch_size 32 --per_device_train_batch_size {micro} "
         "--gradient_accumulation_steps 2 --max_prompt_seq_len 256 --max_answer_seq_len 256 --dtype bf16 "
-        f"--long_prompts truncate_left --release_inference_cache false {rest}"
+        f"--long_prompts truncate_left --release_inference_cache false --old_log_probs trainer {rest}"
     )
 
 
@@ -91,7 +93,7 @@ def held_out(name: str, section: str, words: str, *, rows: str, lengths: str, al
     if section == "ppo":
         prompt, answer = lengths.split()
         words += f" --per_device_generation_batch_size {prompts[0]} --long_prompts truncate_left"
-        words += f" --max_prompt_seq_len {prompt} --max_answer_seq_len {answer}"
+        words += f" --max_prompt_seq_len {prompt} --max_answer_seq_len {answer} --old_log_probs trainer"
     else:
         words += f" --max_seq_len {lengths} " + ("--train_on_prompt true" if section == "sft" else LONG_PAIRS)
     return PlannedRun(name, section, words, held_out=True, alone=alone)
@@ -237,7 +239,14 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
             words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith("--critic"))
     rows = {"sft": "sft", "reward": "pairs", "ppo": "prompts"}[run.section]
     shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
-    return [*words, *flags(shared), *NO_HELD_OUT]
+    return [*words, *assumed(run), *flags(shared), *NO_HELD_OUT]
+
+
+def assumed(run: PlannedRun) -> list[object]:
+    """Return the defaults of the flags that the run would choose on GPUs and that its plan takes as they are."""
+    table, given = flag_table(stage_of(run.section).config), set(run.words.split())
+    left = {name: flag.default for name, flag in table.items() if flag.auto and f"--{name}" not in given}
+    return flags({name: str(value).lower() for name, value in left.items()})
 
 
 def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:

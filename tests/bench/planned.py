@@ -63,7 +63,7 @@ def gpt2_xl(zero_stage: int, rest: str = "") -> str:
 
 SUPERVISED = "--zero_stage 2 --per_device_train_batch_size 16 --gradient_accumulation_steps 4"
 LLAMA_3 = "--actor_model_name_or_path llama-3-8b --critic_model_name_or_path llama-3-1b"
-QWEN = "--actor_model_name_or_path qwen2.5-1.5b --critic_model_name_or_path qwen2.5-0.5b"
+QWEN = "--actor_model_name_or_path qwen2.5-1.5b --critic_model_name_or_path qwen2.5-0.5b --old_log_probs trainer"
 LORA_8B = ppo(LLAMA_3, 16, 4, 2, "--actor_lora_dim 64")
 LORA_7B = ppo(LLAMA, 4, 16, 2, "--actor_lora_dim 64")
 STRATEGIES, OF_TWO = "raw/strategies_h200_202611", "raw/strategies_h200x2_202611"

@@ -12,6 +12,7 @@ from bench.plan_runs import (
     main,
     peaks_in,
     read_peaks,
+    run_words,
     shapes_of,
     steps_of_a_rollout,
     table,
@@ -23,7 +24,10 @@ from bench.random_models import SHAPES
 from support.marks import slow_but
 from support.source_tree import ROOT
 
+from pipeline.configuration.flags import parse
 from pipeline.files import GIB
+from pipeline.planning.fastest import auto_flags
+from rlhf.stages import stage_of
 
 RAW = ROOT / "docs/benchmarks/raw"
 PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
@@ -75,6 +79,14 @@ def test_the_next_runs_are_of_families_lengths_batches_and_sizes_that_no_run_had
         assert set().union(*known.values()) == set(), run.name
     families = {shape.partition("-")[0] for run in RUNS if run not in NEXT for shape, _ in shapes_of(run)}
     assert families.isdisjoint(shape.partition("-")[0] for run in NEXT for shape, _ in shapes_of(run))
+
+
+@pytest.mark.parametrize("section", ["sft", "reward", "ppo"])
+def test_a_run_chooses_nothing_that_its_plan_takes_as_it_is(section, tmp_path):
+    for run in (run for run in RUNS if run.section == section):
+        resolved = parse(stage_of(section).config, list(map(str, run_words(run, tmp_path))), section=section)
+        assert auto_flags(resolved) == [], run.name
+        assert section != "ppo" or resolved.config.ppo.old_log_probs == "trainer", run.name
 
 
 def test_the_larger_of_a_gib_and_a_twentieth_is_near():
