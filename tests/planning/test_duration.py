@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 from bench.planned import (
-    CHECKPOINTING, FOUR, LORA_7B, OPT, kernels_of_then, planned_seconds, planner_of, ppo, time_row, timed_runs,
+    CHECKPOINTING,
+    FOUR,
+    LORA_7B,
+    OPT,
+    kernels_of_then,
+    planned_seconds,
+    planner_of,
+    ppo,
+    time_row,
+    timed_runs,
 )  # fmt: skip
 from support.marks import HAS_TESTED_TORCH
 from support.source_tree import ROOT
