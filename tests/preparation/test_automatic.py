@@ -143,7 +143,8 @@ def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.Comple
 def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed(tmp_path):
     settings(tmp_path)  # makes the model
     words = ["--model_name_or_path", tmp_path / "125m", "--per_device_train_batch_size", 8, "--dtype", "bf16",
-             "--auto_fit", "--output_dir", tmp_path / "out/sft"]  # fmt: skip
+             "--auto_fit", "--output_dir", tmp_path / "out/sft", "--gradient_checkpointing", "false",
+             "--per_device_eval_batch_size", 16]  # fmt: skip
     done = launched(tmp_path, *words, memory_mib=2450)
     assert done.returncode == 0, done.stderr
     preset = tmp_path / "out/runs/sft/automatic.yaml"
