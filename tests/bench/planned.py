@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.random_models import config_of
 from pipeline.configuration.flags import parse
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.files import GIB
 from pipeline.kernels import fused_layers
 from pipeline.launching.target import parse_target
@@ -197,8 +198,8 @@ def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[Sta
             config_of(word).save_pretrained(folder / word)
             given[place] = str(folder / word)
     stage = stage_of(section)
-    resolved = parse(stage.config, [*given, "--target", target], section=section)
     hardware = parse_target(target)
+    resolved = with_ranks(parse(stage.config, [*given, "--target", target], section=section), hardware.num_gpus)
 
     def jsons_of(settings: object) -> dict[str, dict[str, object]]:
         return engine_jsons(stage, settings, ranks=hardware.num_gpus)
