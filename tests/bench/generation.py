@@ -93,10 +93,12 @@ def main() -> None:
     options = parser.parse_args(sys.argv[1:cut])
     BATCHES.update(sizes=[int(size) for size in options.batches.split(",")], **vars(options))
 
+    from pipeline.preparation.own_ranks import choose_for_run
     from step3_ppo.stage import STAGE
 
     entry = importlib.import_module("pipeline.run.entry")
-    code = entry.enter(replace(STAGE, train=measure), sys.argv[cut + 1 :], dry_run=no_dry_run)
+    stage = replace(STAGE, loop=lambda: measure)
+    code = entry.enter(stage, sys.argv[cut + 1 :], dry_run=no_dry_run, choose=choose_for_run)
     sys.stdout.flush()
     os._exit(code)
 

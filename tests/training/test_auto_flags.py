@@ -69,7 +69,7 @@ def test_what_is_chosen_gives_the_numbers_of_the_same_flags_by_hand(folder, tmp_
     assert [settings[name]["value"] for name in CUT] == [8, 1] and settings[CUT[0]][
         "from"
     ] == "chosen for 1 x GPU, 8.0 GiB each"
-    assert settings["per_device_eval_batch_size"]["value"] == (16 if stage == "ppo" else 32)
+    assert settings["per_device_eval_batch_size"]["value"] == (8 if stage == "ppo" else 32)
     monkeypatch.undo()
     words = [word for name, value in chosen.items() for word in (f"--{name}", str(value).lower())]
     by_hand = run(stage, folder, tmp_path / "hand", *words)
