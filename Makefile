@@ -6,10 +6,14 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans stale clean
+.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
+
+# No reward model: the rule itself rewards, as a function.
+demo-grpo: $(VENV)/installed
+	$(PYTHON) -m demo.run --method grpo --overwrite
 
 demo-seeds: $(VENV)/installed
 	$(PYTHON) -m demo.seeds

@@ -16,6 +16,7 @@ from pipeline.generation.session import generate
 from pipeline.generation.sources import session_source
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.tokenizers import load_tokenizer
+from step3_ppo.flags.methods import METHODS
 
 MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3
@@ -42,12 +43,12 @@ def metrics(output: Path, stage: str, name: str) -> list[float]:
     return [row[name] for row in map(json.loads, lines) if name in row]
 
 
-def measure(output: Path, *, seed: int) -> dict[str, Any]:
+def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
     """Every number of the table, and the answers that it shows."""
     lines = (output / "demo" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     template = load_tokenizer(str(output / "sft"))
-    results: dict[str, Any] = {"prompts": len(prompts)}
+    results: dict[str, Any] = {"prompts": len(prompts), "method": METHODS[method].title}
     shown = [{"prompt": prompt} for prompt in prompts[:NUM_SHOWN]]
     for name, folder in (("base", "demo/base"), ("sft", "sft"), ("ppo", "actor")):
         texts = answers(output / folder, prompts, template=template, seed=seed)
@@ -60,7 +61,8 @@ def measure(output: Path, *, seed: int) -> dict[str, Any]:
     perplexity = metrics(output, "sft", "eval_perplexity")
     reward, kl = metrics(output, "ppo", "eval_objective/scores"), metrics(output, "ppo", "eval_objective/kl")
     results |= {"perplexity_before": perplexity[0], "perplexity_after": perplexity[-1]}
-    results["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
+    if method == "ppo":
+        results["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
     results |= {"reward_start": reward[0], "reward_end": reward[-1], "kl_start": kl[0], "kl_end": kl[-1]}
     return results | {"answers": shown}
 
@@ -69,7 +71,7 @@ def failed_claims(results: dict[str, Any]) -> list[str]:
     """Return the demo's claims that do not hold; [] is what a sound change leaves."""
     claims = {
         "SFT rate in 0.3 .. 0.6": 0.3 <= results["sft_rate"] <= 0.6,
-        "PPO at least 20 points higher": results["ppo_rate"] >= results["sft_rate"] + 0.2,
+        f"{results['method']} at least 20 points higher": results["ppo_rate"] >= results["sft_rate"] + 0.2,
         "KL under 10 nats": results["kl_end"] < 10.0,
         "distinct answers at least 0.8 of SFT's": results["ppo_distinct"] >= 0.8 * results["sft_distinct"],
     }
@@ -84,20 +86,23 @@ def verdict(results: dict[str, Any]) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """The report for people, readable at 80 columns."""
-    rate = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}"
+    rate, method = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}", results["method"]
+    has_model = "reward_accuracy" in results
+    score = "mean score of the reward model" if has_model else "mean reward"
     rows = [
         ("", "before", "after"),
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),
-        ("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}"),
-        ("PPO: mean score of the reward model", "{reward_start:.2f}", "{reward_end:.2f}"),
-        ("PPO: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}"),
-        ("PPO: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
-        ("PPO: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
+        *([("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}")] if has_model else []),
+        (f"{method}: {score}", "{reward_start:.2f}", "{reward_end:.2f}"),
+        (f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}"),
+        (f"{method}: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
+        (f"{method}: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
     ]
     lines = [f"{name:<46}{before.format(**results):>16}{after.format(**results):>16}" for name, before, after in rows]
     for shown in results["answers"]:
         lines += ["", f"prompt  {shown['prompt']}"]
-        lines += [f"  {name:<6}{json.dumps(shown[name])[1:-1][:110]}" for name in ("base", "sft", "ppo")]
+        names = {"base": "base", "sft": "sft", "ppo": results["method"].lower()}
+        lines += [f"  {name:<6}{json.dumps(shown[key])[1:-1][:110]}" for key, name in names.items()]
     lines += [
         "",
         f"Measured on {results['prompts']} prompts that no step has seen, answers sampled at temperature 1,",

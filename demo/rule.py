@@ -1,7 +1,7 @@
 """The demo's world: prompts about animals, answers in a small grammar, and the rule that says which answer is better.
 
 An answer is good when it has more kind words than unkind ones. Because the rule is known, PPO can be measured against
-the truth and not only against the reward model that it was trained on.
+the truth and not only against the reward model that it was trained on. `kindness` is the rule as a reward function.
 """
 
 import re
@@ -45,6 +45,11 @@ def tone(answer: str) -> int:
 def is_good(answer: str) -> bool:
     """The rule: kind words outnumber unkind ones."""
     return tone(answer) > 0
+
+
+def kindness(completions: list[str], **columns: object) -> list[float]:
+    """1 for each answer that is good by the rule, else 0: `--reward_function demo/rule.py:kindness`."""
+    return [float(is_good(answer)) for answer in completions]
 
 
 def make_pair(random: Random) -> tuple[str, str]:

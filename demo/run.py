@@ -1,6 +1,7 @@
 """The demo from end to end: data, base model, the three steps through train.py, and a report against the rule.
 
-`python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails.
+`python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails. With
+`--method grpo` (rloo, reinforce_pp) there is no reward model: step 3 is rewarded by the rule itself, as a function.
 """
 
 import argparse
@@ -33,23 +34,28 @@ def say(text: str) -> None:
     print(f"\n=== {text}", file=sys.stderr, flush=True)
 
 
-def run(*, seed: int, overwrite: bool) -> dict[str, float]:
+def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     """All of the demo with one seed; returns what was measured."""
     started = time.monotonic()
     transformers.utils.logging.disable_progress_bar()
     find_gpu()
     again = ["--overwrite"] if overwrite else []
-    seeds = [word for stage in ("sft", "reward", "ppo") for word in (f"--{stage}.seed", str(seed))]
+    sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", "ppo")
+    seeds = [word for stage in sections for word in (f"--{stage}.seed", str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")
     make_data(MADE, seed=seed)
     make_model(MADE, seed=seed)
     say("base model: stage 1 on plain text")
     preset = ROOT / "demo" / "base.yaml"
     call(["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--preset", str(preset), "--seed", str(seed), *again])
-    train = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--deployment-type", "single_gpu"]
-    call([*train, "--actor-model", "tiny", "--reward-model", "tiny", *seeds, *again])
+    train = [sys.executable, str(ROOT / "train.py"), "--deployment-type", "single_gpu", "--actor-model", "tiny", *seeds]
+    if method == "ppo":
+        call([*train, "--step", "1", "2", "3", "--reward-model", "tiny", *again])
+    else:
+        rule = f"{ROOT / 'demo' / 'rule.py'}:kindness"
+        call([*train, "--step", "1", "3", "--method", method, "--ppo.reward_function", rule, *again])
     say("sampling answers to prompts that no step has seen")
-    found = measure(Path("output"), seed=seed)
+    found = measure(Path("output"), seed=seed, method=method)
     found["minutes"] = (time.monotonic() - started) / 60
     (MADE / "result.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found
@@ -60,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
     parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
+    parser.add_argument("--method", default="ppo", help="how step 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
     options = parser.parse_args(argv)
-    found = run(seed=options.seed, overwrite=options.overwrite)
+    found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
     print(table(found), verdict(found), sep="\n\n")
     return 1 if failed_claims(found) else 0
 

@@ -56,7 +56,14 @@ class StoppedRun(RunError):
 
 
 class Interrupted(Exception):
-    """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step."""
+    """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step.
+
+    error: what the run ends with once it is saved; None: it was asked to stop.
+    """
+
+    def __init__(self, error: RunError | None = None) -> None:
+        super().__init__()
+        self.error = error
 
 
 def print_error(error: RunError) -> int:

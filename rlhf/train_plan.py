@@ -18,7 +18,7 @@ from pipeline.configuration.flags import (
 )
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
-from pipeline.configuration.stage import Stage
+from pipeline.configuration.stage import Stage, Start, path_flag
 from pipeline.errors import ContradictionError, InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
@@ -26,7 +26,7 @@ from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
 from pipeline.run.earlier_runs import automatic_words
 from pipeline.run.settled import resolve_splits
-from rlhf.stages import SECTIONS, stages_of_method, word_of
+from rlhf.stages import METHODS, SECTIONS, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
@@ -202,18 +202,22 @@ def plan_stage(
     stage: Stage, config: TrainConfig, *, config_file: str, override: list[str], before: Mapping[int, PlannedStage]
 ) -> PlannedStage:
     """Return one planned stage; `before` are the stages whose output it may read."""
-    follows = next(iter(stage.starts.values())).follows
+    names = Names(stage.config).known
+    in_file = read_yaml(config_file, stage.section, SECTIONS)[0] if config_file else {}
+    method = {"method": config.method} if config.method in stage.methods else {}
+    given = method | {names.get(name, name): value for name, value in in_file.items()}
+    given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
+    starts = stage.starts_given(given)
+    follows = next(iter(starts.values())).follows
     known = known_model(config.reward_model if follows == "reward" else config.actor_model)
     argv = []
     if known and (preset := launch_file(f"presets/{known.preset}.{stage.section}.yaml")).is_file():
         argv = ["--preset", path_from_here(preset)]
-    replaceable, fixed = chained_flags(stage, config, before), inherited_flags(stage, config)
     if config_file:
         argv += ["--config", config_file]
-        names = Names(stage.config).known
-        from_file = {names.get(name) for name in read_yaml(config_file, stage.section, SECTIONS)[0]}
-        replaceable = {name: value for name, value in replaceable.items() if name not in from_file}
-    for name, value in (replaceable | fixed).items():
+    following = chained_flags(stage, starts, config, before) | (method if method != {"method": METHODS[0]} else {})
+    replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
+    for name, value in (replaceable | inherited_flags(starts, config)).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
     argv = overridden(stage, argv, override)
     resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
@@ -243,29 +247,29 @@ def path_from_here(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def chained_flags(stage: Stage, config: TrainConfig, before: Mapping[int, PlannedStage]) -> dict[str, str]:
+def chained_flags(
+    stage: Stage, starts: Mapping[str, Start], config: TrainConfig, before: Mapping[int, PlannedStage]
+) -> dict[str, str]:
     """Return the folders that follow from the stages before; a --config file or an override may name others."""
     outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
     out = Path(config.output_dir)
-    starts = {
-        f"{prefix}model_name_or_path": str(outputs.get(start.section, out))
-        for prefix, start in stage.starts.items()
-        if start.section
+    folders = {
+        path_flag(prefix): str(outputs.get(start.section, out)) for prefix, start in starts.items() if start.section
     }
-    return starts | {"output_dir": str(out / stage.folder)}
+    return folders | {"output_dir": str(out / stage.folder)}
 
 
-def inherited_flags(stage: Stage, config: TrainConfig) -> dict[str, str]:
-    """Return a stage's flags that follow from those of `rlhf train`; only an override is stronger."""
+def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:
+    """Return the flags of a stage with these starts that `rlhf train` sets; only an override is stronger."""
     models = {"actor": config.actor_model, "reward": config.reward_model}
     zero_stages = {"actor": config.actor_zero_stage, "reward": config.reward_zero_stage}
     flags: dict[str, str] = {}
-    for prefix, start in stage.starts.items():
+    for prefix, start in starts.items():
         flags[f"{prefix}zero_stage"] = zero_stages[start.follows]
         if not start.section:
             model = models[start.follows]
             known = known_model(model)
-            flags[f"{prefix}model_name_or_path"] = model if known is None else known.hub_id
+            flags[path_flag(prefix)] = model if known is None else known.hub_id
     flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
     return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 

@@ -3,17 +3,20 @@
 import logging
 from dataclasses import replace
 
+from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
+from pipeline.data.sources import is_conversational, parse_path
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
 from pipeline.planning.room import make_room
+from pipeline.rewards.pool import RewardPool
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
@@ -42,7 +45,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     prompts, text = make_data(run, config, sources.tokenizer)
     models = make_models(run, config, sources)
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
-    reads_columns = any(one.reward.reads_columns for one in models.rewards)
+    reads_columns = any(one.reward.reads_columns for one in models.rewards) or bool(config.rewards.reward_function)
     fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
     fingerprint = replace(fingerprint, reads_columns=reads_columns, total_steps=schedule.total_steps)
     resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)
@@ -76,7 +79,28 @@ def assemble(
         sampling=make_sampling(config),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
+        functions=make_functions(config, prompts),
+        is_conversation=bool(config.rewards.reward_function) and are_conversations(config),
     )
+
+
+def make_functions(config: PPOConfig, prompts: StageData) -> RewardPool | None:
+    """Return the reward functions, each loaded once on this rank; None where there are none.
+
+    Raises InputError: see `RewardPool.check`.
+    """
+    rewards = config.rewards
+    if not rewards.reward_function:
+        return None
+    pool = RewardPool(config.reward_functions, num_workers=rewards.reward_workers, timeout_s=rewards.reward_timeout_s)
+    pool.check({name for columns in prompts.counts.passed.values() for name in columns})
+    return pool
+
+
+def are_conversations(config: PPOConfig) -> bool:
+    """Tell whether a source of prompts has conversations: functions then get all prompts as messages. A collective."""
+    sources = [*config.data.data_path, *config.data.eval_data_path]
+    return dist.on_main(lambda: any(is_conversational(parse_path(source)[0]) for source in sources))
 
 
 def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
@@ -95,7 +119,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     take_halved(state, ppo.config, buffers=ppo.hybrid, asked={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
-    if ppo.models.rewards[0].takes_first and state.step:
+    if state.step and any(one.takes_first for one in ppo.models.rewards):
         ppo.models.normalise_by(*(state.score_constants or (0.0, 1.0)))  # an older version's run: raw scores
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])

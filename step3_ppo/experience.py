@@ -3,36 +3,29 @@
     Rollout     a rank's responses as a generation backend returns them, ragged
     Responses   the same as padded rows, gathered: every rank has all rows
     Scores      what the models say of them: log-probabilities, values
-    Rewarded    rewards and advantages, with what rewards say: the Experience, and what is logged of it
     Experience  what an optimizer step reads, besides the Responses
     Collected   Responses and Experience, cut into micro-batches
 
-All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response, R rewards.
+All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response.
 Rows are padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is
 predicted at the position before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from pipeline.rewards.rows import WeightedReward
-from pipeline.tensor_ops import finish_moments, lengths_to_mask, moments, pad_rows, round_up, whiten
+from pipeline.rewards.calls import FailureKind
+from pipeline.rewards.pool import Failure, Value
+from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
-from step3_ppo.config import PPOCoefficients
-from step3_ppo.estimators import (
-    estimate_advantages,
-    kl_estimate,
-    normalise_scores,
-    shape_scores,
-    token_rewards,
-    weighted_sum,
-)
+
+KINDS = get_args(FailureKind)
 
 
 class Rows:
@@ -60,6 +53,48 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionScores(Rows):
+    """The values that reward functions gave responses; F functions.
+
+    values: (N, F) fp32, of a function that gives each token a value their sum; 0 where there is none.
+    applies: (N, F) bool, False = the function says that it does not apply (None).
+    failures: (N, F) int64, 0 = none, else 1 + the place in KINDS of the kind of a call that failed.
+    per_token: (N, F, T) fp32, the values of tokens; 0 for a function that gives a response one; None where all do.
+    """
+
+    values: Tensor
+    applies: Tensor
+    failures: Tensor
+    per_token: Tensor | None
+
+    @classmethod
+    def of(cls, values: Sequence[Sequence[Value]], *, width: int, device: torch.device) -> Self:
+        """Make rows of N lists with the value of each function. Whether any gives tokens values is asked of all ranks.
+
+        width: T. A collective.
+        """
+        given = torch.zeros(len(values), len(values[0]))
+        failures, applies = given.long(), torch.zeros_like(given, dtype=torch.bool)
+        places = [(n, f) for n, row in enumerate(values) for f in range(len(row))]
+        tokens = {place: values[place[0]][place[1]] for place in places}
+        lists = {place: torch.tensor(value) for place, value in tokens.items() if isinstance(value, list)}
+        for place, value in tokens.items():
+            applies[place] = value is not None
+            if isinstance(value, Failure):
+                failures[place] = 1 + KINDS.index(value.kind)
+            elif isinstance(value, float):
+                given[place] = value
+            elif place in lists:
+                given[place] = lists[place].sum()
+        per_token = None
+        if dist.max_over_ranks(float(bool(lists)), device):
+            per_token = torch.zeros(*given.shape, width, device=device)
+            for place, row in lists.items():
+                per_token[place][: len(row)] = row.to(device)
+        return cls(given.to(device), applies.to(device), failures.to(device), per_token)
+
+
+@dataclass(frozen=True, slots=True)
 class Responses(Rows):
     """Prompts and sampled responses.
 
@@ -71,6 +106,7 @@ class Responses(Rows):
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's place in the rollout, whatever the number of ranks.
+    scored: what reward functions gave them while others were sampled; None without functions, and once it is summed.
     """
 
     sequences: Tensor
@@ -81,6 +117,7 @@ class Responses(Rows):
     valid: Tensor
     row_index: Tensor
     order: Tensor
+    scored: FunctionScores | None = None
 
     @property
     def response_mask(self) -> Tensor:
@@ -181,6 +218,7 @@ def pack_responses(
     valid: Tensor,
     row_index: Tensor,
     order: Tensor,
+    scored: FunctionScores | None = None,
 ) -> Responses:
     """Put one rank's rollout into rows of fixed width, so that ranks can exchange them."""
     pairs = zip(rollout.prompts, rollout.responses, strict=True)
@@ -194,6 +232,7 @@ def pack_responses(
         valid=valid,
         row_index=row_index,
         order=order,
+        scored=scored,
     )
 
 
@@ -201,82 +240,6 @@ def gather_responses(mine: Responses) -> Responses:
     """Gather the rows of all ranks in the rollout's order, on every rank. A collective."""
     everywhere = mine.map(dist.gather_rows)
     return everywhere.select(everywhere.order.argsort()).trimmed()
-
-
-@dataclass(frozen=True, slots=True)
-class Rewarded:
-    """An Experience, and what is logged of it.
-
-    experience: tensors for the updates.
-    valid: (N,) bool, True = the row counts and all its numbers are finite.
-    scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score.
-    sequence_rewards: (N,) fp32, rewards before the KL penalty.
-    total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
-    clipped: (N,) bool, True = `reward_clip` cut the score of a reward.
-    kl: (N, T) fp32, KL estimate k1.
-    kl_k3: (N, T) fp32, KL estimate k3.
-    advantage_mean: mean of the advantages before whitening.
-    advantage_std: standard deviation of the advantages before whitening.
-    """
-
-    experience: Experience
-    valid: Tensor
-    scores: Tensor
-    sequence_rewards: Tensor
-    total_rewards: Tensor
-    clipped: Tensor
-    kl: Tensor
-    kl_k3: Tensor
-    advantage_mean: float
-    advantage_std: float
-
-
-def reward_responses(
-    responses: Responses,
-    scores: Scores,
-    judged: Tensor,
-    ppo: PPOCoefficients,
-    *,
-    kl_coef: float,
-    rewards: Sequence[WeightedReward],
-) -> Rewarded:
-    """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
-
-    Rows with a number that is not finite, be it of one reward, are masked before anything is averaged.
-
-    Args:
-        judged: (N, R) fp32 raw scores of `rewards`.
-    """
-    columns = [judged, scores.log_probs, scores.ref_log_probs]
-    columns += [] if scores.values is None else [scores.values]
-    finite = torch.stack([column.isfinite().reshape(len(column), -1).all(1) for column in columns]).all(0)
-    valid = responses.valid & finite
-    mask = responses.response_mask & valid.unsqueeze(1)
-    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns[1:])
-    values = rest[0] if rest else None
-    weights, raw = [one.weight for one in rewards], torch.where(valid.unsqueeze(1), judged, 0.0).unbind(1)
-    normalised = [normalise_scores(n, mean=one.mean, std=one.std) for n, one in zip(raw, rewards, strict=True)]
-    limits = {"reward_clip": ppo.reward_clip, "missing_eos_penalty": ppo.missing_eos_penalty}
-    shaped = shape_scores(normalised, weights, responses.finished, **limits)
-    penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
-    per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
-    advantages, returns = estimate_advantages(per_token, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
-    mean, variance = finish_moments(moments(advantages, mask))
-    trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
-    return Rewarded(
-        experience=Experience(
-            mask, log_probs, ref_log_probs, trained, None if values is None else ValueTargets(values, returns)
-        ),
-        valid=valid,
-        scores=weighted_sum(judged.unbind(1), weights),
-        sequence_rewards=shaped,
-        total_rewards=per_token.sum(1),
-        clipped=torch.stack(normalised).abs().amax(0) > ppo.reward_clip,
-        kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
-        kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
-        advantage_mean=mean.item(),
-        advantage_std=variance.sqrt().item(),
-    )
 
 
 def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:

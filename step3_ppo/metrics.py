@@ -1,5 +1,7 @@
 """The metrics of stage 3: of a rollout in the line of its first optimizer step, of an update in each line."""
 
+from collections.abc import Iterable
+
 from pipeline.training.metrics import SHARED, Metric
 
 METRICS: dict[str, Metric] = SHARED | {
@@ -20,6 +22,16 @@ METRICS: dict[str, Metric] = SHARED | {
         "policy",
     ),
     "policy/sampler_error": Metric("largest |trainer's - sampler's log-probability| of a token", "nats", "policy"),
+    "policy/sampler_mean_error": Metric("mean of this over response tokens", "nats", "policy"),
+    "policy/sampler_kl": Metric("KL(sampler || trainer) per token, by the k3 estimator", "nats", "policy"),
+    "policy/effective_share": Metric(
+        "effective sample size over the number of tokens, by the trainer's over the sampler's probability",
+        "share",
+        "policy",
+        better=1,
+    ),
+    "policy/weights_cut": Metric("share of tokens whose off-policy weight was cut or is 0", "share", "policy"),
+    "policy/weights_rejected": Metric("share of responses whose off-policy weights are all 0", "share", "policy"),
     "policy/clipfrac": Metric("share of tokens whose clipped objective is the smaller", "share", "policy", better=0),
     "policy/approx_kl": Metric("estimate of KL(old || new) per token", "nats", "policy", better=0),
     "loss/policy": Metric("clipped policy loss per response token, without loss/kl, loss/ptx", "number", better=0),
@@ -56,5 +68,16 @@ METRICS: dict[str, Metric] = SHARED | {
     "memory/generate_gib": Metric("as memory/train_gib, while the rollout was sampled", "GiB", "memory"),
     "memory/score_gib": Metric("as memory/train_gib, while it was scored", "GiB", "memory"),
 }
+
+
+def of_rewards(names: Iterable[str]) -> dict[str, Metric]:
+    """Return the metrics of the rewards of a run, by their names."""
+    raw = "mean raw value of this reward, over the responses that it applies to"
+    failed = "share of responses for which the calls of this reward function failed"
+    return {f"reward/{name}": Metric(raw, "score", better=1) for name in names} | {
+        f"reward_failures/{name}": Metric(failed, "share", "progress") for name in names
+    }
+
+
 # Metrics of the progress line.
 SHOWN = ("objective/scores", "objective/kl", "completions/mean_length", "loss/value")

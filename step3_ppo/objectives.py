@@ -14,9 +14,10 @@ from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.models.flops import TrainingWork
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
-from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses
-from step3_ppo.losses import kl_loss, policy_loss, value_loss
+from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.mathematics.losses import PolicyStats, cispo_loss, kl_loss, policy_loss, row_factors, value_loss
+from step3_ppo.rewarding import off_policy_weights
 from step3_ppo.scoring import log_probs_of, values_of
 
 
@@ -29,6 +30,7 @@ class StepSize:
     num_squares: sum of the squares of these lengths.
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
+    num_trained_rows: number of these rows.
     """
 
     num_rows: int
@@ -36,6 +38,7 @@ class StepSize:
     num_squares: int
     num_response_tokens: int
     num_trained: int
+    num_trained_rows: int = 0
 
 
 class Sums:
@@ -106,7 +109,9 @@ class PolicyObjective(Objective):
 
     engine: the policy with its optimizer.
     work: counts the matrix operations of its forward and backward passes.
-    ppo: coefficients of PPO.
+    ppo: coefficients of the method.
+    size: counts of the optimizer step.
+    longest: tokens of the longest response that the run allows.
     kl_coef: KL coefficient of the rollout.
     temperature: sampling temperature, by which logits are divided.
     unsup_coef: factor of the ptx loss.
@@ -118,6 +123,8 @@ class PolicyObjective(Objective):
     engine: TrainingEngine
     work: TrainingWork
     ppo: PPOCoefficients
+    size: StepSize
+    longest: int
     kl_coef: float
     temperature: float
     unsup_coef: float
@@ -134,7 +141,8 @@ class PolicyObjective(Objective):
         mask = known.response_mask
         # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
         old = log_probs.detach() if from_sampler else known.log_probs
-        loss, stats = policy_loss(log_probs, old, known.advantages, mask, policy_clip=self.ppo.policy_clip)
+        factors = self.row_factors(mask)
+        loss, stats = self.policy_loss(log_probs, old, part.sampler_log_probs, known, factors)
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None:
@@ -142,10 +150,57 @@ class PolicyObjective(Objective):
             sums.add(entropy=masked_sum(entropy, mask))
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
         if self.ppo.kl_in_loss:
-            kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=self.ppo.kl_estimator)
+            estimator = self.ppo.kl_estimator
+            kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=estimator, weights=factors)
             sums.add(kl=kl)
             loss = loss + kl
         return loss
+
+    def row_factors(self, mask: Tensor) -> Tensor | None:
+        """Return the (n, 1) factors of rows that `--loss_aggregation` asks for; None: all are 1."""
+        if self.ppo.loss_aggregation == "token_mean":
+            return None
+        return row_factors(
+            mask,
+            aggregation=self.ppo.loss_aggregation,
+            num_tokens=self.size.num_trained,
+            num_rows=self.size.num_trained_rows,
+            longest=self.longest,
+        )
+
+    def policy_loss(
+        self, log_probs: Tensor, old: Tensor, sampled: Tensor, known: Experience, factors: Tensor | None
+    ) -> tuple[Tensor, PolicyStats]:
+        """Return the loss of the policy, and its statistics.
+
+        The weights of tokens are those of the trainer's log-probabilities before the rollout's updates, `old`, over
+        the sampler's, `sampled`; both (n, T).
+        """
+        ppo, mask, weights = self.ppo, known.response_mask, factors
+        if ppo.weighs_off_policy:
+            off_policy = off_policy_weights(ppo, old, sampled, mask)
+            weights = off_policy if weights is None else off_policy * weights
+        if ppo.policy_loss == "cispo":
+            return cispo_loss(
+                log_probs,
+                old,
+                known.advantages,
+                mask,
+                ratio_cap=ppo.ratio_cap,
+                importance_sampling_level=ppo.policy_ratio,
+                weights=weights,
+            )
+        return policy_loss(
+            log_probs,
+            old,
+            known.advantages,
+            mask,
+            policy_clip=ppo.policy_clip,
+            policy_clip_high=ppo.policy_clip_high or None,
+            dual_clip=ppo.dual_clip or None,
+            importance_sampling_level=ppo.policy_ratio,
+            weights=weights,
+        )
 
     def text_backward(self, sums: Sums) -> None:
         """Mix the language-model loss on plain text into the gradient (InstructGPT, section 3.4)."""

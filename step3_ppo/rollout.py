@@ -1,12 +1,8 @@
-"""The prompts of a run, those that each rollout takes, the sampling of responses on all ranks, and their metrics."""
+"""The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
 
-import json
-import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +12,16 @@ from pipeline import dist
 from pipeline.data.batching import SFTBatch, num_steps, packed_sft_batch, rank_slices, rows_of_step, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
-from pipeline.errors import Interrupted
-from pipeline.files import tolerated
+from pipeline.errors import EXIT_ENVIRONMENT, EnvironmentFault, InputError, Interrupted, RunError
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
+from pipeline.generation.session import Finished
+from pipeline.rewards.pool import Value
+from pipeline.rewards.rollout import RolloutScoring, first_failures
 from pipeline.run.run import Run
-from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.inputs import prepare_stage
-from pipeline.training.metrics import finite
 from step3_ppo.config import PPOConfig
-from step3_ppo.estimators import explained_variance
-from step3_ppo.experience import Experience, Responses, Rewarded, Scores, gather_responses, pack_responses
+from step3_ppo.experience import FunctionScores, Responses, gather_responses, pack_responses
 
 if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
     from pipeline.generation.hybrid_engine import HybridEngine
@@ -36,13 +31,6 @@ SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
     "max_new_tokens min_length no_repeat_ngram_size".split()
 )
-EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
-# Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
-NEGATIVE_KL_WARNING = -1.0
-# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
-SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
-
-log = logging.getLogger(__name__)
 
 
 def make_data(
@@ -163,6 +151,7 @@ class Sampler:
     batch_size: prompts generated at once on one rank.
     max_prompt: tokens of the longest prompt.
     should_stop: says between two tokens whether to stop.
+    scoring: calls reward functions for the responses; None: there are none.
     """
 
     hybrid: "HybridEngine"
@@ -173,12 +162,14 @@ class Sampler:
     batch_size: int
     max_prompt: int
     should_stop: Callable[[], bool]
+    scoring: RolloutScoring | None = None
 
     def sample(self, rows: Sequence[int | None], key: RandomKey) -> Responses:
         """Sample `num_samples` responses to each of the rows (None: padding); all ranks get all. A collective.
 
         Raises:
-            Interrupted: on all ranks, where `should_stop` answered True on any between two tokens.
+            Interrupted: on all ranks, where `should_stop` answered True on any between two tokens; with the error of a
+                reward function that returned what is no value.
         """
         group = self.hybrid.group
         places = self._places(len(rows))
@@ -194,7 +185,40 @@ class Sampler:
             # All ranks of the group hold the same responses; each contributes its part of them.
             index = torch.arange(len(mine.order), device=mine.order.device)
             mine = mine.select(index.chunk(group.size)[group.rank])
+        if self.scoring is not None:
+            width = mine.sampler_log_probs.shape[1]
+            scored = FunctionScores.of(self._scores(places), width=width, device=mine.order.device)
+            mine = replace(mine, scored=scored)
         return gather_responses(mine)
+
+    def _scores(self, places: Sequence[int | None]) -> list[list[Value]]:
+        """Return the values that each function gave each response that this rank contributes. A collective.
+
+        Raises:
+            Interrupted: on all ranks, with the first rank's error.
+        """
+        assert self.scoring is not None
+        found, error = dict[int, dict[str, list[Value]]](), None
+        try:
+            found = self.scoring.gather()
+        except RunError as problem:
+            error = problem
+        dist.meet()  # functions may take longer than a collective may
+        told = dist.gather_objects((first_failures(found), (error.code, str(error)) if error else None))
+        if errors := [one for _, one in told if one is not None]:
+            code, message = errors[0]
+            raise Interrupted(EnvironmentFault(message) if code == EXIT_ENVIRONMENT else InputError(message))
+        for failures, _ in reversed(told):
+            self.scoring.failures |= failures
+        names, k = self.scoring.names, self.num_samples
+        none = dict.fromkeys(names, [None] * k)
+        own = [found.get(place, none) for place in self._own(len(places))]
+        return [[values[name][sample] for name in names] for values in own for sample in range(k)]
+
+    def _own(self, count: int) -> range:
+        """Return which of the prompts that the ranks of its group sample together this rank contributes."""
+        size, rank = self.hybrid.group.size, self.hybrid.group.rank
+        return range(count * rank // size, count * (rank + 1) // size)
 
     def _places(self, num_prompts: int) -> list[int | None]:
         """The places among a rollout's prompts for this rank's group, in batches, the last smaller; None is padding."""
@@ -208,6 +232,13 @@ class Sampler:
 
     def _sample_places(self, rows: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
         chosen = [None if place is None else rows[place] for place in places]
+        own = self._own(len(places))
+
+        def ended(response: Finished) -> None:
+            place, sample = divmod(response.ticket.number, self.num_samples)
+            if self.scoring is not None and place in own and (row := chosen[place]) is not None:
+                self.scoring.ended(place, row, sample, response.ids.tolist())
+
         rollout = self.hybrid.generate(
             [self._prompt(row or 0) for row in chosen],
             num_samples=self.num_samples,
@@ -215,6 +246,7 @@ class Sampler:
             key=key,
             batch_size=self.batch_size * self.hybrid.group.size,
             should_stop=self.should_stop,
+            ended=ended,
         )
         device = rollout.finished.device
         # Places beyond the prompts come from rounding up to whole batches; they sort to the end.
@@ -234,108 +266,3 @@ class Sampler:
     def _prompt(self, row: int) -> Prompt:
         prompt = self.rows[row]
         return Prompt(prompt["prompt_ids"], prompt["prompt_id"])
-
-
-def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded) -> dict[str, float]:
-    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
-
-    NaN where no row counts: it is logged as null.
-    """
-    valid, mask = rewarded.valid, rewarded.experience.response_mask
-    kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
-    finished = responses.finished.float()
-    found = policy_metrics(responses, scores, mask) | value_metrics(rewarded.experience)
-    return found | {
-        "objective/kl": mean_of(kl, valid),
-        "objective/kl_k3": mean_of(kl_k3, valid),
-        "objective/scores": mean_of(rewarded.scores, valid),
-        "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
-        "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
-        "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
-        "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
-        "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
-        "completions/truncated_fraction": mean_of(1.0 - finished, valid),
-        "completions/eos_fraction": mean_of(finished, valid),
-        "completions/empty_fraction": mean_of((responses.response_lengths == 1) * finished, valid),
-        "rows_masked": float((responses.valid & ~valid).sum()),
-    }
-
-
-def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
-    """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
-    if not step:
-        warn_of_sampler(metrics, dtype=dtype)
-    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
-        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
-    if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
-        log.warning(
-            "step %d: the mean KL is negative, %.2f nats per sequence: responses are not sampled from the policy that "
-            "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
-            step,
-            metrics["objective/kl"],
-        )
-
-
-def warn_of_sampler(metrics: dict[str, float], *, dtype: torch.dtype) -> None:
-    """Log that the first rollout's log-probabilities are not those of the policy that is trained."""
-    if (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
-        log.warning(
-            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
-            "than rounding makes: they do not compute the same model; try another --generation_engine, and give "
-            "--old_log_probs trainer",
-            error,
-        )
-
-
-def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the mean of the values that count; NaN where none does."""
-    return (masked_sum(values, mask) / mask.sum()).item()
-
-
-def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of the trainer's pass over the rollout; {} where it is left to the update's own pass."""
-    if scores.entropy is None:
-        return {}
-    sampler_error = torch.where(mask, (responses.sampler_log_probs - scores.log_probs).abs(), 0.0).max()
-    return {
-        "objective/entropy": mean_of(scores.entropy, mask),
-        "policy/sampler_error": sampler_error.item() if mask.any() else math.nan,
-    }
-
-
-def value_metrics(experience: Experience) -> dict[str, float]:
-    """Return the metrics of the critic before the updates; {} without one."""
-    if (targets := experience.targets) is None:
-        return {}
-    mask = experience.response_mask
-    errors = moments(targets.returns - targets.values, mask)
-    return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
-
-
-def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
-    """Keep the metrics that describe a policy on `num_rows` held-out prompts, with the prefix `eval_`."""
-    kept = ("objective/", "completions/")
-    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
-
-
-def append_samples(
-    path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Add the responses of an evaluation on this rank to samples.jsonl."""
-    lines = []
-    for n in range(len(responses.sequences)):
-        if not responses.valid[n]:
-            continue
-        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
-        row = {
-            "step": step,
-            "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
-            "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
-            "score": finite(round(rewarded.scores[n].item(), 4)),
-            "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
-            "tokens": length,
-            "finished": bool(responses.finished[n]),
-        }
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    with tolerated("samples"), path.open("a", encoding="utf-8") as file:
-        file.writelines(lines)

@@ -100,7 +100,7 @@ def judge_responses(
     rows: Any,
     between: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """(N, R) raw scores of all rewards, each rank its own micro-batches. A collective.
+    """(N, R) raw scores of the R reward models, each rank its own micro-batches. A collective.
 
     Args:
         batches: this rank's micro-batches.
@@ -112,6 +112,8 @@ def judge_responses(
         seen = scored_rows(models, part, batch, rows)
         return tuple(one.score(seen) for one in models.rewards)
 
+    if not models.rewards:
+        return torch.zeros(len(responses.sequences), 0, device=responses.sequences.device)
     scores = over_all(responses, batches, compute, between)
     models.release_gathered("reward")
     return torch.stack(scores, 1)

@@ -1,19 +1,31 @@
 """Stage 3 as an object: PPO of an actor against a reward model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
-from step3_ppo.models.roles import all_roles, trained_roles
+from step3_ppo.flags.methods import METHODS
+
+ACTOR_START = Start("actor", "sft")
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
     from pipeline.engine.start_models import StartModel
     from pipeline.planning.needs import StageNeeds
     from pipeline.run.run import Run
+
+
+def starts_of(flags: Mapping[str, Any]) -> dict[str, Start]:
+    """Return where the models of a run with these flags start: a critic as the reward model, else as the actor."""
+    method = METHODS.get(str(flags.get("method", "ppo")), METHODS["ppo"])
+    is_rewarded_by_model = flags.get("reward_model_name_or_path") or not flags.get("reward_function")
+    follows = Start("reward", "reward") if is_rewarded_by_model else ACTOR_START
+    if method.has_critic:
+        return {"actor_": ACTOR_START, "critic_": follows}
+    return {"actor_": ACTOR_START} | ({"reward_model_": follows} if is_rewarded_by_model else {})
 
 
 def loop() -> "Callable[[Run, PPOConfig], None]":
@@ -38,12 +50,12 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         package_checks,
         weight_checks,
     )
-    from pipeline.models.paths import check_language_model, check_reward_model
-    from pipeline.models.reward_model import check_head
+    from pipeline.models.paths import check_language_model, check_model_path, check_reward_model
+    from pipeline.models.reward_model import check_head, has_score_head
     from pipeline.models.source import ModelSource, check_decoder, check_positions
 
     models: list[StartModel] = []
-    for role in all_roles():
+    for role in config.roles:
         # A frozen model without flags of its own starts from the files of a trained one.
         has_own_start = role.path and (own_flags(config, role) or config.reward_model_name_or_path)
         if not role.is_trained and not has_own_start:
@@ -58,7 +70,8 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         is_alone = config.deepspeed.only_optimize_lora
         fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained, only_lora=is_alone))
         if role.has_values:
-            fits += [] if path in base_of_output else [partial(check_head, start)]
+            new_head = config.may_begin_head(role) and not (path in base_of_output or has_score_head(start))
+            fits += [] if path in base_of_output else [partial(check_head, start, new_head=new_head)]
         else:
             fits.append(partial(check_cache, start, flag))
         if role.is_trained and models:
@@ -67,18 +80,29 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         if role.is_trained:
             packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)
         kind = check_reward_model if role.has_values else check_language_model
+        kind = check_model_path if config.may_begin_head(role) else kind
         models.append(StartModel(flag, path, start, kind, packages, fits))
     return models
 
 
+def look(config: PPOConfig, columns: Collection[str]) -> None:
+    """Load the reward functions, if any, in a process of their own. Raises InputError for those that are wrong."""
+    if functions := config.reward_functions:
+        from pipeline.rewards.pool import RewardPool
+
+        with RewardPool(functions, num_workers=1, timeout_s=config.rewards.reward_timeout_s) as pool:
+            pool.check(columns)
+
+
 def decide(run: "Run") -> dict[str, str]:
-    """Return whose log-probabilities the run takes."""
+    """Return whose log-probabilities the run takes, and how it weighs those of the sampler."""
     from pipeline.engine.build import compute_dtype
     from step3_ppo.models.needs import models_of, old_log_probs
 
     config: PPOConfig = run.resolved.config
-    actor, *_ = models_of(config, {})
-    return {"old_log_probs": old_log_probs(config, actor, compute_dtype(run), run.world.size, run.world.device)}
+    (actor, *_), dtype = models_of(config, {}), compute_dtype(run)
+    whose = old_log_probs(config, actor, dtype, run.world.size, run.world.device)
+    return {"old_log_probs": whose, "off_policy_weights": config.weights_off_policy(dtype)}
 
 
 def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
@@ -97,7 +121,7 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
 
 def model_folders(config: PPOConfig) -> list[Path]:
     """Return the folders of the models that the stage writes: the actor's first."""
-    names = [role.name for role in trained_roles()] + (["actor_ema"] if config.ppo.enable_ema else [])
+    names = [role.name for role in config.trained_roles] + (["actor_ema"] if config.ppo.enable_ema else [])
     return [Path(config.run.output_dir) / name for name in names]
 
 
@@ -109,14 +133,16 @@ STAGE = Stage(
     config=PPOConfig,
     rows="prompts",
     shares=(2,),
-    starts={"actor_": Start("actor", "sft"), "critic_": Start("reward", "reward")},
+    starts=starts_of({}),
+    starts_of=starts_of,
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
-    methods=("ppo",),
+    methods=tuple(METHODS),
     outputs=model_folders,
     loop=loop,
     start_models=start_models,
     needs=needs,
-    decides=("old_log_probs",),
+    look=look,
+    decides=("old_log_probs", "off_policy_weights"),
     decide=decide,
     export=export,
 )

@@ -1,8 +1,8 @@
 """Everything of stage 3 that stays as it is (PPO), that evolves (State), and what a checkpoint holds of it."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,17 +14,21 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
+from pipeline.errors import Interrupted, RunError
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
+from pipeline.rewards.failures import FailureWindow
+from pipeline.rewards.pool import Failure, RewardPool
+from pipeline.rewards.rollout import RolloutScoring
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Cut, Responses, Rewarded, Scores, reward_responses
+from step3_ppo.experience import KINDS, Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
-from step3_ppo.models.roles import all_roles
-from step3_ppo.objectives import Objective, PolicyObjective, ValueObjective
+from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
+from step3_ppo.rewarding import Rewarded, Terms, reward_responses, spreads
 from step3_ppo.rollout import Sampler, Schedule
 from step3_ppo.updater import Updater
 
@@ -40,6 +44,8 @@ class State(Counters):
     first_ratio_error: ratio error of the current rollout's first update; None where that trained no policy.
     kl_coef: KL coefficient of the current rollout.
     score_constants: mean and std of the first rollout's scores; None where the reward model brings its own.
+    tallies: what is counted of rewards over rollouts, before and with rollout number `rollout`: one that is sampled
+        again, because the run was stopped in its first update, is counted once.
     """
 
     rollout: int = 0
@@ -47,6 +53,17 @@ class State(Counters):
     first_ratio_error: float | None = None
     kl_coef: float = 0.0
     score_constants: list[float] | None = None
+    tallies: dict[str, Any] = field(default_factory=dict)
+
+    def tallied(self, name: str) -> Any:
+        """Return a tally of the rollouts before this one; None where there is none yet."""
+        return self.tallies.get("before" if self.tallies.get("rollout") == self.rollout else "with", {}).get(name)
+
+    def tally(self, name: str, value: Any) -> None:
+        """Note a tally, a JSON value, of the rollouts up to this one."""
+        if self.tallies.get("rollout") != self.rollout:
+            self.tallies = {"rollout": self.rollout, "before": self.tallies.get("with", {}), "with": {}}
+        self.tallies["with"] = {**self.tallies["with"], name: value}
 
     def finish_rollout(self) -> None:
         """Go on to the next rollout."""
@@ -71,6 +88,8 @@ class PPO:
     sampling: how it samples.
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
+    functions: reward functions; their workers are started when they are called. None: there are none.
+    is_conversation: functions get prompts as lists of messages, not as texts.
     """
 
     run: Run
@@ -86,6 +105,18 @@ class PPO:
     sampling: Sampling
     updater: Updater
     work: dict[str, TrainingWork]
+    functions: RewardPool | None
+    is_conversation: bool
+
+    @property
+    def functions_by_name(self) -> dict[str, float]:
+        """Name -> weight of each reward function."""
+        return {one.name: one.weight for one in self.functions.functions} if self.functions else {}
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The names of all rewards, reward models first."""
+        return [*(one.name for one in self.models.rewards), *self.functions_by_name]
 
     @property
     def idle_optimizers(self) -> list[TrainingEngine]:
@@ -108,17 +139,71 @@ class PPO:
             batch_size=batch_size,
             max_prompt=self.config.data.max_prompt_seq_len,
             should_stop=should_stop,
+            scoring=self.scoring(rows, state, num_samples),
         )
 
-    def rewarded(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Rewarded:
-        """Return rewards and advantages of raw scores (N, R), with the coefficients of the run."""
-        first, *others = self.models.rewards
-        if first.takes_first:  # an evaluation before the first rollout
-            first = first.fitted(judged[responses.valid, 0])
-        rewards = [first, *others]
-        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, rewards=rewards)
+    def scoring(self, rows: Any, state: State, num_samples: int) -> RolloutScoring | None:
+        """Return the calls of reward functions for a rollout; None where there are none."""
+        if self.functions is None:
+            return None
+        return RolloutScoring(
+            self.functions,
+            rows,
+            self.models.tokenizer,
+            num_samples=num_samples,
+            is_conversation=self.is_conversation,
+            step=state.step,
+        )
 
-    def objectives(self, state: State) -> list[Objective]:
+    def count_failures(self, responses: Responses, firsts: Mapping[str, Failure], state: State) -> None:
+        """Count the failed calls of a rollout, of each function by kind.
+
+        firsts: the first failure of each function that has any.
+
+        Raises:
+            Interrupted: with an error, where a function failed too often (`--max_reward_failures`).
+        """
+        assert responses.scored is not None, "a rollout without reward functions"
+        window = FailureWindow(max_share=self.config.rewards.max_reward_failures)
+        before, after = state.tallied("failures") or {}, dict[str, Any]()
+        for place, name in enumerate(self.functions_by_name):
+            kinds = responses.scored.failures[responses.valid, place].tolist()
+            counts = {"responses": len(kinds)} | {KINDS[kind - 1]: kinds.count(kind) for kind in set(kinds) - {0}}
+            after[name] = window.after(before.get(name, []), counts)
+            try:
+                window.check(name, after[name], firsts.get(name))
+            except RunError as error:
+                raise Interrupted(error) from None
+        state.tally("failures", after)
+
+    def rewarded(
+        self,
+        responses: Responses,
+        scores: Scores,
+        judged: Tensor,
+        state: State,
+        *,
+        group_size: int,
+        is_counted: bool = False,
+    ) -> Rewarded:
+        """Return rewards and advantages of raw scores (N, R), with the coefficients of the run.
+
+        is_counted: True = the rollout's scores count for the scale of those to come.
+        """
+        # One that takes the constants of the first rollout does so for an evaluation before it.
+        models = [
+            one.fitted(judged[responses.valid, n]) if one.takes_first else one
+            for n, one in enumerate(self.models.rewards)
+        ]
+        terms = Terms(models, self.functions_by_name, group_size=group_size)
+        if (scaling := self.config.rewards.reward_scaling) != "none":
+            known = state.tallied("spreads") if scaling == "running" else None
+            terms = replace(terms, spreads=spreads(responses, judged, terms, known))
+            if scaling == "running" and is_counted:
+                state.tally("spreads", terms.spreads)
+        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, terms=terms)
+
+    def objectives(self, state: State, size: StepSize) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""
         ppo, critic = self.config.ppo, self.models.critic
         objectives: list[Objective] = []
@@ -129,6 +214,8 @@ class PPO:
                     engine=self.models.actor,
                     work=self.work["actor"],
                     ppo=ppo,
+                    size=size,
+                    longest=self.config.sampling.max_answer_seq_len,
                     kl_coef=state.kl_coef,
                     temperature=self.config.sampling.temperature,
                     text=text,
@@ -167,10 +254,12 @@ def fingerprint_of(
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
     # The reference is the start of the actor.
-    roles = [role for role in all_roles() if role.name != "reference"]
-    return run_fingerprint(
+    roles = [role for role in config.roles if role.name != "reference"]
+    found = run_fingerprint(
         config,
         models={f"{role.name} model": config.start_of(role) for role in roles},
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
         ranks=ranks,
     )
+    files = {f"file of reward function {one.name}": one.digest for one in config.reward_functions if one.digest}
+    return replace(found, hashes={**found.hashes, **files})

@@ -6,6 +6,7 @@ The functions below the loop are its steps, in order: each hands the settings of
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,11 +25,17 @@ from pipeline.training.micro_batches import MicroBatch, micro_batches, places, s
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
-from step3_ppo.estimators import next_kl_coef
 from step3_ppo.experience import Collected, Responses, Scores
-from step3_ppo.metrics import METRICS, SHOWN
+from step3_ppo.mathematics.estimators import next_kl_coef
+from step3_ppo.metrics import METRICS, SHOWN, of_rewards
 from step3_ppo.models.saving import save_models
-from step3_ppo.rollout import append_samples, evaluation_metrics, rollout_metrics, warn_of_rollout, warn_of_sampler
+from step3_ppo.rollout_metrics import (
+    append_samples,
+    evaluation_metrics,
+    rollout_metrics,
+    warn_of_rollout,
+    warn_of_sampler,
+)
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
@@ -47,7 +54,7 @@ def train(run: Run, config: PPOConfig) -> None:
     state, rollout = resume(ppo, resumed)  # rollout: None, or the one whose updates were interrupted
     take_folder(run)
     course = make_course(ppo, resumed_step=state.step if resumed else None)
-    with course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
+    with ppo.functions or nullcontext(), course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while True:
             with course.halving.when_out_of_memory(state):
                 is_done = ppo.schedule.is_done(step=state.step, rollout=state.rollout)
@@ -84,7 +91,7 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         ppo.fingerprint,
         resumed_step=resumed_step,
         total_steps=ppo.schedule.total_steps,
-        metrics=METRICS,
+        metrics=METRICS | of_rewards(ppo.reward_names),
         engines=ppo.models.named(),
         # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
         shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
@@ -99,7 +106,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     """Sample responses to the next prompts. A collective.
 
     Raises:
-        Interrupted: the run is to stop; nothing of the rollout is kept.
+        Interrupted: the run is to stop, or a reward function failed too often; nothing of the rollout is kept.
     """
     course.begin("generate")
     beat("generate", state.step)
@@ -108,7 +115,10 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
     num_samples = sampling.num_samples_per_prompt
     sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
-    return sampler.sample(rows, RandomKey(seed, "rollout", epoch))
+    responses = sampler.sample(rows, RandomKey(seed, "rollout", epoch))
+    if sampler.scoring is not None:
+        ppo.count_failures(responses, sampler.scoring.failures, state)
+    return responses
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
@@ -144,10 +154,11 @@ def reward(
     ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, *, state: State, course: Course
 ) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
-    if ppo.models.rewards[0].takes_first:
+    if any(one.takes_first for one in ppo.models.rewards):
         scores = normalise_by_first(ppo, responses, scores, judged, state)
-    rewarded = ppo.rewarded(responses, scores, judged, state)
-    metrics = rollout_metrics(responses, scores, rewarded)
+    k = ppo.config.sampling.num_samples_per_prompt
+    rewarded = ppo.rewarded(responses, scores, judged, state, group_size=k, is_counted=True)
+    metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
     warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
@@ -160,7 +171,7 @@ def reward(
         "num_tokens": state.num_tokens + num_tokens,
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
-    return Collected(responses, rewarded.experience, metrics, ppo.cut(responses, state))
+    return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.cut(responses, state))
 
 
 def normalise_by_first(ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
@@ -192,7 +203,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     course.begin("train")
     if not size.num_trained:
         return Update(batches, size)
-    objectives = ppo.objectives(state)
+    objectives = ppo.objectives(state, size)
     for engine in ppo.models.trained.values():
         if all(engine is not objective.engine for objective in objectives):
             engine.release_gathered()
@@ -284,8 +295,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
         scores = score_others(ppo, responses, policy, state, course)
         judged = judge(ppo, responses, rows, state, course)
-        rewarded = ppo.rewarded(responses, scores, judged, state)
-        metrics = rollout_metrics(responses, scores, rewarded)
+        rewarded = ppo.rewarded(responses, scores, judged, state, group_size=1)
+        metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
         course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer

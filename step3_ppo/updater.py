@@ -75,7 +75,8 @@ class Updater:
         valid = responses.valid[rows]
         lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])
-        sums = [column.sum().double() for column in (valid, lengths, lengths.square(), *masks)]
+        counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
+        sums = [column.sum().double() for column in counted]
         return StepSize(*map(int, dist.sum_over_ranks(torch.stack(sums)).tolist()))
 
     def update(

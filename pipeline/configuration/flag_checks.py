@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_left
+from pipeline.configuration.groups import Group
+from pipeline.configuration.redact import shown_value
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
@@ -47,6 +49,14 @@ def path_problem(flag: Flag, text: str) -> str:
     if text.startswith("~"):
         return f"only a shell replaces the ~; give {path}"
     return "a file, wanted a folder" if is_file else ""
+
+
+def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each given flag of a model that a run of these settings does not have."""
+    for name, flag in flag_table(type(config)).items():
+        if not is_left(origins[name]) and (model := config.absent(flag)):
+            found = f"found {shown_value(values[name])} ({origins[name]})"
+            yield f"--{name}: {found}, but this run has no {model[2:]}: leave it out"
 
 
 def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = False) -> Iterator[str]:

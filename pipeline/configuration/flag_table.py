@@ -15,15 +15,17 @@ from pydantic_core import PydanticUndefined
 
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
-Need = Literal["", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA"]
+Need = Literal["", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA", "a critic", "a reward model"]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
+Layers = list[tuple[str, dict[str, Any]]]  # (origin, values by flag), a later one is stronger
 # Arguments of `flag` that are pydantic's own checks.
 CHECKS = {"ge", "gt", "le", "lt", "min_length", "max_length"}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
 AUTO = "auto"
-# Origins of values that nobody gave: a flag's default, and what the plan chose for some hardware, which follows.
-DEFAULT, CHOSEN = "default", "chosen for "
+# Origins of values that nobody gave: a flag's default, what the plan chose for some hardware, which follows, and the
+# default of a method, whose name follows.
+DEFAULT, CHOSEN, OF_METHOD = "default", "chosen for ", "method "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Rules:
     changes how the work is cut, and numbers by rounding only; data, model: compared by the content of the sources or
     the start model that it names; output: another value changes the model that a run leaves, not what it learns, so
     only a finished run needs the same; free: another value changes neither.
-    needs: what the flag has no effect without.
+    needs: what the flag has no effect without; it is refused where a run has no such model.
     deepspeed: the dotted keys of a DeepSpeed JSON that say the same; a single one may be given as a text.
     aliases: further names of the flag.
     other_tools: its names in TRL and LLaMA-Factory, given with spaces between them; they are refused with this flag's
@@ -152,7 +154,7 @@ class Flag(Rules):
 
 def is_left(origin: str) -> bool:
     """Tell whether a value of this origin was given by nobody."""
-    return origin == DEFAULT or origin.startswith(CHOSEN)
+    return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD))
 
 
 def is_group(annotation: Any) -> bool:

@@ -17,18 +17,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
-from pipeline.configuration.flag_checks import unsafe_paths
+from pipeline.configuration.flag_checks import misplaced_flags, unsafe_paths
 from pipeline.configuration.flag_table import (
     AUTO,
     DEFAULT,
     ZERO_STAGE,
     Flag,
+    Layers,
     flag_table,
     flags_of_key,
     flat_items,
     is_left,
     nest,
 )
+from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
@@ -198,7 +200,7 @@ def wrong_count(flag: Flag | None, words: list[str]) -> str:
 
 
 def parse(
-    config_class: type[BaseModel],
+    config_class: type[Group],
     argv: list[str],
     *,
     section: str,
@@ -232,13 +234,12 @@ def parse(
         errors += [*about_sections, *about_flags]
         notes += more_notes
         layers.append((path, values))
-    resolved = resolve_layers(config_class, [*layers, (COMMAND_LINE, given)], errors)
+    layers = config_class.with_method([*layers, (COMMAND_LINE, given)], preset)
+    resolved = resolve_layers(config_class, layers, errors)
     return replace(resolved, notes=(*notes, *resolved.notes), preset=preset)
 
 
-def resolve_layers(
-    config_class: type[BaseModel], layers: list[tuple[str, dict[str, Any]]], errors: list[str]
-) -> Resolved:
+def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str]) -> Resolved:
     """Merge (origin, values by flag) layers, later ones winning, and check the result.
 
     Raises:
@@ -251,7 +252,7 @@ def resolve_layers(
     for origin, layer in layers:
         layer = with_switches(layer, table, values, errors, origin)
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
-        ended = {name for name in ended if origins[name] != DEFAULT}
+        ended = {name for name in ended if not is_left(origins[name])}
         left = {name for name, value in layer.items() if table[name].auto and value == AUTO}
         values |= layer | {name: table[name].default for name in (*ended, *left)}
         origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)
@@ -259,6 +260,7 @@ def resolve_layers(
     config, notes, kind = None, list[str](), InputError
     try:
         config = validated(config_class, values, origins)
+        errors += misplaced_flags(config, values, origins)
         if path := values.get("deepspeed_config"):
             config, notes = with_deepspeed_json(config, origins, str(path))
     except InputError as error:
@@ -269,7 +271,7 @@ def resolve_layers(
     return Resolved(config, origins, tuple(notes))
 
 
-def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins: Mapping[str, str]) -> BaseModel:
+def validated(config_class: type[Group], values: Mapping[str, Any], origins: Mapping[str, str]) -> Group:
     """Validate flat values as the model. Raises InputError with a line for each value that does not fit."""
     table = flag_table(config_class)
     try:
@@ -280,7 +282,7 @@ def validated(config_class: type[BaseModel], values: Mapping[str, Any], origins:
         raise kind("\n".join(lines)) from None
 
 
-def with_deepspeed_json(config: BaseModel, origins: dict[str, str], path: str) -> tuple[BaseModel, list[str]]:
+def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tuple[Group, list[str]]:
     """Set the flags that the user's DeepSpeed JSON names; `origins` gets the file's name for each of them.
 
     Returns (configuration, what the file changes, a line each).

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.config_fields import MAX_LORA_ALPHA
-from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flag_table import Flag, Layers, flag
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
@@ -40,6 +40,19 @@ class Group(BaseModel):
     """A frozen set of flags that refuses unknown names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @classmethod
+    def with_method(cls, layers: Layers, preset: str) -> Layers:
+        """Return (origin, values by flag) layers, the weakest first, with the defaults of the method they ask for.
+
+        Args:
+            preset: origin of the preset's layer, of which a method may take a part; empty: there is none.
+        """
+        return layers
+
+    def absent(self, flag: Flag) -> str:
+        """Return the model that a run of these settings does not have and the flag is of ("a critic"), or ""."""
+        return ""
 
     def replace(self, **changes: Any) -> "Group":
         """Return a checked copy with `changes`."""

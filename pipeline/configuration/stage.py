@@ -1,6 +1,6 @@
 """A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it. No torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +54,11 @@ def one_folder(config: StageConfig) -> list[Path]:
     return [Path(config.run.output_dir)]
 
 
+def path_flag(prefix: str) -> str:
+    """Return the flag, without dashes, that names the start of the model whose flags have this prefix."""
+    return f"{prefix}name_or_path" if prefix.endswith("model_") else f"{prefix}model_name_or_path"
+
+
 def nothing(_: Any) -> dict[str, Any]:
     """Return {}: no flag of the stage's own is to be decided."""
     return {}
@@ -72,6 +77,7 @@ class Stage:
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
     shares: the places of --data_split whose prompts it trains on.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
+    starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
     outputs: configuration -> model folders that it writes; later stages start from the first.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
@@ -81,6 +87,7 @@ class Stage:
     decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
     decide: (run) returns {flag: value} of them; called on rank 0.
     export: (offline checkpoint) writes the model folders of a checkpoint.
+    look: (configuration, columns of its first rows) looks at what else a run needs before anything starts; raises.
     """
 
     number: int
@@ -95,12 +102,18 @@ class Stage:
     start_models: Callable[..., Any]
     needs: Callable[..., Any]
     export: Callable[..., None]
+    look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
     methods: tuple[str, ...] = ()
+    starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True
     reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
+
+    def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
+        """Return the starts of a run with these values of flags, by the prefix of their flags."""
+        return self.starts if self.starts_of is None else self.starts_of(flags)
 
     @property
     def program(self) -> str:

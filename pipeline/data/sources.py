@@ -71,6 +71,12 @@ def read_rows(path: str) -> Iterator[Row]:
                 yield Row(values, Origin(str(file), number, path), split)
 
 
+def is_conversational(path: str) -> bool:
+    """Tell whether the first row of a source has a list of messages. Raises InputError where it cannot be read."""
+    values = next(iter(read_rows(path))).values.values()
+    return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
+
+
 def fingerprint(path: str) -> str:
     """Return a hash of a data path's content: of the files' bytes, or the hub data set's own fingerprint."""
     local = _local_path(path)

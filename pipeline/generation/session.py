@@ -204,8 +204,11 @@ def generate(
     sampling: Sampling,
     key: RandomKey,
     should_stop: Callable[[], bool] = lambda: False,
+    ended: Callable[[Finished], None] = lambda response: None,
 ) -> Rollout:
     """Sample `num_samples` responses to each prompt, `num_slots` of them at a time.
+
+    ended: called with each response when it has ended, while others are sampled.
 
     Raises:
         GenerationStopped: `should_stop` answered True between two steps, on any rank that generates with this one.
@@ -214,7 +217,7 @@ def generate(
     room = Room(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
     session = source.session(room)
     tickets = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
-    return rollout_of(tickets, finish(session, should_stop=should_stop), session.device)
+    return rollout_of(tickets, finish(session, should_stop=should_stop, ended=ended), session.device)
 
 
 def finish(
@@ -222,10 +225,11 @@ def finish(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     emit: Callable[[list[int]], None] = lambda ids: None,
+    ended: Callable[[Finished], None] = lambda response: None,
 ) -> list[Finished]:
     """Advance until the last request has ended; return the responses in the order of submission.
 
-    emit: called with the new tokens of a request that streams.
+    emit: called with the new tokens of a request that streams. ended: called with each response when it has ended.
 
     Raises:
         GenerationStopped: `should_stop` answered True between two steps, on any rank that generates with this one.
@@ -235,6 +239,7 @@ def finish(
         for event in session.advance(stop=should_stop()):
             if isinstance(event, Finished):
                 responses[event.ticket.number] = event
+                ended(event)
             else:
                 emit(event.ids)
         if session.is_idle:

@@ -171,12 +171,17 @@ def check_head(source: ModelSource, *, new_head: bool = False, quantization: str
     path = source.path
     check_score_class(source.config, path)
     config = source.config.to_dict()
-    if not new_head or any("SequenceClassification" in name for name in config["architectures"] or []):
+    if not new_head or has_score_head(source):
         check_reward_config(config, path)
     if new_head and source.base is not None and quantization != "none":
         raise InputError(
             f"{path}: a new head needs a whole model under {quantization}; rlhf merge {path} FOLDER makes it"
         )
+
+
+def has_score_head(source: ModelSource) -> bool:
+    """Tell whether a model's configuration names a reward head."""
+    return any("SequenceClassification" in name for name in source.config.architectures or [])
 
 
 def check_score_class(config: PretrainedConfig, path: str) -> None:

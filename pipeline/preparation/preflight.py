@@ -126,6 +126,8 @@ def look_before_start(
         data = findings.look("--column_map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
         for options in data:
             look_at_rows(findings, options, tokenizer)
+        if stage.look is not None and len(findings.errors) == errors:
+            findings.look(stage.section, partial(stage.look, config, columns_of(data)))
         if len(findings.errors) == errors:
             look_at_all_rows(findings, stage, config, data, tokenizer)
         bases |= {str(folder): start for folder in stage.outputs(config)[:1]}
@@ -209,6 +211,18 @@ def look_at_rows(findings: Findings, options: DataOptions, tokenizer: "PreTraine
             if path and (is_local(path) or not findings.is_out_of_reach(path, rows=True)):
                 with offline() if findings.dry_run else nullcontext():
                     findings.look(flag, partial(first_row, path, options, tokenizer))
+
+
+def columns_of(data: Sequence[DataOptions]) -> set[str]:
+    """Return the columns of the first record of each source that is on this machine."""
+    columns = set[str]()
+    for options in data:
+        paths = [parse_path(text)[0] for text in (*options.data_path, *options.eval_data_path)]
+        for records in (
+            read_records(read_rows(path), Counts(), column_map=options.column_map) for path in paths if is_local(path)
+        ):
+            columns |= set(next(records).columns)
+    return columns
 
 
 def look_at_all_rows(

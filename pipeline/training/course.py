@@ -105,16 +105,16 @@ class Course:
         """Inside, Interrupted ends in a checkpoint of the last whole step.
 
         Raises:
-            StoppedRun: in place of Interrupted, with exit code 75.
+            StoppedRun: in place of Interrupted, with exit code 75; or the error that the interruption brings.
         """
         try:
             yield
-        except Interrupted:
+        except Interrupted as interruption:
             beat("save", state.step)
             self._write(state, content())
             self._saver.finish()
-            self.recorder.close(EXIT_STOPPED)
-            raise self._run.stopped(state.step, self._total_steps) from None
+            self.recorder.close(interruption.error.code if interruption.error else EXIT_STOPPED)
+            raise interruption.error or self._run.stopped(state.step, self._total_steps) from None
         except Exception:
             self.recorder.close(EXIT_FAULT)
             raise

@@ -15,13 +15,13 @@ from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.packed_attention import enable_packed_attention, uses_packed_attention
 from pipeline.models.loading import base_model, load_language_model
 from pipeline.models.lora import keep_start_adapter, start_model
-from pipeline.models.reward_model import load_reward_model, score_constants
+from pipeline.models.reward_model import has_score_head, load_reward_model, score_constants
 from pipeline.models.source import ModelSource, check_positions, num_positions, prepare_tokenizer
 from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
 from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig
-from step3_ppo.models.roles import Role, all_roles
+from step3_ppo.models.roles import Role
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,10 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
     """
     models = run.stage.start_models(config, {})
     checked = dict(zip([model.path for model in models], check_start_models(models), strict=True))
-    starts = {role.name: checked[config.start_of(role)] for role in all_roles()}
+    starts = {role.name: checked[config.start_of(role)] for role in config.roles}
     tokenizer = prepare_tokenizer(starts["actor"], config.data.template)
+    if "reward" not in starts:
+        return Sources(starts, tokenizer, None)
     reward_tokenizer = separate_tokenizer(starts["reward"], tokenizer, config.data.template)
     if reward_tokenizer is None:
         check_positions(starts["reward"], config.max_sequence_length, LENGTH_FLAGS)
@@ -132,13 +134,9 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
-    start = sources.starts["reward"].config
-    constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
-    mean, std = constants or (0.0, 1.0)
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
-    reward_model = RewardModel(models.reward_model, sources.reward_tokenizer, num_positions(start))
-    judge = WeightedReward("reward model", reward_model, weight=1.0, mean=mean, std=std, takes_first=constants is None)
-    models.rewards.append(judge)
+    if config.has_reward_model:
+        models.rewards.append(scoring_model(config, models, sources))
     for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:
@@ -153,11 +151,23 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     return models
 
 
+def scoring_model(config: PPOConfig, models: Models, sources: Sources) -> WeightedReward:
+    """Return the reward model as a reward, with the constants that stage 2 stored in its folder, if any."""
+    start = sources.starts["reward"].config
+    constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
+    mean, std = constants or (0.0, 1.0)
+    model = RewardModel(models.reward_model, sources.reward_tokenizer, num_positions(start))
+    weight = config.rewards.reward_weight
+    return WeightedReward("reward model", model, weight=weight, mean=mean, std=std, takes_first=constants is None)
+
+
 def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:
     """Load a model that learns; a critic starts as the reward model, on the scale of the normalised reward."""
     flags = config.flags_of(role)
     if role.has_values:
-        return value_model_engine(run, source, flags, name=role.title, normalised=config.ppo.normalise_scores)
+        new_head = config.may_begin_head(role) and not has_score_head(source)
+        settings = {"new_head": new_head, "normalised": config.ppo.normalise_scores and config.has_reward_model}
+        return value_model_engine(run, source, flags, name=role.title, **settings)
     return language_model_engine(run, source, flags, name=role.title)
 
 

@@ -28,7 +28,6 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_ar
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT
 from step3_ppo.config import PPOConfig
-from step3_ppo.models.roles import trained_roles
 from step3_ppo.rollout import Schedule, generation_options, make_schedule
 
 TRUNCATION_BYTES = 24  # bytes a logit, to scale, mask, sort, normalise, sum and compare it in fp32
@@ -45,7 +44,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         phases={
             "generate": [prefill(config, buffers)],
             "score": scoring(config, buffers.num_responses, {use.role for use in models}),
-            "train": updates(config, buffers.num_responses, [role.name for role in trained_roles()]),
+            "train": updates(config, buffers.num_responses, [role.name for role in config.trained_roles]),
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -116,6 +115,8 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
     reward = "reward model" if "reward model" in roles else "critic"
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, times=times))
+    if not config.has_reward_model:
+        return passes
     return [*passes, Pass(reward, rows, length, times=times, without_adapters=reward == "critic")]
 
 

@@ -12,7 +12,7 @@ class Role:
     flags: the field of PPOConfig that holds its ModelConfig; a model that is only read has that of its trained twin.
     prefix: prefix of the flags that are its alone, besides those of its ModelConfig; empty: it has none.
     path: the attribute of PPOConfig that names the model it starts from; empty: the path in its ModelConfig.
-    card: heading of the model card in its folder; empty where it is only read.
+    card: heading of the model card in its folder, behind the method's name; empty where it is only read.
     has_values: True = it has a scalar head.
     """
 
@@ -31,23 +31,13 @@ class Role:
 
 
 ROLES = (
-    Role("actor", "actor", "actor", card="PPO-tuned model"),
-    Role("critic", "critic", "critic", card="PPO critic", has_values=True),
+    Role("actor", "actor", "actor", card="-tuned model"),
+    Role("critic", "critic", "critic", card=" critic", has_values=True),
     Role("reference", "reference", "actor"),
     Role("reward", "reward model", "critic", prefix="reward_model_", path="reward_path", has_values=True),
 )
 
 
-def all_roles() -> tuple[Role, ...]:
-    """Return the models that a run needs, the actor first."""
-    return ROLES
-
-
-def trained_roles() -> tuple[Role, ...]:
-    """Return the models that learn, the actor first."""
-    return tuple(role for role in ROLES if role.is_trained)
-
-
-def frozen_roles() -> tuple[Role, ...]:
-    """Return the models that are only read, whether or not a trained one serves as them."""
-    return tuple(role for role in ROLES if not role.is_trained)
+def roles_without(*names: str) -> tuple[Role, ...]:
+    """Return the roles of a run that has none of these models, the actor's first."""
+    return tuple(role for role in ROLES if role.name not in names)

@@ -8,17 +8,18 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.checkpoints.model_folder import save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.models.reward_model import score_head_fields
+from pipeline.models.reward_model import has_score_head, score_head_fields
 from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import Models
-from step3_ppo.models.roles import Role, trained_roles
+from step3_ppo.models.roles import Role
 
 
 def save_models(run: Run, models: Models, average: MovingAverage | None, *, step: int) -> None:
     """Write the model folders. A collective."""
-    for role in trained_roles():
+    config: PPOConfig = run.resolved.config
+    for role in config.trained_roles:
         module = models.trained[role.name].module
         save_model(run, role, module, models.tokenizer, step=step)
         if role.name == "actor" and average is not None:
@@ -35,7 +36,8 @@ def save_model(
     if role.has_values:
         fields = score_head_fields(tokenizer, score_mean=module.score_mean, score_std=module.score_std, label="value")
     folder = Path(config.run.output_dir) / (f"{role.name}_ema" if is_average else role.name)
-    kind = f"Moving average of a {role.card}" if is_average else role.card
+    kind = f"{config.method.title}{role.card}"
+    kind = f"Moving average of a {kind}" if is_average else kind
     model = config.flags_of(role)
     save_trained(run, module, tokenizer, folder, model=model, kind=kind, step=step, score_fields=fields)
 
@@ -44,10 +46,12 @@ def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folders of a checkpoint, one model in memory at a time."""
     run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
     tokenizer = prepare_tokenizer(ModelSource(config.actor.model_name_or_path), config.data.template)
-    for role in trained_roles():
+    for role in config.trained_roles:
         flags = config.flags_of(role)
         if role.has_values:
-            module = checkpoint.value_model(role.name, flags, normalised=config.ppo.normalise_scores)
+            new_head = config.may_begin_head(role) and not has_score_head(ModelSource(flags.model_name_or_path))
+            normalised = config.ppo.normalise_scores and config.has_reward_model
+            module = checkpoint.value_model(role.name, flags, new_head=new_head, normalised=normalised)
             if (module.score_mean, module.score_std) == (0.0, 1.0):
                 module.score_mean, module.score_std = checkpoint.state["ppo"].get("score_constants") or (0.0, 1.0)
         else:

@@ -18,7 +18,7 @@ from support.tiny_models import EOS, PAD
 from pipeline.data.loader import Step
 from pipeline.errors import DivergedError
 from step3_ppo import training
-from step3_ppo.estimators import next_kl_coef
+from step3_ppo.mathematics.estimators import next_kl_coef
 
 OF_THE_POLICY = {
     "loss/policy", "policy/ratio_mean", "policy/ratio_max", "policy/clipfrac", "policy/approx_kl", "actor/grad_norm",

@@ -6,7 +6,14 @@ import torch
 from support.ragged import B, T, ragged_mask, random_tokens, sequences
 
 from pipeline.tensor_ops import lengths_to_mask, moments
-from step3_ppo.estimators import SUM_BLOCK, explained_variance, gae, normalise_scores, shape_scores, token_rewards
+from step3_ppo.mathematics.estimators import (
+    SUM_BLOCK,
+    explained_variance,
+    gae,
+    normalise_scores,
+    shape_scores,
+    token_rewards,
+)
 
 NAN = math.nan
 

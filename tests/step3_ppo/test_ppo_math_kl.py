@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.ragged import B, T, every_token, gradient, ragged_mask, random_tokens
 
-from step3_ppo.estimators import KlEstimator, kl_estimate, next_kl_coef
-from step3_ppo.losses import kl_loss
+from step3_ppo.mathematics.estimators import KlEstimator, kl_estimate, next_kl_coef
+from step3_ppo.mathematics.losses import kl_loss
 
 
 def categorical(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

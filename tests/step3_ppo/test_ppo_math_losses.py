@@ -6,7 +6,7 @@ import torch
 from support.ragged import every_token, gradient, ragged_mask, random_tokens, sequences
 
 from pipeline.tensor_ops import lengths_to_mask
-from step3_ppo.losses import kl_loss, policy_loss, value_loss
+from step3_ppo.mathematics.losses import kl_loss, policy_loss, value_loss
 
 NAN = math.nan
 SPLITS = [[6], [1] * 6, [2, 4], [3, 2, 1]]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pipeline.rewards.rows import WeightedReward
-from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Responses, Scores, reward_responses
-from step3_ppo.rollout import evaluation_metrics, rollout_metrics
+from step3_ppo.experience import Responses, Scores
+from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
 
 
 def rows_of(lengths: list[int], finished: list[bool], valid: list[bool] | None = None) -> Responses:
@@ -45,9 +46,9 @@ def constants(weight: float, mean: float, std: float) -> WeightedReward:
 
 def rewarded(responses: Responses, outputs: Outputs, *, mean: float = 0.0, std: float = 1.0, rewards=None, **ppo):
     settings = {"gae_lambda": 1.0, "gamma": 1.0, "whiten_advantages": False} | ppo
-    kl_coef, rewards = settings.pop("kl_coef", 0.5), rewards or [constants(1.0, mean, std)]
+    kl_coef, terms = settings.pop("kl_coef", 0.5), Terms(rewards or [constants(1.0, mean, std)])
     return reward_responses(
-        responses, outputs.scores, outputs.judged, PPOCoefficients(**settings), kl_coef=kl_coef, rewards=rewards
+        responses, outputs.scores, outputs.judged, PPOCoefficients(**settings), kl_coef=kl_coef, terms=terms
     )
 
 
@@ -246,7 +247,7 @@ def test_rollout_metrics_by_hand():
     )
     responses = rows_of([2, 1, 2], [True, False, True], [True, True, False])
     found = rewarded(responses, scores, kl_coef=0.5, missing_eos_penalty=1.0)
-    metrics = rollout_metrics(responses, scores.scores, found)
+    metrics = rollout_metrics(responses, scores.scores, found, PPOCoefficients())
     # KL per sequence: 0.5 - 1 = -0.5 and 1; mean 0.25. Shaped 3 and -1 - 1 = -2; minus half the KL: 3.25 and -2.5.
     assert metrics["objective/kl"] == pytest.approx(0.25)
     assert metrics["objective/rlhf_reward"] == pytest.approx((3.25 - 2.5) / 2)
@@ -281,7 +282,7 @@ def test_the_rlhf_reward_is_that_of_the_flags_by_a_slow_loop(estimator, in_loss)
         for t in range(0 if in_loss else length):
             d = (outputs.scores.log_probs[n, t] - outputs.scores.ref_log_probs[n, t]).item()
             total -= 0.3 * {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
-    metrics = rollout_metrics(rows_of(LENGTHS, finished), outputs.scores, found)
+    metrics = rollout_metrics(rows_of(LENGTHS, finished), outputs.scores, found, PPOCoefficients())
     assert metrics["objective/rlhf_reward"] == pytest.approx(total / len(LENGTHS), rel=1e-4)
 
 
@@ -290,7 +291,7 @@ def test_the_share_of_clipped_scores_by_hand():
     scores = scores_by_hand([[-1.0]] * 5, [[-1.0]] * 5, [[0.0]] * 5, [9.0, -9.0, 1.0, 7.0, 50.0])
     responses = rows_of([1] * 5, [False] * 5, [True, True, True, True, False])
     found = rewarded(responses, scores, mean=1.0, std=2.0, reward_clip=3.0)
-    metrics = evaluation_metrics(rollout_metrics(responses, scores.scores, found), num_rows=2)
+    metrics = evaluation_metrics(rollout_metrics(responses, scores.scores, found, PPOCoefficients()), num_rows=2)
     assert metrics["eval_objective/score_clipfrac"] == 0.5 and metrics["eval_rows"] == 2
 
 
@@ -298,7 +299,7 @@ def test_masked_rows_are_counted_and_left_out_of_the_metrics():
     scores = random_scores(LENGTHS)
     bad = scores._replace(judged=torch.where(torch.arange(5).unsqueeze(1) == 2, math.nan, scores.judged))
     responses = rows_of(LENGTHS, [True] * 5)
-    metrics = rollout_metrics(responses, bad.scores, rewarded(responses, bad))
+    metrics = rollout_metrics(responses, bad.scores, rewarded(responses, bad), PPOCoefficients())
     assert metrics["rows_masked"] == 1
     assert metrics["objective/scores"] == pytest.approx(scores.judged[[0, 1, 3, 4]].mean().item(), rel=1e-5)
     assert all(math.isfinite(value) for value in metrics.values())

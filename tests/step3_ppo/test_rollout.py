@@ -29,10 +29,12 @@ from pipeline.models.source import ModelSource
 from pipeline.rewards.reward_model import RewardModel
 from pipeline.rewards.rows import WeightedReward
 from pipeline.training.micro_batches import MicroBatch
-from step3_ppo.config import PPOCoefficients
-from step3_ppo.experience import Responses, Scores, reward_responses
+from step3_ppo.experience import Responses, Scores
+from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.models.engines import Models
-from step3_ppo.rollout import Sampler, rollout_metrics
+from step3_ppo.rewarding import Terms, reward_responses
+from step3_ppo.rollout import Sampler
+from step3_ppo.rollout_metrics import rollout_metrics
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 
 CPU = torch.device("cpu")
@@ -251,8 +253,8 @@ def test_without_a_pass_of_the_policy_the_samplers_log_probs_serve(folders):
     assert found.entropy is None and found.log_probs.equal(responses.sampler_log_probs)
     assert found.ref_log_probs.equal(expected.ref_log_probs)
     scores = judged(models, responses, [list(range(8))])
-    rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1, rewards=models.rewards)
-    metrics = rollout_metrics(responses, found, rewards)
+    rewards = reward_responses(responses, found, scores, PPOCoefficients(), kl_coef=0.1, terms=Terms(models.rewards))
+    metrics = rollout_metrics(responses, found, rewards, PPOCoefficients())
     assert "objective/kl" in metrics and not {"objective/entropy", "policy/sampler_error"} & set(metrics)
 
 

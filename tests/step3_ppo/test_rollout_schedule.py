@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from step3_ppo.config import PPOCoefficients, PPOConfig, SamplingConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.flags.groups import PPOCoefficients, SamplingConfig
 from step3_ppo.rollout import Schedule, make_schedule
 
 

@@ -1,4 +1,4 @@
-"""A run without a critic: one line leaves it out, and nothing is loaded, planned, saved or asked for it."""
+"""Methods without a critic: nothing is loaded, planned, saved or asked for one."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,8 @@ from support.tiny_run import make_folder, read_metrics
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import parse
 from step3_ppo.config import PPOConfig
-from step3_ppo.estimators import estimate_advantages
 from step3_ppo.main import main
-from step3_ppo.models import roles
+from step3_ppo.mathematics.estimators import estimate_advantages
 from step3_ppo.stage import STAGE
 
 STEPS = 4
@@ -26,11 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("critic-free"), num_train=16, num_test=4)
 
 
-@pytest.fixture
-def without_critic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "ROLES", tuple(role for role in roles.ROLES if role.name != "critic"))
-
-
 def words(folder: Path, out: Path, **changes: Any) -> list[str]:
     flags = {
         "actor_model_name_or_path": folder / "base", "reward_model_name_or_path": folder / "scorer",
@@ -38,6 +32,7 @@ def words(folder: Path, out: Path, **changes: Any) -> list[str]:
         "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
         "per_device_generation_batch_size": 8, "per_device_train_batch_size": 4, "ppo_epochs": 2, "dtype": "fp32",
         "actor_learning_rate": 1e-3, "max_steps": STEPS, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
+        "method": "reinforce_pp",
     } | changes  # fmt: skip
     return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
@@ -47,10 +42,12 @@ def trained(folder: Path, out: Path, **changes: Any) -> int:
         return main(words(folder, out, **changes))
 
 
-def test_it_trains_saves_and_resumes(folder, tmp_path, without_critic):
-    assert trained(folder, tmp_path / "whole") == 0
-    assert trained(folder, tmp_path / "parts", max_steps=STEPS - 1) == 0
-    assert trained(folder, tmp_path / "parts") == 0
+@pytest.mark.parametrize("method", ["reinforce_pp", "grpo", "rloo"])
+def test_it_trains_saves_and_resumes(folder, tmp_path, method):
+    changes = {"method": method} | ({} if method == "reinforce_pp" else {"num_samples_per_prompt": 2})
+    assert trained(folder, tmp_path / "whole", **changes) == 0
+    assert trained(folder, tmp_path / "parts", max_steps=STEPS - 1, **changes) == 0
+    assert trained(folder, tmp_path / "parts", **changes) == 0
     run = tmp_path / "whole/runs/ppo"
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["actor", "runs"]
     files = {path.name for path in (run / f"checkpoints/step-{STEPS}").iterdir()}
@@ -66,11 +63,11 @@ def test_it_trains_saves_and_resumes(folder, tmp_path, without_critic):
 
 
 def test_with_the_critic_its_start_is_asked_for(folder, tmp_path, capsys):
-    assert trained(folder, tmp_path) == 2
+    assert trained(folder, tmp_path, method="ppo") == 2
     assert any("--critic_model_name_or_path" in line for line in error_lines(capsys.readouterr().err))
 
 
-def test_nothing_is_planned_checked_or_compared_for_it(folder, tmp_path, without_critic):
+def test_nothing_is_planned_checked_or_compared_for_it(folder, tmp_path):
     resolved = parse(PPOConfig, words(folder, tmp_path), section="ppo")
     config, place = resolved.config, Placement(device="cuda", dtype="bf16", ranks=1, run_dir=tmp_path, one_node=True)
     assert list(config.engine_jsons(resolved.origins, place)) == ["actor", "reference", "reward model"]
@@ -101,9 +98,10 @@ def test_advantages_without_values_are_the_discounted_rewards_to_come():
     assert advantages.equal(returns)
 
 
-def test_the_reward_model_has_the_flags_of_the_actor(without_critic):
+def test_the_reward_model_has_the_flags_of_the_actor():
     """And of its own; with a critic those of the critic."""
     given = ["--actor_model_name_or_path", "a", "--actor_quantization", "int8", "--reward_model_zero_stage", "3"]
+    given += ["--method", "reinforce_pp"]
     config = parse(PPOConfig, given, section="ppo").config
-    flags = config.flags_of(next(role for role in roles.all_roles() if role.name == "reward"))
+    flags = config.flags_of(next(role for role in config.roles if role.name == "reward"))
     assert (flags.quantization, flags.zero_stage) == ("int8", 3)

@@ -6,7 +6,8 @@ from support.ppo_updates import TEMPERATURE
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from step3_ppo.config import PPOCoefficients, PPOConfig, PromptDataConfig, SamplingConfig
+from step3_ppo.config import PPOConfig
+from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.stage import STAGE
 
 

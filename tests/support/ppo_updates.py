@@ -23,9 +23,9 @@ from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.training.micro_batches import MicroBatch
 from pipeline.training.steps import Stopping
-from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Experience, Responses, ValueTargets
-from step3_ppo.objectives import Objective, PolicyObjective, ValueObjective
+from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.updater import Updater
 
 MEAN, STD, TEMPERATURE = 0.4, 2.5, 0.8
@@ -63,6 +63,7 @@ class TwoModels:
         """The policy's, where it is trained, and the value model's."""
         policy = PolicyObjective(
             engine=self.actor, work=training_work(self.actor.module.model), ppo=self.ppo, kl_coef=kl_coef,
+            size=StepSize(6, 0, 0, 0, 0), longest=6,
             temperature=TEMPERATURE, text=text, unsup_coef=self.unsup_coef, world=self.updater.world,
         )  # fmt: skip
         value = ValueObjective(self.critic, training_work(self.critic.module.model), self.ppo.value_clip)

@@ -1,0 +1,57 @@
+"""The methods of stage 3: which models each trains, and what it sets itself where nobody says otherwise.
+
+Sources: Schulman et al. 2017 (PPO), arXiv 1707.06347; Shao et al. 2024 (GRPO), 2402.03300; Ahmadian et al. 2024 (RLOO),
+2402.14740; Hu et al. 2025 (REINFORCE++), 2501.03262.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to turn rewards into advantages.
+
+    title: its name in logs and model cards.
+    has_critic: True = a value model learns beside the policy.
+    compares: True = an advantage compares the responses to one prompt, of which there are several.
+    settings: flag -> its default under this method; other flags keep theirs.
+    """
+
+    title: str
+    has_critic: bool = False
+    compares: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+METHODS: Mapping[str, Method] = {
+    "ppo": Method("PPO", has_critic=True),
+    "grpo": Method(
+        "GRPO",
+        compares=True,
+        settings={
+            "num_samples_per_prompt": 8,
+            "kl_coef": 0.0,
+            "kl_in_loss": True,
+            "kl_estimator": "k3",
+            "whiten_advantages": False,
+        },
+    ),
+    "rloo": Method(
+        "RLOO",
+        compares=True,
+        settings={"num_samples_per_prompt": 4, "kl_coef": 0.05, "whiten_advantages": False},
+    ),
+    "reinforce_pp": Method("REINFORCE++", settings={"num_samples_per_prompt": 1, "whiten_advantages": True}),
+}
+# Flags that some method sets itself: a preset's values of them are those of PPO.
+SET_BY_METHODS = frozenset(name for method in METHODS.values() for name in method.settings)
+
+
+def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return the method that layers of given flags, the strongest last, ask for; PPO where none does."""
+    given = [str(values["method"]) for _, values in layers if "method" in values]
+    return given[-1] if given else "ppo"

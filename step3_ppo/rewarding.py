@@ -1,0 +1,233 @@
+"""From raw scores to rewards and advantages: the Experience of a rollout, and what is logged of it.
+
+N sequences, T longest response, R rewards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.rewards.rows import WeightedReward
+from pipeline.tensor_ops import finish_moments, moments, whiten
+from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
+from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.mathematics.estimators import (
+    DEVIATION_EPSILON,
+    estimate_advantages,
+    group_advantages,
+    kl_estimate,
+    leave_one_out_advantages,
+    normalise_scores,
+    shape_scores,
+    spread_deviation,
+    token_rewards,
+    updated_spread,
+    weighted_sum,
+)
+from step3_ppo.mathematics.off_policy import importance_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """An Experience, and what is logged of it.
+
+    experience: tensors for the updates.
+    valid: (N,) bool, True = the row counts and all its numbers are finite.
+    scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score.
+    by_reward: name of a reward -> (N,) fp32, its raw scores; NaN where it gives none.
+    sequence_rewards: (N,) fp32, rewards before the KL penalty.
+    total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
+    clipped: (N,) bool, True = `reward_clip` cut the score of a reward model.
+    kl: (N, T) fp32, KL estimate k1.
+    kl_k3: (N, T) fp32, KL estimate k3.
+    advantage_mean: mean of the advantages before whitening.
+    advantage_std: standard deviation of the advantages before whitening.
+    """
+
+    experience: Experience
+    valid: Tensor
+    scores: Tensor
+    by_reward: Mapping[str, Tensor]
+    sequence_rewards: Tensor
+    total_rewards: Tensor
+    clipped: Tensor
+    kl: Tensor
+    kl_k3: Tensor
+    advantage_mean: float
+    advantage_std: float
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How raw scores are summed: the rewards of a run in their order, reward models first.
+
+    models: reward models, with their constants.
+    functions: name of a reward function -> its weight.
+    spreads: of each reward (count, mean, sum of squared differences), by whose deviation it is divided before the
+        sum; () = none is.
+    group_size: responses to each prompt, which are next to each other.
+    """
+
+    models: Sequence[WeightedReward]
+    functions: Mapping[str, float] = field(default_factory=dict)
+    spreads: Sequence[Sequence[float]] = ()
+    group_size: int = 1
+
+    def deviations(self) -> list[float]:
+        """Return what each raw score is divided by, besides a reward model's constants; 1 without spreads.
+
+        Scores that never vary are divided by 1 as well: they teach nothing.
+        """
+        if not self.spreads:
+            return [1.0] * (len(self.models) + len(self.functions))
+        scales = [one.std for one in self.models] + [1.0] * len(self.functions)
+        found = [spread_deviation(torch.tensor(one, dtype=torch.float64)).item() for one in self.spreads]
+        return [(one + DEVIATION_EPSILON) / scale if one else 1.0 for one, scale in zip(found, scales, strict=True)]
+
+
+def reward_responses(
+    responses: Responses, scores: Scores, judged: Tensor, ppo: PPOCoefficients, *, kl_coef: float, terms: Terms
+) -> Rewarded:
+    """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
+
+    Rows with a number that is not finite, be it of one reward, or without any reward that applies, are masked before
+    anything is averaged.
+
+    Args:
+        judged: (N, R) fp32 raw scores of the reward models; those of functions are in `responses`.
+    """
+    columns = [judged, scores.log_probs, scores.ref_log_probs]
+    columns += [] if scores.values is None else [scores.values]
+    finite = torch.stack([column.isfinite().reshape(len(column), -1).all(1) for column in columns]).all(0)
+    valid = responses.valid & finite & is_scored(responses, terms)
+    mask = responses.response_mask & valid.unsqueeze(1)
+    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns[1:])
+    values = rest[0] if rest else None
+    normalised, shaped, at_tokens = summed(responses, judged, valid, ppo, terms)
+    penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
+    per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    if at_tokens is not None:
+        # What a function gives tokens stands at them, and not at the last one.
+        per_token = (
+            per_token + token_rewards(-at_tokens.sum(1), torch.zeros_like(penalty), mask, kl_coef=0.0) + at_tokens
+        )
+    advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
+    mean, variance = finish_moments(moments(advantages, mask))
+    trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
+    by_reward = raw_scores(responses, judged, terms)
+    weights = [one.weight for one in terms.models]
+    raw = list(judged.unbind(1)) + [by_reward[name].nan_to_num(0.0) for name in terms.functions]
+    return Rewarded(
+        experience=Experience(
+            mask, log_probs, ref_log_probs, trained, None if values is None else ValueTargets(values, returns)
+        ),
+        valid=valid,
+        scores=weighted_sum(raw, [*weights, *terms.functions.values()]),
+        by_reward=by_reward,
+        sequence_rewards=shaped,
+        total_rewards=per_token.sum(1),
+        clipped=torch.stack([column.abs() > ppo.reward_clip for column in normalised or [shaped * 0]]).any(0),
+        kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
+        kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
+        advantage_mean=mean.item(),
+        advantage_std=variance.sqrt().item(),
+    )
+
+
+def is_scored(responses: Responses, terms: Terms) -> Tensor:
+    """(N,) bool, True = no call of a reward function failed, and some reward applies to the row."""
+    if (scored := responses.scored) is None:
+        return torch.ones_like(responses.valid)
+    applies = scored.applies.any(1) if not terms.models else torch.ones_like(responses.valid)
+    return applies & (scored.failures == 0).all(1)
+
+
+def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, Tensor]:
+    """Return {name: (N,) fp32 raw scores of each reward}, NaN where it gives a response none."""
+    found = dict(zip([one.name for one in terms.models], judged.unbind(1), strict=True))
+    if (scored := responses.scored) is not None:
+        gives = scored.applies & (scored.failures == 0)
+        found |= dict(zip(terms.functions, torch.where(gives, scored.values, torch.nan).unbind(1), strict=True))
+    return found
+
+
+def spreads(
+    responses: Responses, judged: Tensor, terms: Terms, known: Sequence[Sequence[float]] | None
+) -> list[list[float]]:
+    """Return the spread of each reward's raw scores in this rollout, and in those of `known`, its value before."""
+    columns = raw_scores(responses, judged, terms).values()
+    before = known or [[0.0, 0.0, 0.0] for _ in columns]
+    starts = [torch.tensor(one, dtype=torch.float64, device=judged.device) for one in before]
+    return [updated_spread(one, column, responses.valid).tolist() for one, column in zip(starts, columns, strict=True)]
+
+
+def summed(
+    responses: Responses, judged: Tensor, valid: Tensor, ppo: PPOCoefficients, terms: Terms
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Sum the rewards of each response with their weights; rows that do not count have 0 of each.
+
+    Returns (normalised scores (N,) of each reward model, sequence rewards (N,), their part that functions gave to
+    tokens, (N, T), or None).
+    """
+    deviations = terms.deviations()
+    raw = torch.where(valid.unsqueeze(1), judged, 0.0).unbind(1)
+    normalised = [
+        normalise_scores(n, mean=one.mean, std=one.std) / deviation
+        for n, one, deviation in zip(raw, terms.models, deviations, strict=False)
+    ]
+    limits = {"reward_clip": ppo.reward_clip, "missing_eos_penalty": ppo.missing_eos_penalty}
+    none, weights = torch.zeros(len(valid), device=valid.device), [one.weight for one in terms.models]
+    shaped = shape_scores(normalised or [none], weights or [1.0], responses.finished, **limits)
+    if (scored := responses.scored) is None:
+        return normalised, shaped, None
+    shares = zip(terms.functions.values(), deviations[len(terms.models) :], strict=True)
+    factors = torch.tensor([weight / deviation for weight, deviation in shares], device=valid.device)
+    counts = (valid.unsqueeze(1) & scored.applies).float() * factors  # (N, F)
+    at_tokens = None
+    if scored.per_token is not None:
+        at_tokens = (scored.per_token[..., : responses.response_mask.shape[1]] * counts.unsqueeze(2)).sum(1)
+    return normalised, shaped + (scored.values * counts).sum(1), at_tokens
+
+
+def advantages_of(
+    ppo: PPOCoefficients,
+    rewards: Tensor,
+    shaped: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    *,
+    group_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages and the returns, (N, T) each, that the method makes of token rewards (N, T).
+
+    A method that compares responses gives all tokens of one the same advantage, that of the sum of its rewards.
+
+    Args:
+        shaped: (N,) fp32, the sequence rewards among them.
+    """
+    valid, totals = mask.any(1), rewards.sum(1)
+    if ppo.method == "grpo":
+        compared = group_advantages(totals, valid, group_size=group_size, scale=ppo.scale_by_group)
+        return torch.where(mask, compared.unsqueeze(1), 0.0), rewards
+    if ppo.method == "rloo":
+        compared = leave_one_out_advantages(totals, valid, group_size=group_size)
+        return torch.where(mask, compared.unsqueeze(1), 0.0), rewards
+    if ppo.group_baseline:
+        baseline = shaped - group_advantages(shaped, valid, group_size=group_size, scale=False)
+        rewards = rewards - token_rewards(baseline, torch.zeros_like(rewards), mask, kl_coef=0.0)
+    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+
+
+def off_policy_weights(ppo: PPOCoefficients, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
+    """(N, T) weights of the tokens' losses: of the trainer's log-probabilities, `old`, over those of the sampler."""
+    return importance_weights(
+        old,
+        sampled[:, : mask.shape[1]],
+        mask,
+        kind=ppo.off_policy_weights,  # type: ignore[arg-type]  # not called for "none" and "auto"
+        cap=ppo.off_policy_cap,
+        low=ppo.off_policy_low,
+        veto=ppo.off_policy_veto,
+    )

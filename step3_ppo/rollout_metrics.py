@@ -1,0 +1,152 @@
+"""The metrics of a rollout, warnings of one that no healthy policy has, and the samples of an evaluation."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.files import tolerated
+from pipeline.tensor_ops import masked_sum, moments
+from pipeline.training.metrics import finite
+from step3_ppo.experience import Experience, Responses, Scores
+from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.mathematics.estimators import explained_variance
+from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
+from step3_ppo.rewarding import Rewarded, off_policy_weights
+
+EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
+# Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
+NEGATIVE_KL_WARNING = -1.0
+# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+log = logging.getLogger(__name__)
+
+
+def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, ppo: PPOCoefficients) -> dict[str, float]:
+    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
+
+    NaN where no row counts: it is logged as null.
+    """
+    valid, mask = rewarded.valid, rewarded.experience.response_mask
+    kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
+    finished = responses.finished.float()
+    found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
+    found |= reward_metrics(responses, rewarded)
+    return found | {
+        "objective/kl": mean_of(kl, valid),
+        "objective/kl_k3": mean_of(kl_k3, valid),
+        "objective/scores": mean_of(rewarded.scores, valid),
+        "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
+        "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
+        "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
+        "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
+        "completions/mean_length": mean_of(responses.response_lengths.float(), valid),
+        "completions/truncated_fraction": mean_of(1.0 - finished, valid),
+        "completions/eos_fraction": mean_of(finished, valid),
+        "completions/empty_fraction": mean_of((responses.response_lengths == 1) * finished, valid),
+        "rows_masked": float((responses.valid & ~valid).sum()),
+    }
+
+
+def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]:
+    """Return the mean of each reward, and the share of failed calls of each function; {} for one reward model alone."""
+    if responses.scored is None and len(rewarded.by_reward) == 1:
+        return {}
+    found = {
+        f"reward/{name}": mean_of(raw.nan_to_num(0.0), responses.valid & raw.isfinite())
+        for name, raw in rewarded.by_reward.items()
+    }
+    if responses.scored is not None:
+        names = list(rewarded.by_reward)[-responses.scored.values.shape[1] :]
+        failed = (responses.scored.failures[responses.valid] > 0).float().mean(0).tolist()
+        found |= {f"reward_failures/{name}": share for name, share in zip(names, failed, strict=True)}
+    return found
+
+
+def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
+    """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
+    if not step:
+        warn_of_sampler(metrics, dtype=dtype)
+    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
+        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
+    if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
+        log.warning(
+            "step %d: the mean KL is negative, %.2f nats per sequence: responses are not sampled from the policy that "
+            "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
+            step,
+            metrics["objective/kl"],
+        )
+
+
+def warn_of_sampler(metrics: dict[str, float], *, dtype: torch.dtype) -> None:
+    """Log that the first rollout's log-probabilities are not those of the policy that is trained."""
+    if (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
+        log.warning(
+            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
+            "than rounding makes: they do not compute the same model; try another --generation_engine, and give "
+            "--old_log_probs trainer",
+            error,
+        )
+
+
+def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
+    """Return the mean of the values that count; NaN where none does."""
+    return (masked_sum(values, mask) / mask.sum()).item()
+
+
+def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo: PPOCoefficients) -> dict[str, float]:
+    """Return the metrics of the trainer's pass over the rollout; {} where it is left to the update's own pass."""
+    if scores.entropy is None:
+        return {}
+    differs = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask)
+    found = {"policy/sampler_error": differs.max_abs, "policy/sampler_mean_error": differs.mean_abs}
+    found |= {"policy/sampler_kl": differs.kl, "policy/effective_share": differs.effective_share}
+    if ppo.weighs_off_policy:
+        weights = off_policy_weights(ppo, scores.log_probs, responses.sampler_log_probs, mask)
+        shares = weight_shares(weights, mask, cap=ppo.off_policy_cap)
+        found |= {"policy/weights_cut": shares.clipped, "policy/weights_rejected": shares.rejected}
+    has_tokens = bool(mask.any())
+    numbers = {name: value.item() if has_tokens else math.nan for name, value in found.items()}
+    return {"objective/entropy": mean_of(scores.entropy, mask)} | numbers
+
+
+def value_metrics(experience: Experience) -> dict[str, float]:
+    """Return the metrics of the critic before the updates; {} without one."""
+    if (targets := experience.targets) is None:
+        return {}
+    mask = experience.response_mask
+    errors = moments(targets.returns - targets.values, mask)
+    return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
+
+
+def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
+    """Keep the metrics that describe a policy on `num_rows` held-out prompts, with the prefix `eval_`."""
+    kept = ("objective/", "completions/", "reward/", "reward_failures/")
+    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
+
+
+def append_samples(
+    path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Add the responses of an evaluation on this rank to samples.jsonl."""
+    lines = []
+    for n in range(len(responses.sequences)):
+        if not responses.valid[n]:
+            continue
+        start, length = int(responses.prompt_lengths[n]), int(responses.response_lengths[n])
+        row = {
+            "step": step,
+            "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
+            "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
+            "score": finite(round(rewarded.scores[n].item(), 4)),
+            "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
+            "tokens": length,
+            "finished": bool(responses.finished[n]),
+        }
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    with tolerated("samples"), path.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
