@@ -5,7 +5,9 @@ B sequences, T response tokens, right-padded; tensors are fp32, (B, T) per token
 result; results are 0 there. The losses are in losses.py.
 
 Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXiv 1506.02438; Schulman 2020,
-"Approximating KL Divergence", joschu.net/blog/kl-approx.html.
+"Approximating KL Divergence", joschu.net/blog/kl-approx.html; Yue et al. 2025 (VAPO), arXiv 2504.05118. Methods without
+a critic: Shao et al. 2024 (GRPO), arXiv 2402.03300; Liu et al. 2025 (Dr.GRPO), 2503.20783; Yu et al. 2025 (DAPO),
+2503.14476; Ahmadian et al. 2024 (RLOO), 2402.14740; Hu et al. 2025 (REINFORCE++), 2501.03262.
 """
 
 import math
@@ -24,6 +26,9 @@ KlEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_LIMIT = 20.0
 # Tokens whose discounted sums are one matrix product.
 SUM_BLOCK = 256
+
+# Added to a standard deviation that scores are divided by, as in TRL.
+DEVIATION_EPSILON = 1e-4
 
 # Ziegler et al. 2019, section 2.2: the controller never reacts to more than a 20 % error.
 ADAPTIVE_KL_ERROR_LIMIT = 0.2
@@ -122,37 +127,81 @@ def token_rewards(sequence_rewards: Tensor, kl: Tensor, response_mask: Tensor, *
 
 
 def estimate_advantages(
-    rewards: Tensor, values: Tensor | None, response_mask: Tensor, *, gamma: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor | None,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), both (B, T): by `gae`, and without values the discounted rewards to come.
 
-    Those are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1.
+    Those are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a critic
+    differ in the sequence rewards that `token_rewards` spreads, all with gamma = 1:
+
+        REINFORCE++           the scores, with the KL in the token rewards; the result is whitened over the batch
+        REINFORCE++-baseline  `group_advantages` of the scores, scale=False; else the same
+        RLOO                  `leave_one_out_advantages` of the rows' sums of token rewards; then no KL a second time
+        GRPO, Dr.GRPO, DAPO   `group_advantages` of the scores; the KL, if any, in the loss
+
+    A sequence reward without KL gives all tokens of its row the same advantage.
     """
     if values is None:
         return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0)
-    return gae(rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda)
+    return gae(rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda, returns_lambda=returns_lambda)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, gae_lambda: float
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
 
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
     V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a response that was cut
     off: such a response is penalised in its score, not continued by the critic's guess.
+
+    Args:
+        gae_lambda: one number, or (B, 1) with one for each row.
+        returns_lambda: lambda of the A in the returns; None: that of the advantages.
     """
     rewards, values = zero_outside(response_mask, rewards, values)
     next_values = functional.pad(values[:, 1:], (0, 1))
-    advantages = discounted_sums(rewards + gamma * next_values - values, gamma * gae_lambda)
-    return advantages, advantages + values
+    errors = rewards + gamma * next_values - values
+    advantages = discounted_sums(errors, gamma * gae_lambda)
+    if returns_lambda is None:
+        return advantages, advantages + values
+    return advantages, discounted_sums(errors, gamma * returns_lambda) + values
 
 
-def discounted_sums(terms: Tensor, decay: float) -> Tensor:
+def adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
+    """1 - 1 / (alpha * length), (B, 1) float64 in [0, 1]; VAPO, section 4.2.
+
+    With alpha = 0.05 a response of up to 20 tokens gets 0, one of 64 gets 0.69, one of 256 gets 0.92.
+    """
+    assert lengths.dim() == 1 and alpha > 0, (lengths.shape, alpha)
+    return (1 - 1 / (alpha * lengths.double())).clamp(0, 1).unsqueeze(1)
+
+
+def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
     """(B, T) -> (B, T): s_t = terms_t + decay * s_{t+1}, as products with powers of `decay` in fp64.
 
-    A loop over tokens would launch some thousand small kernels; blocks keep the matrix of powers small.
+    A loop over tokens would launch some thousand small kernels; blocks keep the matrix of powers small. A decay for
+    each row, (B, 1), would need a matrix for each: there the sums over 1, 2, 4, ... tokens are made one of the other.
     """
+    if isinstance(decay, Tensor):
+        assert decay.shape == (len(terms), 1), (decay.shape, terms.shape)
+        doubled, reach = terms.double(), 1
+        while reach < terms.shape[1]:
+            doubled = doubled + decay.double() ** reach * functional.pad(doubled[:, reach:], (0, reach))
+            reach *= 2
+        return doubled.to(terms.dtype)
     sums = torch.empty_like(terms)
     carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum behind the block
     for stop in range(terms.shape[1], 0, -SUM_BLOCK):
@@ -174,6 +223,81 @@ def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
     return_variance = finish_moments(return_moments)[1]
     error_variance = finish_moments(error_moments)[1]
     return torch.where(return_variance > 0, 1 - error_variance / return_variance, torch.nan)
+
+
+# --- groups: the responses to one prompt ---
+
+
+def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: bool) -> Tensor:
+    """Score minus the mean of its group, (N,); with `scale` over the group's unbiased standard deviation + 1e-4.
+
+    `scale` is GRPO's, without it this is Dr.GRPO's advantage. Rows are in order of prompt, `group_size` for each; those
+    of `valid` (N,) count. 0 for other rows, and where no other row of the group counts.
+    """
+    known, compared, counts = _groups(scores, valid, group_size)
+    differences = torch.where(compared, known - known.sum(1, keepdim=True) / counts.clamp(min=1), 0)
+    if scale:
+        variances = differences.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)
+        differences = differences / (variances.sqrt() + DEVIATION_EPSILON)
+    return differences.flatten().to(scores.dtype)
+
+
+def leave_one_out_advantages(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
+    """Score minus the mean of the other valid rows of its group, (N,), of rows as in `group_advantages`: RLOO."""
+    known, compared, counts = _groups(scores, valid, group_size)
+    others = (known.sum(1, keepdim=True) - known) / (counts - 1).clamp(min=1)
+    return torch.where(compared, known - others, 0).flatten().to(scores.dtype)
+
+
+def equal_groups(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
+    """(N / group_size,) bool, True = all valid scores of the group are equal, or none is valid: what DAPO replaces."""
+    counted = valid.view(-1, group_size)
+    grouped = scores.view(-1, group_size)
+    return torch.where(counted, grouped, -torch.inf).amax(1) <= torch.where(counted, grouped, torch.inf).amin(1)
+
+
+def _groups(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (G, k), 0 where not valid; whether each counts and has another to compare with; valid rows (G, 1).
+
+    In fp64 the mean of equal scores is that very score, so that their advantages are 0.
+    """
+    assert valid.dtype == torch.bool and valid.shape == scores.shape, (valid.dtype, valid.shape, scores.shape)
+    counted = valid.view(-1, group_size)
+    counts = counted.sum(1, keepdim=True)
+    return torch.where(counted, scores.view(-1, group_size).double(), 0), counted & (counts > 1), counts
+
+
+# --- scale of rewards ---
+
+
+def reward_deviation(scores: Tensor, valid: Tensor) -> Tensor:
+    """Unbiased standard deviation of the valid scores that are not NaN, a float64 scalar; 0 where fewer than two are.
+
+    Scores of a whole rollout over this + `DEVIATION_EPSILON` are TRL's scale_rewards="batch".
+    """
+    return spread_deviation(updated_spread(scores.new_zeros(3, dtype=torch.float64), scores, valid))
+
+
+def updated_spread(known: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
+    """(count, mean, sum of squared differences from it), float64 (3,): `known` with the scores of one more rollout.
+
+    Chan et al. 1979. Starts as zeros; NaN and rows that are not valid do not count.
+    """
+    counted = valid & ~scores.isnan()
+    added = counted.sum().double()
+    new = torch.where(counted, scores.double(), 0)
+    mean = new.sum() / added.clamp(min=1)
+    squares = torch.where(counted, new - mean, 0).square().sum()
+    count, known_mean, known_squares = known.unbind()
+    total, shift = count + added, mean - known_mean
+    share = added / total.clamp(min=1)
+    return torch.stack([total, known_mean + shift * share, known_squares + squares + shift.square() * count * share])
+
+
+def spread_deviation(spread: Tensor) -> Tensor:
+    """Unbiased standard deviation of what `updated_spread` has seen, a float64 scalar; 0 of fewer than two scores."""
+    count, _, squares = spread.unbind()
+    return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 # --- checks ---

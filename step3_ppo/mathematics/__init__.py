@@ -1,0 +1,1 @@
+"""The mathematics of stage 3: pure functions of tensors."""
