@@ -14,6 +14,7 @@ TENSOR_MATH = (
     "step2_reward/loss.py",
     "step3_ppo/mathematics/estimators.py",
     "step3_ppo/mathematics/losses.py",
+    "step3_ppo/mathematics/off_policy.py",
     "pipeline/tensor_ops.py",
 )
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.

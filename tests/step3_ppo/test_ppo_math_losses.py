@@ -84,7 +84,7 @@ def test_statistics_carry_no_graph():
 def test_a_batch_without_tokens_has_zero_loss_and_statistics():
     nothing, mask = torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)
     loss, stats = policy_loss(nothing, nothing, nothing, mask, policy_clip=0.2)
-    assert [loss.item(), *(stat.item() for stat in stats)] == [0] * 6
+    assert [loss.item(), *(stat.item() for stat in stats)] == [0] * 7
     assert [tensor.item() for tensor in value_loss(nothing, nothing, nothing, mask, value_clip=0.2)] == [0, 0]
 
 
