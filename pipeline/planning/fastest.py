@@ -79,10 +79,10 @@ class Candidate:
 
 
 def auto_flags(resolved: Resolved) -> list[str]:
-    """Return the flags that the plan chooses: those that are `auto`, and that nobody gave."""
-    return [
-        name for name, flag in flag_table(type(resolved.config)).items() if flag.auto and not resolved.is_given(name)
-    ]
+    """Return the flags that the plan chooses: those that are `auto`, of models that there are, and that nobody gave."""
+    config = resolved.config
+    table = flag_table(type(config)).items()
+    return [name for name, flag in table if flag.auto and not config.absent(flag) and not resolved.is_given(name)]
 
 
 def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json
-from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
 from pipeline.configuration.global_batch import EVALUATED, SHARED, with_ranks
 from pipeline.configuration.groups import STAGE
@@ -303,7 +303,9 @@ def replayed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rung
 
 def changed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rung: Rung) -> Change | None:
     """Return a change of settings that are planned as `before`; None where it changes nothing, or they contradict."""
-    target, values, new = planner.target, dict(flat_items(resolved.config)), dict[str, Any]()
+    table = flag_table(type(resolved.config))
+    values = {name: value for name, value in flat_items(resolved.config) if not resolved.config.absent(table[name])}
+    target, new = planner.target, dict[str, Any]()
     for _ in range(rung.times):
         new |= rung.change(values | new, target)
     if not (new := {name: value for name, value in new.items() if values[name] != value}):
