@@ -146,8 +146,11 @@ class PolicyObjective(Objective):
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None:
-            drift = torch.where(mask, log_probs.detach() - known.log_probs, 0).abs().max()
-            sums.add(entropy=masked_sum(entropy, mask))
+            difference = torch.where(mask, log_probs.detach() - known.log_probs, 0)
+            drift, ratio = difference.abs().max(), torch.where(mask, difference, -torch.inf).exp()
+            sums.add(entropy=masked_sum(entropy, mask), sampler_error=difference.abs().sum())
+            sums.add(sampler_kl=(torch.expm1(difference) - difference).sum())
+            sums.add(sampler_ratio=ratio.sum(), sampler_squares=ratio.square().sum())
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
         if self.ppo.kl_in_loss:
             estimator = self.ppo.kl_estimator
@@ -242,6 +245,9 @@ class PolicyObjective(Objective):
             metrics |= {
                 "objective/entropy": totals["entropy"] / num_tokens,
                 "policy/sampler_error": totals["log_ratio_max"],
+                "policy/sampler_mean_error": totals["sampler_error"] / num_tokens,
+                "policy/sampler_kl": totals["sampler_kl"] / num_tokens,
+                "policy/effective_share": totals["sampler_ratio"] ** 2 / (num_tokens * totals["sampler_squares"]),
             }
         return metrics
 

@@ -232,11 +232,11 @@ class Sampler:
 
     def _sample_places(self, rows: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
         chosen = [None if place is None else rows[place] for place in places]
-        own = self._own(len(places))
 
         def ended(response: Finished) -> None:
             place, sample = divmod(response.ticket.number, self.num_samples)
-            if self.scoring is not None and place in own and (row := chosen[place]) is not None:
+            row = chosen[place]
+            if self.scoring is not None and row is not None and place in self._own(len(places)):
                 self.scoring.ended(place, row, sample, response.ids.tolist())
 
         rollout = self.hybrid.generate(

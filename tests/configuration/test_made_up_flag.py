@@ -139,7 +139,7 @@ def test_the_users_json_sets_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"on_resum": "free"}, {"on_resume": "sam"}, {"needs": "a critic"}, {"aliases": "a b"}]
+    "rule", [{"on_resum": "free"}, {"on_resume": "sam"}, {"needs": "a crytic"}, {"aliases": "a b"}]
 )
 def test_a_misspelt_rule_is_an_error_where_the_flag_is_defined(rule):
     with pytest.raises(ValidationError, match=next(iter(rule))):

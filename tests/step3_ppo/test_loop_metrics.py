@@ -193,7 +193,7 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
         models = SimpleNamespace(named=dict)
         training.make_course(
-            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None),
+            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None, reward_names=[]),
             resumed_step=None,
         )
     assert ["policy/approx_kl" in shown for shown in seen] == [False, True]

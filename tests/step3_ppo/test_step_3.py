@@ -24,6 +24,8 @@ MODEL_FILES = {
 RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
 # Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
+    "policy/weights_cut",
+    "policy/weights_rejected",
     "loss/kl",
     "mfu",
     "gpu_memory_gib",

@@ -21,7 +21,7 @@ from step3_ppo import training
 from step3_ppo.build import assemble, build, resume
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Cut, Responses, Scores
-from step3_ppo.metrics import METRICS
+from step3_ppo.metrics import METRICS, of_rewards
 from step3_ppo.models.engines import make_models, make_sources
 from step3_ppo.rollout import make_schedule
 from step3_ppo.state import PPO, State
@@ -56,7 +56,7 @@ class KeptMetrics:
 
     def log(self, state: State, values: Mapping[str, float], **rates: float) -> None:
         for name in values:
-            metric_of(name, METRICS)
+            metric_of(name, METRICS | of_rewards([name.removeprefix("reward/")]))
         self.steps.append((state.step, dict(values)))
         self.rates.append(rates)
 
