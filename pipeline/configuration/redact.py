@@ -25,6 +25,10 @@ SECRET = re.compile(
 
 
 SECRET_NAME = re.compile(r"(?:^|[_.])(?:api_?key|key|token|password|secret)$", re.IGNORECASE)
+# Variables that hold a secret or lead to one, as AWS_SECRET_ACCESS_KEY, PGPASSWORD, HF_TOKEN_PATH and SSH_AUTH_SOCK.
+SECRET_VARIABLE = re.compile(
+    r"secret|passw(?:or)?d|passphrase|credential|api_?key|(?<![a-z])(?:key|token|auth|pat)s?(?![a-z])", re.IGNORECASE
+)
 
 
 def shown(name: str, value: object) -> str:
@@ -40,6 +44,15 @@ def shown_value(value: Any) -> str:
 def redacted(text: str) -> str:
     """Replace whatever looks like a token or a password by ***."""
     return SECRET.sub(MASK, text)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables whose names and values look like no secret."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not SECRET_VARIABLE.search(name) and not SECRET.search(value)
+    }
 
 
 def repeated(flag: str, before: Any) -> str:

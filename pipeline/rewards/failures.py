@@ -1,0 +1,65 @@
+"""How many responses a reward function may fail to give a value before it ends the run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.rewards.functions import FLAG
+from pipeline.rewards.pool import Failure, Value
+
+RESPONSES = "responses"  # key of a count; the others are kinds of failures
+Counts = Mapping[str, int]
+
+
+def counts_of(values: Sequence[Value]) -> dict[str, int]:
+    """Return the number of responses in a function's values, and of failures by kind."""
+    counts = {RESPONSES: len(values)}
+    for value in values:
+        if isinstance(value, Failure):
+            counts[value.kind] = counts.get(value.kind, 0) + 1
+    return counts
+
+
+def num_failed(counts: Sequence[Counts]) -> int:
+    return sum(number for one in counts for kind, number in one.items() if kind != RESPONSES)
+
+
+@dataclass(frozen=True, slots=True)
+class FailureWindow:
+    """The last rollouts of a function that have `num_responses` together, and what share of these may be failures."""
+
+    max_share: float = 0.05
+    num_responses: int = 1000
+    min_failures: int = 20
+
+    def after(self, rollouts: Sequence[Counts], new: Counts) -> list[Counts]:
+        """Return the counts of the window's rollouts, which a checkpoint keeps, after those of one more."""
+        kept, rest = [new], self.num_responses - new[RESPONSES]
+        for counts in reversed(rollouts):
+            if rest <= 0:
+                break
+            kept.insert(0, counts)
+            rest -= counts[RESPONSES]
+        return kept
+
+    def check(self, name: str, rollouts: Sequence[Counts], first: Failure | None) -> None:
+        """Raise where the function `name` has failed too often in these rollouts, or in all of the last one.
+
+        Args:
+            first: the first failure of the last rollout, if any.
+
+        Raises:
+            EnvironmentFault: its endpoint does not answer. InputError: any other failure.
+        """
+        failed, total = num_failed(rollouts), sum(counts[RESPONSES] for counts in rollouts)
+        is_all = 0 < rollouts[-1][RESPONSES] == num_failed(rollouts[-1:])
+        if first is None or not (is_all or (failed >= self.min_failures and failed > self.max_share * total)):
+            return
+        kinds = dict[str, int]()
+        for kind, number in (item for counts in rollouts for item in counts.items() if item[0] != RESPONSES):
+            kinds[kind] = kinds.get(kind, 0) + number
+        words = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        error = EnvironmentFault if first.kind == "no connection" else InputError
+        raise error(
+            f"{FLAG}: {name} gave no value for {failed} of the last {total} responses ({words}): {first.message}"
+        )

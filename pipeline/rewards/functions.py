@@ -1,0 +1,108 @@
+"""Reward functions as a user names them: `--reward_function FILE.py:NAME[:WEIGHT]`, or a NAME of the box."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import InputError, nearest
+from pipeline.files import digest
+from pipeline.rewards.calls import functions_of_box
+
+FLAG = "--reward_function"
+KEYS = ("name", "weight", "args")  # of an entry in a YAML file
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """An entry of --reward_function.
+
+    name: the function's name, by which metrics and messages call it.
+    target: `FILE.py:NAME` with the absolute path of a user's file, or the NAME of a function of the box.
+    weight: finite factor of its scores in the sum.
+    args: keyword arguments that each call gets, as JSON has them.
+    digest: SHA-256 of the user's file as hex; empty for a function of the box, which the project's version tells.
+    """
+
+    name: str
+    target: str
+    weight: float = 1.0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+
+def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[RewardFunction]:
+    """Return the functions that the entries name, in order; no user's file is imported.
+
+    An entry is a text, or from a YAML file a mapping of KEYS, whose name is such a text.
+
+    Raises:
+        InputError: an entry that names no function, or two of one name.
+    """
+    functions = dict[str, RewardFunction]()
+    for entry in entries:
+        function = _of_text(entry) if isinstance(entry, str) else _of_mapping(entry)
+        if first := functions.get(function.name):
+            found = f"{first.target} and {function.target} have one name, by which metrics are told apart"
+            raise InputError(f"{FLAG}: {found}; rename one of the two functions")
+        functions[function.name] = function
+    return list(functions.values())
+
+
+def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise InputError(f"{FLAG}: found {entry!r}; FILE.py:NAME is right, or a mapping with {', '.join(KEYS)}")
+    if unknown := [key for key in entry if key not in KEYS]:
+        right = nearest(str(unknown[0]), KEYS) or f"; {', '.join(KEYS)} are right"
+        raise InputError(f"{FLAG} {entry['name']}: unknown key {unknown[0]!r}{right}")
+    args, text = entry.get("args", {}), entry["name"]
+    function = _of_text(text)
+    try:
+        is_json = isinstance(args, Mapping) and json.loads(json.dumps(args, allow_nan=False)) == args
+    except (TypeError, ValueError, RecursionError):
+        is_json = False
+    if not is_json:
+        raise InputError(f"{FLAG} {text}: args: found {args!r}; a mapping of names to what JSON can hold is right")
+    if "weight" in entry and text.count(":") > _target(text).count(":"):
+        raise InputError(f"{FLAG} {text}: weight: {entry['weight']!r} is given beside that in the name; give it once")
+    weight = _weight(entry.get("weight", 1.0), text) if "weight" in entry else function.weight
+    return RewardFunction(function.name, function.target, weight, args, function.digest)
+
+
+def _target(text: str) -> str:
+    """Return an entry's text without its weight."""
+    file, dot_py, rest = text.rpartition(".py:")
+    return f"{file}{dot_py}{rest.partition(':')[0]}"
+
+
+def _of_text(text: str) -> RewardFunction:
+    target = _target(text)
+    file, _, name = target.rpartition(":")
+    has_weight = len(text) > len(target)
+    weight = _weight(text[len(target) + 1 :], text) if has_weight else 1.0
+    if target.endswith(".py") or "/" in name or (file and not name.isidentifier()):
+        raise InputError(f"{FLAG} {text}: names no function of a file; FILE.py:NAME is right, as in rewards.py:length")
+    if not file:
+        box = functions_of_box()
+        if name not in box:
+            right = nearest(name, box) or f"; the box has {', '.join(sorted(box))}"
+            raise InputError(f"{FLAG} {text}: no such function in the box{right}, or FILE.py:NAME for one of your own")
+        return RewardFunction(name, name, weight)
+    path = Path(file).expanduser()
+    try:
+        return RewardFunction(name, f"{path.resolve()}:{name}", weight, digest=digest(path))
+    except OSError as error:
+        others = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
+        raise InputError(f"{FLAG} {text}: {path} cannot be read ({error.strerror}){others}") from None
+
+
+def _weight(value: Any, text: str) -> float:
+    try:
+        weight = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise InputError(f"{FLAG} {text}: found the weight {value!r}; a finite number is right, as in 0.5")
+    return weight

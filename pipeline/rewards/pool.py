@@ -1,0 +1,292 @@
+"""Scores of responses by reward functions, computed in worker processes while the device samples the next ones.
+
+A call has all responses of one prompt, so that what a function sees depends on no timing. A call that fails is made
+once more for each response by itself; what fails again is a `Failure`.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
+
+from pipeline.configuration.redact import redacted
+from pipeline.data.turns import Message, split_tools
+from pipeline.errors import InputError, nearest
+from pipeline.heartbeat import result_of
+from pipeline.rewards.calls import (
+    OURS,
+    TRAINERS,
+    Call,
+    FailureKind,
+    Signature,
+    answer_to,
+    cause_of,
+    checked_values,
+    load,
+)
+from pipeline.rewards.functions import FLAG, RewardFunction
+from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
+
+LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
+RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
+TRANSCRIPT = {"user": "Human", "assistant": "Assistant"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A response that a function gave no value: in which way, and the first message."""
+
+    kind: FailureKind
+    message: str
+
+
+Value = float | list[float] | Failure | None  # of a response: also one a token; None: the function does not apply
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Responses to one prompt.
+
+    row: the prompt's row, as messages name it.
+    messages: turns of the prompt.
+    is_conversation: functions get lists of messages, not texts.
+    texts: text of each response, without special tokens.
+    ids: tokens of each response.
+    columns: the row's other columns, as JSON has them.
+    step: step of the training.
+    """
+
+    row: str
+    messages: Sequence[Message]
+    is_conversation: bool
+    texts: Sequence[str]
+    ids: Sequence[list[int]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+    def alone(self, number: int) -> "Responses":
+        return replace(self, texts=[self.texts[number]], ids=[self.ids[number]])
+
+    def call(self, function: RewardFunction, signature: Signature, columns: Collection[str]) -> Call:
+        """Return the call of a function that gets what it takes of these columns; one that the row lacks is None."""
+        _, turns = split_tools(self.messages)
+        prompt = turns if self.is_conversation else text_of(turns)
+        completions: list[Any] = [*self.texts]
+        if self.is_conversation:
+            completions = [[{"role": "assistant", "content": text}] for text in self.texts]
+        each = {"completions": completions, "completion_ids": [*self.ids]}
+        repeated = {name: self.columns.get(name) for name in columns} | {"prompts": prompt}
+        return Call(
+            lengths=[len(ids) for ids in self.ids],
+            each={name: values for name, values in each.items() if signature.takes(name)},
+            repeated={name: value for name, value in repeated.items() if signature.takes(name)},
+            args=function.args,
+            step=self.step,
+        )
+
+
+def text_of(turns: Sequence[Mapping[str, str]]) -> str:
+    """Return the text of a prompt: of several turns a transcript, as data sets of texts have it."""
+    if len(turns) == 1:
+        return turns[0]["content"]
+    return "".join(f"\n\n{TRANSCRIPT.get(turn['role'], 'System')}: {turn['content']}" for turn in turns)
+
+
+class Background:
+    """An asyncio loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """End what runs in the loop, and the loop; one that a function blocks is left behind."""
+        is_free = threading.Event()
+        self.loop.call_soon_threadsafe(is_free.set)
+        if is_free.wait(GRACE_S):
+            self.run(cancel_others()).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+
+async def cancel_others(*rest: asyncio.Task[None]) -> None:
+    """End the tasks of the loop but this one and the `rest`."""
+    others = asyncio.all_tasks() - {asyncio.current_task(), *rest}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class RewardPool:
+    """Workers that call reward functions. Used as a context, at whose end they end, whatever they do.
+
+    A function that says `runs_in = "rank"` (a judge, which needs a key) is called in this process, in a thread of its
+    own with an asyncio loop: the workers see no secrets.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        load_limit_s: float = LOAD_LIMIT_S,
+        rank_limit_s: float = RANK_LIMIT_S,
+    ) -> None:
+        """Start no process yet.
+
+        Args:
+            functions: those to call, all of other names.
+            timeout_s: seconds that a call in a worker may take.
+            load_limit_s: seconds that the import of a function's file may take.
+            rank_limit_s: seconds that a call in this process may take.
+        """
+        self.functions = list(functions)
+        self._timeout_s, self._load_limit_s, self._rank_limit_s = timeout_s, load_limit_s, rank_limit_s
+        self._workers = [WorkerProcess(number) for number in range(num_workers)]
+        self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
+        for worker in reversed(self._workers):
+            self._idle.put_nowait(worker)
+        self._signatures = dict[str, Signature]()
+        self._columns: list[str] = []
+        self._in_rank = dict[str, Callable[..., Any]]()
+        self._loop, self._rank = Background("reward workers"), Background("reward functions of the rank")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check(self, columns: Collection[str]) -> None:
+        """Load every function, and look whether the data has the columns that it needs; called before `submit`.
+
+        Args:
+            columns: those of all rows that no layout reads.
+
+        Raises:
+            InputError: functions that cannot be loaded or called; one line each.
+        """
+        self._columns = [name for name in columns if name not in OURS]
+        errors = list[str]()
+        for function in self.functions:
+            answer = result_of(self._loop.run(self._ask(function)))
+            if reason := self._reason_against(function, answer):
+                errors.append(f"{FLAG} {function.target}: {reason}")
+        if errors:
+            raise InputError("\n".join(errors))
+
+    def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
+        """Begin to score the responses of a prompt, and return at once; see `gather`."""
+        return self._loop.run(self._values_of_all(responses))
+
+    def gather(self, handles: Sequence["Future[dict[str, list[Value]]]"]) -> list[dict[str, list[Value]]]:
+        """Return for each handle of `submit` what each function, by name, says of each response; beats while it waits.
+
+        Raises:
+            InputError: a function returned what is no value; the first of them in the handles' order.
+            EnvironmentFault: no process can be started.
+        """
+        return [result_of(handle) for handle in handles]
+
+    def close(self) -> None:
+        """End the workers, and what still runs."""
+        self._loop.run(self._end()).result()
+        for loop in (self._loop, self._rank):
+            loop.close()
+
+    async def _end(self) -> None:
+        await cancel_others(*(task for worker in self._workers for task in worker.printing))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    def _reason_against(self, function: RewardFunction, answer: Mapping[str, Any]) -> str:
+        """Return why a function that a worker has answered for cannot be used, or an empty text."""
+        if "signature" not in answer:
+            return redacted(answer["refused"] if "refused" in answer else f"cannot be loaded: {answer['failed'][1]}")
+        signature = self._signatures[function.name] = Signature(**answer["signature"])
+        if signature.in_rank:
+            try:
+                self._in_rank[function.name] = load(function.target, function.digest)
+            except Exception as error:
+                return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
+        if unknown := [name for name in function.args if name in OURS or not signature.takes(name)]:
+            right = nearest(unknown[0], signature.named) or f"; it takes {', '.join(signature.named)}"
+            return f"args: {function.name} has no argument {unknown[0]!r}{right}"
+        present = {*OURS, *TRAINERS, *function.args, *self._columns}
+        if missing := [name for name in signature.needed if name not in present]:
+            columns = nearest(missing[0], self._columns) or f"; it has {', '.join(self._columns) or 'no further ones'}"
+            return f"{function.name} needs the argument {missing[0]!r}, and the data has no such column{columns}"
+        return ""
+
+    async def _values_of_all(self, responses: Responses) -> dict[str, list[Value]]:
+        work = (self._values(function, responses) for function in self.functions)
+        lists = await asyncio.gather(*work, return_exceptions=True)
+        for values in lists:
+            if isinstance(values, BaseException):
+                raise values
+        return {function.name: values for function, values in zip(self.functions, lists, strict=True)}  # type: ignore[misc]
+
+    async def _values(self, function: RewardFunction, responses: Responses) -> list[Value]:
+        values = await self._attempt(function, responses)
+        if isinstance(values, list):
+            return values
+        attempts = (self._attempt(function, responses.alone(number)) for number in range(len(responses.texts)))
+        again = await asyncio.gather(*attempts)
+        return [one[0] if isinstance(one, list) else one for one in again]
+
+    async def _attempt(self, function: RewardFunction, responses: Responses) -> list[Value] | Failure:
+        """Call a function once. Raises InputError where what it returns is no value."""
+        call = responses.call(function, self._signatures[function.name], self._columns)
+        if function.name in self._in_rank:
+            answer = await self._ask_rank(function, call)
+        else:
+            answer = await self._ask(function, call)
+        if "refused" in answer:
+            found = redacted(answer["refused"])
+            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {found}")
+        if "failed" in answer:
+            kind, message = answer["failed"]
+            return Failure(kind, redacted(message))
+        return answer["values"]
+
+    async def _ask(self, function: RewardFunction, call: Call | None = None) -> dict[str, Any]:
+        """Return a worker's answer to a call, or where there is none, to the request to load the function."""
+        worker = await self._idle.get()
+        try:
+            loaded = await worker.load(function, self._load_limit_s)
+            if call is None or "signature" not in loaded:
+                return loaded
+            return await worker.ask({"target": function.target, "call": vars(call)}, self._timeout_s)
+        except WorkerLostError as error:
+            return {"failed": [error.kind, str(error)]}
+        finally:
+            self._idle.put_nowait(worker)
+
+    async def _ask_rank(self, function: RewardFunction, call: Call) -> dict[str, Any]:
+        """Return the answer to a call in this process."""
+        arguments = call.arguments(self._signatures[function.name])
+
+        async def answered() -> dict[str, Any]:
+            try:
+                values = self._in_rank[function.name](**arguments)
+                if inspect.isawaitable(values):
+                    values = await values
+                return {"values": checked_values(values, call.lengths)}
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # SystemExit would end the loop
+                return answer_to(error, function.target)
+
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._rank.run(answered())), self._rank_limit_s)
+        except TimeoutError:
+            return {"failed": ["timed out", f"no answer within {self._rank_limit_s:g} s"]}

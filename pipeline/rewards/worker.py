@@ -1,0 +1,85 @@
+"""A worker: calls reward functions for the process that started it, in JSON lines over its standard input and output.
+
+What a function prints, also from C, goes to standard error. The worker ends with its parent, whatever a function does.
+"""
+
+import ctypes
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.processes import end_with_parent
+from pipeline.rewards.calls import Call, Signature, answer_to, checked_values, load, signature_of
+
+Loaded = dict[str, tuple[Callable[..., Any], Signature]]  # target -> function
+
+
+def main() -> None:
+    """Answer requests, one a line, until the parent closes the pipe."""
+    end_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    nothing, log = os.open(os.devnull, os.O_RDONLY), os.dup(2)
+    home, loaded = Path.cwd(), Loaded()
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
+        for line in requests:
+            os.chdir(home)  # a function may have left it, and closed what it prints to
+            for file, number in ((nothing, 0), (log, 1), (log, 2)):
+                os.dup2(file, number)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+            request = json.loads(line)
+            answer = answered(request, loaded) | {"number": request["number"]}
+            ctypes.CDLL(None).fflush(None)
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()
+    os._exit(0)  # else Python waits for threads that functions have left behind
+
+
+def answered(request: Mapping[str, Any], loaded: Loaded) -> dict[str, Any]:
+    """Return the answer to a request: the signature of a function that it loads, or the values of a call."""
+    target = request["target"]
+    try:
+        if "call" not in request:
+            loaded[target] = loaded_function(target, request["digest"])
+            return {"signature": asdict(loaded[target][1])}
+        function, signature = loaded[target]
+        call = Call(**request["call"])
+        values = function(**call.arguments(signature))
+        if inspect.isawaitable(values):
+            values = result_of(values)
+        return {"values": checked_values(values, call.lengths)}
+    except BaseException as error:  # also SystemExit
+        answer = answer_to(error, target)
+        if "failed" in answer:
+            with suppress(Exception):  # of a stream that the function has closed
+                traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        return answer
+
+
+def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signature]:
+    """Return a function and its signature; a user's file can import those beside it, as a script can."""
+    file, _, _ = target.rpartition(":")
+    if file and (folder := str(Path(file).parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    function = load(target, digest)
+    return function, signature_of(function)
+
+
+def result_of(waiting: Awaitable[Any]) -> Any:
+    """Run a coroutine to its end."""
+    import asyncio
+
+    async def awaited() -> Any:
+        return await waiting
+
+    return asyncio.run(awaited())
+
+
+if __name__ == "__main__":
+    main()

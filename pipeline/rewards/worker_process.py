@@ -1,0 +1,161 @@
+"""The parent's side of a worker: its process, which is started when it is needed, killed and replaced."""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from pipeline.configuration.redact import redacted, without_secrets
+from pipeline.errors import EnvironmentFault
+from pipeline.processes import python_environment
+from pipeline.rewards.calls import FailureKind
+from pipeline.rewards.functions import RewardFunction
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 2**28  # of a line: numbers of the tokens of a prompt's responses
+MAX_PRINTED_LINES, MAX_LINE = 200, 500  # of a worker in a run, and characters of a line, that go into the log
+POLL_S = 0.02
+GRACE_S = 0.2  # between the end of a worker and that of its pipes
+
+
+class WorkerLostError(Exception):
+    """A worker that was killed, or died, before it had answered. kind: of the failure."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class WorkerProcess:
+    """A process that loads and calls reward functions, one at a time. Its methods run in one asyncio loop."""
+
+    def __init__(self, number: int) -> None:
+        self._name = f"reward worker {number}"
+        self._process: asyncio.subprocess.Process | None = None
+        self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
+        self._numbers = itertools.count()
+        self._num_printed = 0
+        self.printing: set[asyncio.Task[None]] = set()
+
+    async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
+        """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
+        target = function.target
+        if self._process is None or target not in self._loaded:
+            self._loaded[target] = await self.ask({"target": target, "digest": function.digest}, limit_s)
+        return self._loaded[target]
+
+    async def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Return the worker's answer to a request.
+
+        Raises:
+            WorkerLostError: none within the limit, and the worker is killed, or it has died.
+            EnvironmentFault: the system refuses a process.
+        """
+        process = self._process or await self._start()
+        number = next(self._numbers)
+        line = json.dumps({**request, "number": number}).encode() + b"\n"
+        reading = asyncio.ensure_future(_exchange(process, line))
+        ending = asyncio.ensure_future(_ended(process))
+        try:
+            ended, _ = await asyncio.wait((reading, ending), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            answer = reading.result() if reading in ended else None
+            if answer is None and ended:  # of the end of the process and that of its pipe, the other is near
+                await asyncio.wait((reading, ending), timeout=GRACE_S)
+                answer = reading.result() if reading.done() else None
+            if answer is not None and answer.get("number") == number:
+                return answer
+            if not ended:
+                raise WorkerLostError("timed out", f"no answer within {limit_s:g} s")
+            raise WorkerLostError("worker died", f"its process ended ({_exit_word(process.returncode)})")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            reading.cancel()
+            ending.cancel()
+
+    async def close(self) -> None:
+        """End the worker, and log the rest of what its functions have printed."""
+        process = self._process
+        self.kill()
+        waiting = {*self.printing} | ({asyncio.create_task(process.wait())} if process else set())
+        if waiting:  # for ever, where a process that has left the group holds a pipe
+            await asyncio.wait(waiting, timeout=GRACE_S)
+
+    def kill(self) -> None:
+        """End the worker and the processes that its functions have started, unless they left its group."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._process.stdin:
+                self._process.stdin.close()
+        self._process = None
+        self._loaded.clear()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "pipeline.rewards.worker", str(os.getpid())),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=worker_environment(),
+                limit=MAX_ANSWER_BYTES,
+                process_group=0,  # Ctrl-C does not reach it; of the rank's session, so that it ends with that
+            )
+        except OSError as error:
+            raise EnvironmentFault(
+                f"a worker for reward functions cannot be started: {error.strerror}; raise ulimit -u and -n"
+            ) from error
+        assert self._process.stderr
+        task = asyncio.create_task(self._log(self._process.stderr))
+        self.printing.add(task)
+        task.add_done_callback(self.printing.discard)
+        return self._process
+
+    async def _log(self, stream: asyncio.StreamReader) -> None:
+        """Log what the worker's functions print; beyond the first lines only that there is more."""
+        while text := await stream.read(2**16):
+            for line in text.decode(errors="replace").splitlines():
+                self._num_printed += 1
+                if self._num_printed <= MAX_PRINTED_LINES:
+                    log.info("%s: %s", self._name, redacted(line[:MAX_LINE]))
+                elif self._num_printed == MAX_PRINTED_LINES + 1:
+                    log.info("%s: prints more than %d lines; no more of it is logged", self._name, MAX_PRINTED_LINES)
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the variables of a worker: this process's without secrets, one thread, a fixed order of sets."""
+    return {"OMP_NUM_THREADS": "1"} | without_secrets(python_environment()) | {"PYTHONHASHSEED": "0"}
+
+
+async def _exchange(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any] | None:
+    """Send a line, and return the answer; None where the pipe ends or holds something else."""
+    assert process.stdin and process.stdout
+    try:
+        process.stdin.write(line)
+        await process.stdin.drain()
+        answer = json.loads(await process.stdout.readline())
+    except (OSError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process; its own `wait` waits for those who have inherited its pipes, too."""
+    while process.returncode is None:
+        await asyncio.sleep(POLL_S)
+
+
+def _exit_word(code: int | None) -> str:
+    if code is None:
+        return "it has closed its pipe"
+    return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
