@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from pipeline.configuration.flag_table import flag
@@ -85,8 +85,8 @@ def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], 
         text = printable(" ".join(row.texts[0].split()))[:WIDTH]
         cells = (f"{shown(values[name][number]):>{wide}}" for name in names)
         print(f"{row.row.rpartition(':')[2]:<6} {text:<{WIDTH}}", *cells, sep="")
-    for title in ("mean", "None", "failures"):
-        print(f"{'':<6} {title:<{WIDTH}}", *(f"{summary(title, values[name]):>{wide}}" for name in names), sep="")
+    for title, summary in SUMMARIES.items():
+        print(f"{'':<6} {title:<{WIDTH}}", *(f"{summary(values[name]):>{wide}}" for name in names), sep="")
     for name in names:
         for failure in [value for value in values[name] if isinstance(value, Failure)][:1]:
             print(f"note: {name}: {failure.kind}: {failure.message}", file=sys.stderr)
@@ -99,15 +99,17 @@ def shown(value: Value) -> str:
     return "None" if value is None else f"sum {sum(value):.4g}" if isinstance(value, list) else f"{value:.4g}"
 
 
-def summary(title: str, values: Sequence[Value]) -> str:
-    """Return a column's mean, or how many values are None or failures."""
-    if title == "None":
-        return str(sum(value is None for value in values))
-    if title == "failures":
-        return str(sum(isinstance(value, Failure) for value in values))
+def mean(values: Sequence[Value]) -> str:
+    """Return the mean of a column's values; of those of tokens it is that of their sums."""
     numbers = [sum(value) if isinstance(value, list) else value for value in values if isinstance(value, float | list)]
     return f"{sum(numbers) / len(numbers):.4g}" if numbers else "-"
 
+
+SUMMARIES: dict[str, Callable[[Sequence[Value]], object]] = {
+    "mean": mean,
+    "None": lambda values: sum(value is None for value in values),
+    "failures": lambda values: sum(isinstance(value, Failure) for value in values),
+}
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.reward"))

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,14 @@ class Signature:
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.named
+
+    def reason_against(self, args: Collection[str], columns: Collection[str]) -> str:
+        """Return why it cannot be called with its own args and these columns of rows, or an empty text."""
+        if unknown := [name for name in args if name in OURS or not self.takes(name)]:
+            return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
+        if missing := set(self.needed).difference(OURS, TRAINERS, args, columns):
+            return f"it needs the column {min(missing)!r}, and the data has only {', '.join(columns) or 'none'}"
+        return ""
 
 
 def functions_of_box() -> Mapping[str, Callable[..., Any]]:

@@ -14,25 +14,14 @@ from typing import Any, Self, TypeVar
 
 from pipeline.configuration.redact import redacted
 from pipeline.data.turns import Message, split_tools
-from pipeline.errors import InputError, nearest
+from pipeline.errors import InputError
 from pipeline.heartbeat import result_of
-from pipeline.rewards.calls import (
-    OURS,
-    TRAINERS,
-    Call,
-    FailureKind,
-    Signature,
-    answer_to,
-    cause_of,
-    checked_values,
-    load,
-)
+from pipeline.rewards.calls import Call, FailureKind, Signature, answer_to, cause_of, checked_values, load
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
 
 LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
 RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
-TRANSCRIPT = {"user": "Human", "assistant": "Assistant"}
 T = TypeVar("T")
 
 
@@ -74,26 +63,16 @@ class Responses:
     def call(self, function: RewardFunction, signature: Signature, columns: Collection[str]) -> Call:
         """Return the call of a function that gets what it takes of these columns; one that the row lacks is None."""
         _, turns = split_tools(self.messages)
-        prompt = turns if self.is_conversation else text_of(turns)
+        prompt = turns if self.is_conversation else "\n\n".join(turn["content"] for turn in turns)
         completions: list[Any] = [*self.texts]
         if self.is_conversation:
             completions = [[{"role": "assistant", "content": text}] for text in self.texts]
         each = {"completions": completions, "completion_ids": [*self.ids]}
-        repeated = {name: self.columns.get(name) for name in columns} | {"prompts": prompt}
-        return Call(
-            lengths=[len(ids) for ids in self.ids],
-            each={name: values for name, values in each.items() if signature.takes(name)},
-            repeated={name: value for name, value in repeated.items() if signature.takes(name)},
-            args=function.args,
-            step=self.step,
+        repeated = {name: self.columns.get(name) for name in columns if name not in each} | {"prompts": prompt}
+        each, repeated = (
+            {name: value for name, value in one.items() if signature.takes(name)} for one in (each, repeated)
         )
-
-
-def text_of(turns: Sequence[Mapping[str, str]]) -> str:
-    """Return the text of a prompt: of several turns a transcript, as data sets of texts have it."""
-    if len(turns) == 1:
-        return turns[0]["content"]
-    return "".join(f"\n\n{TRANSCRIPT.get(turn['role'], 'System')}: {turn['content']}" for turn in turns)
+        return Call([len(ids) for ids in self.ids], each, repeated, function.args, self.step)
 
 
 class Background:
@@ -176,7 +155,7 @@ class RewardPool:
         Raises:
             InputError: functions that cannot be loaded or called; one line each.
         """
-        self._columns = [name for name in columns if name not in OURS]
+        self._columns = [*columns]
         errors = list[str]()
         for function in self.functions:
             answer = result_of(self._loop.run(self._ask(function)))
@@ -205,7 +184,7 @@ class RewardPool:
             loop.close()
 
     async def _end(self) -> None:
-        await cancel_others(*(task for worker in self._workers for task in worker.printing))
+        await cancel_others(*(task for worker in self._workers for task in worker.watches))
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     def _reason_against(self, function: RewardFunction, answer: Mapping[str, Any]) -> str:
@@ -218,14 +197,7 @@ class RewardPool:
                 self._in_rank[function.name] = load(function.target, function.digest)
             except Exception as error:
                 return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
-        if unknown := [name for name in function.args if name in OURS or not signature.takes(name)]:
-            right = nearest(unknown[0], signature.named) or f"; it takes {', '.join(signature.named)}"
-            return f"args: {function.name} has no argument {unknown[0]!r}{right}"
-        present = {*OURS, *TRAINERS, *function.args, *self._columns}
-        if missing := [name for name in signature.needed if name not in present]:
-            columns = nearest(missing[0], self._columns) or f"; it has {', '.join(self._columns) or 'no further ones'}"
-            return f"{function.name} needs the argument {missing[0]!r}, and the data has no such column{columns}"
-        return ""
+        return signature.reason_against(function.args, self._columns)
 
     async def _values_of_all(self, responses: Responses) -> dict[str, list[Value]]:
         work = (self._values(function, responses) for function in self.functions)

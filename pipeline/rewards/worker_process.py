@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 2**28  # of a line: numbers of the tokens of a prompt's responses
 MAX_PRINTED_LINES, MAX_LINE = 200, 500  # of a worker in a run, and characters of a line, that go into the log
 POLL_S = 0.02
-GRACE_S = 0.2  # between the end of a worker and that of its pipes
+GRACE_S, CLOSE_S = 0.2, 1.0  # between the end of a worker and that of its pipes, in a run and at its end
 
 
 class WorkerLostError(Exception):
@@ -42,7 +42,7 @@ class WorkerProcess:
         self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
         self._numbers = itertools.count()
         self._num_printed = 0
-        self.printing: set[asyncio.Task[None]] = set()
+        self.watches: set[asyncio.Task[None]] = set()
 
     async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
         """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
@@ -83,11 +83,9 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the worker, and log the rest of what its functions have printed."""
-        process = self._process
         self.kill()
-        waiting = {*self.printing} | ({asyncio.create_task(process.wait())} if process else set())
-        if waiting:  # for ever, where a process that has left the group holds a pipe
-            await asyncio.wait(waiting, timeout=GRACE_S)
+        if self.watches:  # for ever, where a process that has left the group holds a pipe
+            await asyncio.wait(self.watches, timeout=CLOSE_S)
 
     def kill(self) -> None:
         """End the worker and the processes that its functions have started, unless they left its group."""
@@ -115,21 +113,22 @@ class WorkerProcess:
             raise EnvironmentFault(
                 f"a worker for reward functions cannot be started: {error.strerror}; raise ulimit -u and -n"
             ) from error
-        assert self._process.stderr
-        task = asyncio.create_task(self._log(self._process.stderr))
-        self.printing.add(task)
-        task.add_done_callback(self.printing.discard)
+        task = asyncio.create_task(self._watch(self._process))
+        self.watches.add(task)
+        task.add_done_callback(self.watches.discard)
         return self._process
 
-    async def _log(self, stream: asyncio.StreamReader) -> None:
-        """Log what the worker's functions print; beyond the first lines only that there is more."""
-        while text := await stream.read(2**16):
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Log what functions print until a process ends; beyond the first lines only that there is more."""
+        assert process.stderr
+        while text := await process.stderr.read(2**16):
             for line in text.decode(errors="replace").splitlines():
                 self._num_printed += 1
                 if self._num_printed <= MAX_PRINTED_LINES:
                     log.info("%s: %s", self._name, redacted(line[:MAX_LINE]))
                 elif self._num_printed == MAX_PRINTED_LINES + 1:
                     log.info("%s: prints more than %d lines; no more of it is logged", self._name, MAX_PRINTED_LINES)
+        await _ended(process)
 
 
 def worker_environment() -> dict[str, str]:

@@ -81,9 +81,9 @@ def test_what_a_trainer_gives_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"onw": 1}, "args: named has no argument 'onw'; did you mean own?"),
-        ({"own": 1, "prompts": []}, "args: named has no argument 'prompts'; it takes completions, level, missing, own"),
-        ({}, "named needs the argument 'own', and the data has no such column; it has level"),
+        ({"onw": 1}, "args: it has no argument 'onw', only completions, level, missing, own"),
+        ({"own": 1, "prompts": []}, "args: it has no argument 'prompts', only completions, level, missing, own"),
+        ({}, "it needs the column 'own', and the data has only level"),
     ],
 )
 def test_args_that_a_function_does_not_have_are_refused(tmp_path, args, reason):
@@ -94,8 +94,8 @@ def test_args_that_a_function_does_not_have_are_refused(tmp_path, args, reason):
     assert str(caught.value) == f"--reward_function {function.target}: {reason}"
 
 
-def test_a_text_prompt_of_several_turns_is_a_transcript(tmp_path):
-    code = "def f(prompts): return [prompts[0] == '\\n\\nHuman: a\\n\\nAssistant: b\\n\\nHuman: c']"
+def test_a_text_prompt_of_several_turns_is_one_text(tmp_path):
+    code = "def f(prompts): return [prompts[0] == 'a\\n\\nb\\n\\nc']"
     turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     assert scores(functions_in(tmp_path / "f.py", code, "f"), to("x", messages=turns)) == [[1.0]]
 

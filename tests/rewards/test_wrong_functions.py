@@ -176,7 +176,7 @@ def test_what_functions_print_is_logged_and_not_without_end(all_functions, tmp_p
 
 
 LOADING = "cannot be loaded: "
-NEEDED = "f needs the argument 'solutoin', and the data has no such column; did you mean solution?"
+NEEDED = "it needs the column 'solutoin', and the data has only solution, level"
 UNUSABLE = {
     "missing": ("import not_there\n", f"{LOADING}ModuleNotFoundError: No module named 'not_there' (missing.py:1)"),
     "syntax": ("\ndef f(:\n    pass\n", f"{LOADING}SyntaxError: invalid syntax (syntax.py:2)"),

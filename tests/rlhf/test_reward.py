@@ -108,7 +108,7 @@ WRONG = [
         ["f.py:wrong", *ON],
         "--reward_function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",
     ),
-    (["f.py:solved", "--data", "p.jsonl"], "--reward_function {}/f.py:solved: solved needs the argument 'solution', "),
+    (["f.py:solved", "--data", "p.jsonl"], "--reward_function {}/f.py:solved: it needs the column 'solution', and "),
 ]
 
 
