@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "convert": "bring a model of DeepSpeed-Chat into a folder of this project",
     "export": "write a checkpoint's models as plain folders",
     "merge": "merge a LoRA adapter into its base model",
+    "reward": "try reward functions on rows of a data set",
 }
 
 

@@ -25,7 +25,7 @@ SECRET = re.compile(
 
 
 SECRET_NAME = re.compile(r"(?:^|[_.])(?:api_?key|key|token|password|secret)$", re.IGNORECASE)
-# Words of variables that hold a secret, or lead to one: AWS_SECRET_ACCESS_KEY, PGPASSWORD, HF_TOKEN_PATH, SSH_AUTH_SOCK.
+# Variables that hold a secret or lead to one, as AWS_SECRET_ACCESS_KEY, PGPASSWORD, HF_TOKEN_PATH and SSH_AUTH_SOCK.
 SECRET_VARIABLE = re.compile(
     r"secret|passw(?:or)?d|passphrase|credential|api_?key|(?<![a-z])(?:key|token|auth|pat)s?(?![a-z])", re.IGNORECASE
 )

@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,14 @@ class Signature:
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.named
+
+    def reason_against(self, args: Collection[str], columns: Collection[str]) -> str:
+        """Return why it cannot be called with its own args and these columns of rows, or an empty text."""
+        if unknown := [name for name in args if name in OURS or not self.takes(name)]:
+            return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
+        if missing := set(self.needed).difference(OURS, TRAINERS, args, columns):
+            return f"it needs the column {min(missing)!r}, and the data has only {', '.join(columns) or 'none'}"
+        return ""
 
 
 def functions_of_box() -> Mapping[str, Callable[..., Any]]:
@@ -195,12 +203,13 @@ def cause_of(error: BaseException, target: str) -> tuple[FailureKind, str]:
     if isinstance(error, SyntaxError) and error.filename == file:
         lines.append(error.lineno)
     where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
-    causes, one = set[str](), error
-    while one is not None:
-        causes |= {kind.__name__ for kind in type(one).__mro__}
-        one = one.__cause__
-    is_unreachable = causes & UNREACHABLE and "HTTPError" not in causes
-    return "no connection" if is_unreachable else "raised", message + where
+    names, causes = set[str](), [error]
+    for one in causes:
+        names |= {kind.__name__ for kind in type(one).__mro__}
+        causes += [one.__cause__] if one.__cause__ else []
+    if "HTTPError" in names:  # an answer; urllib's is a URLError
+        names.discard("URLError")
+    return "no connection" if names & UNREACHABLE else "raised", message + where
 
 
 def answer_to(error: BaseException, target: str) -> dict[str, Any]:

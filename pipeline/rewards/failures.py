@@ -1,5 +1,6 @@
 """How many responses a reward function may fail to give a value before it ends the run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +14,7 @@ Counts = Mapping[str, int]
 
 def counts_of(values: Sequence[Value]) -> dict[str, int]:
     """Return the number of responses in a function's values, and of failures by kind."""
-    counts = {RESPONSES: len(values)}
-    for value in values:
-        if isinstance(value, Failure):
-            counts[value.kind] = counts.get(value.kind, 0) + 1
-    return counts
-
-
-def num_failed(counts: Sequence[Counts]) -> int:
-    return sum(number for one in counts for kind, number in one.items() if kind != RESPONSES)
+    return {RESPONSES: len(values)} | Counter(value.kind for value in values if isinstance(value, Failure))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +44,11 @@ class FailureWindow:
         Raises:
             EnvironmentFault: its endpoint does not answer. InputError: any other failure.
         """
-        failed, total = num_failed(rollouts), sum(counts[RESPONSES] for counts in rollouts)
-        is_all = 0 < rollouts[-1][RESPONSES] == num_failed(rollouts[-1:])
+        kinds = sum(map(Counter, rollouts), Counter[str]())
+        total, last = kinds.pop(RESPONSES, 0), rollouts[-1]
+        failed, is_all = kinds.total(), 0 < 2 * last[RESPONSES] == sum(last.values())
         if first is None or not (is_all or (failed >= self.min_failures and failed > self.max_share * total)):
             return
-        kinds = dict[str, int]()
-        for kind, number in (item for counts in rollouts for item in counts.items() if item[0] != RESPONSES):
-            kinds[kind] = kinds.get(kind, 0) + number
         words = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
         error = EnvironmentFault if first.kind == "no connection" else InputError
         raise error(

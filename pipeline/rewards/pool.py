@@ -6,7 +6,6 @@ once more for each response by itself; what fails again is a `Failure`.
 
 import asyncio
 import inspect
-import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,13 +14,11 @@ from typing import Any, Self, TypeVar
 
 from pipeline.configuration.redact import redacted
 from pipeline.data.turns import Message, split_tools
-from pipeline.errors import InputError, nearest
+from pipeline.errors import InputError
 from pipeline.heartbeat import result_of
-from pipeline.rewards.calls import OURS, TRAINERS, Call, FailureKind, Signature, answer_to, checked_values, load
+from pipeline.rewards.calls import Call, FailureKind, Signature, answer_to, cause_of, checked_values, load
 from pipeline.rewards.functions import FLAG, RewardFunction
-from pipeline.rewards.worker_process import WorkerLostError, WorkerProcess
-
-log = logging.getLogger(__name__)
+from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
 
 LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
 RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
@@ -67,18 +64,15 @@ class Responses:
         """Return the call of a function that gets what it takes of these columns; one that the row lacks is None."""
         _, turns = split_tools(self.messages)
         prompt = turns if self.is_conversation else "\n\n".join(turn["content"] for turn in turns)
-        answers = (
-            [[{"role": "assistant", "content": text}] for text in self.texts] if self.is_conversation else self.texts
+        completions: list[Any] = [*self.texts]
+        if self.is_conversation:
+            completions = [[{"role": "assistant", "content": text}] for text in self.texts]
+        each = {"completions": completions, "completion_ids": [*self.ids]}
+        repeated = {name: self.columns.get(name) for name in columns if name not in each} | {"prompts": prompt}
+        each, repeated = (
+            {name: value for name, value in one.items() if signature.takes(name)} for one in (each, repeated)
         )
-        each = {"completions": list(answers), "completion_ids": list(self.ids)}
-        repeated = {name: self.columns.get(name) for name in columns} | {"prompts": prompt}
-        return Call(
-            lengths=[len(ids) for ids in self.ids],
-            each={name: values for name, values in each.items() if signature.takes(name)},
-            repeated={name: value for name, value in repeated.items() if signature.takes(name)},
-            args=function.args,
-            step=self.step,
-        )
+        return Call([len(ids) for ids in self.ids], each, repeated, function.args, self.step)
 
 
 class Background:
@@ -93,11 +87,22 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Stop the loop; one that a function blocks is left behind."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
+        """End what runs in the loop, and the loop; one that a function blocks is left behind."""
+        is_free = threading.Event()
+        self.loop.call_soon_threadsafe(is_free.set)
+        if is_free.wait(GRACE_S):
+            self.run(cancel_others()).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
             self.loop.close()
+
+
+async def cancel_others(*rest: asyncio.Task[None]) -> None:
+    """End the tasks of the loop but this one and the `rest`."""
+    others = asyncio.all_tasks() - {asyncio.current_task(), *rest}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class RewardPool:
@@ -150,7 +155,7 @@ class RewardPool:
         Raises:
             InputError: functions that cannot be loaded or called; one line each.
         """
-        self._columns = [name for name in columns if name not in OURS]
+        self._columns = [*columns]
         errors = list[str]()
         for function in self.functions:
             answer = result_of(self._loop.run(self._ask(function)))
@@ -179,10 +184,7 @@ class RewardPool:
             loop.close()
 
     async def _end(self) -> None:
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        await cancel_others(*(task for worker in self._workers for task in worker.watches))
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     def _reason_against(self, function: RewardFunction, answer: Mapping[str, Any]) -> str:
@@ -191,15 +193,11 @@ class RewardPool:
             return redacted(answer["refused"] if "refused" in answer else f"cannot be loaded: {answer['failed'][1]}")
         signature = self._signatures[function.name] = Signature(**answer["signature"])
         if signature.in_rank:
-            self._in_rank[function.name] = load(function.target, function.digest)
-        if unknown := [name for name in function.args if name in OURS or not signature.takes(name)]:
-            right = nearest(unknown[0], signature.named) or f"; it takes {', '.join(signature.named)}"
-            return f"args: {function.name} has no argument {unknown[0]!r}{right}"
-        present = {*OURS, *TRAINERS, *function.args, *self._columns}
-        if missing := [name for name in signature.needed if name not in present]:
-            columns = nearest(missing[0], self._columns) or f"; it has {', '.join(self._columns) or 'no further ones'}"
-            return f"{function.name} needs the argument {missing[0]!r}, and the data has no such column{columns}"
-        return ""
+            try:
+                self._in_rank[function.name] = load(function.target, function.digest)
+            except Exception as error:
+                return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
+        return signature.reason_against(function.args, self._columns)
 
     async def _values_of_all(self, responses: Responses) -> dict[str, list[Value]]:
         work = (self._values(function, responses) for function in self.functions)
@@ -225,7 +223,8 @@ class RewardPool:
         else:
             answer = await self._ask(function, call)
         if "refused" in answer:
-            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {answer['refused']}")
+            found = redacted(answer["refused"])
+            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {found}")
         if "failed" in answer:
             kind, message = answer["failed"]
             return Failure(kind, redacted(message))

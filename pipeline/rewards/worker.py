@@ -32,7 +32,7 @@ def main() -> None:
             os.chdir(home)  # a function may have left it, and closed what it prints to
             for file, number in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(file, number)
-            sys.stdout = sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+            sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
             request = json.loads(line)
             answer = answered(request, loaded) | {"number": request["number"]}
             ctypes.CDLL(None).fflush(None)
@@ -58,7 +58,7 @@ def answered(request: Mapping[str, Any], loaded: Loaded) -> dict[str, Any]:
         answer = answer_to(error, target)
         if "failed" in answer:
             with suppress(Exception):  # of a stream that the function has closed
-                traceback.print_exception(error)
+                traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         return answer
 
 

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 2**28  # of a line: numbers of the tokens of a prompt's responses
 MAX_PRINTED_LINES, MAX_LINE = 200, 500  # of a worker in a run, and characters of a line, that go into the log
-GRACE_S = 0.2  # between the end of a worker and that of its pipes
+POLL_S = 0.02
+GRACE_S, CLOSE_S = 0.2, 1.0  # between the end of a worker and that of its pipes, in a run and at its end
 
 
 class WorkerLostError(Exception):
@@ -38,17 +39,17 @@ class WorkerProcess:
     def __init__(self, number: int) -> None:
         self._name = f"reward worker {number}"
         self._process: asyncio.subprocess.Process | None = None
-        self._loaded: dict[str, dict[str, Any]] = {}  # name of a function -> the answer
+        self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
         self._numbers = itertools.count()
         self._num_printed = 0
-        self._printing: set[asyncio.Task[None]] = set()
+        self.watches: set[asyncio.Task[None]] = set()
 
     async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
         """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
-        if self._process is None or function.name not in self._loaded:
-            request = {"target": function.target, "digest": function.digest}
-            self._loaded[function.name] = await self.ask(request, limit_s)
-        return self._loaded[function.name]
+        target = function.target
+        if self._process is None or target not in self._loaded:
+            self._loaded[target] = await self.ask({"target": target, "digest": function.digest}, limit_s)
+        return self._loaded[target]
 
     async def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the worker's answer to a request.
@@ -61,7 +62,7 @@ class WorkerProcess:
         number = next(self._numbers)
         line = json.dumps({**request, "number": number}).encode() + b"\n"
         reading = asyncio.ensure_future(_exchange(process, line))
-        ending = asyncio.ensure_future(process.wait())
+        ending = asyncio.ensure_future(_ended(process))
         try:
             ended, _ = await asyncio.wait((reading, ending), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             answer = reading.result() if reading in ended else None
@@ -81,12 +82,10 @@ class WorkerProcess:
             ending.cancel()
 
     async def close(self) -> None:
-        """End the worker, and wait for it."""
-        process = self._process
+        """End the worker, and log the rest of what its functions have printed."""
         self.kill()
-        if process is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), GRACE_S)
+        if self.watches:  # for ever, where a process that has left the group holds a pipe
+            await asyncio.wait(self.watches, timeout=CLOSE_S)
 
     def kill(self) -> None:
         """End the worker and the processes that its functions have started, unless they left its group."""
@@ -114,25 +113,26 @@ class WorkerProcess:
             raise EnvironmentFault(
                 f"a worker for reward functions cannot be started: {error.strerror}; raise ulimit -u and -n"
             ) from error
-        assert self._process.stderr
-        task = asyncio.create_task(self._log(self._process.stderr))
-        self._printing.add(task)
-        task.add_done_callback(self._printing.discard)
+        task = asyncio.create_task(self._watch(self._process))
+        self.watches.add(task)
+        task.add_done_callback(self.watches.discard)
         return self._process
 
-    async def _log(self, stream: asyncio.StreamReader) -> None:
-        """Log what the worker's functions print; beyond the first lines only that there is more."""
-        while text := await stream.read(2**16):
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Log what functions print until a process ends; beyond the first lines only that there is more."""
+        assert process.stderr
+        while text := await process.stderr.read(2**16):
             for line in text.decode(errors="replace").splitlines():
                 self._num_printed += 1
                 if self._num_printed <= MAX_PRINTED_LINES:
                     log.info("%s: %s", self._name, redacted(line[:MAX_LINE]))
                 elif self._num_printed == MAX_PRINTED_LINES + 1:
                     log.info("%s: prints more than %d lines; no more of it is logged", self._name, MAX_PRINTED_LINES)
+        await _ended(process)
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of a worker: those of this process without secrets, one thread, and a fixed order of sets."""
+    """Return the variables of a worker: this process's without secrets, one thread, a fixed order of sets."""
     return {"OMP_NUM_THREADS": "1"} | without_secrets(python_environment()) | {"PYTHONHASHSEED": "0"}
 
 
@@ -146,6 +146,12 @@ async def _exchange(process: asyncio.subprocess.Process, line: bytes) -> dict[st
     except (OSError, ValueError):
         return None
     return answer if isinstance(answer, dict) else None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of a process; its own `wait` waits for those who have inherited its pipes, too."""
+    while process.returncode is None:
+        await asyncio.sleep(POLL_S)
 
 
 def _exit_word(code: int | None) -> str:

@@ -32,6 +32,7 @@ from rlhf.compare import CompareConfig
 from rlhf.convert import ConvertConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
+from rlhf.reward import RewardTrialConfig
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
@@ -48,6 +49,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "export": ExportConfig,
     "merge": MergeConfig,
     "convert": ConvertConfig,
+    "reward_trial": RewardTrialConfig,
 }
 SITE = ROOT / "tests" / "faults" / "site"
 TIMEOUT_S = 400.0

@@ -236,6 +236,10 @@ TESTS: dict[str, str] = {
     "rlhf/test_merge.py::test_against_a_base_that_was_not_quantised_only_rounding_differs": "merge.quantization",
     "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
+    "rlhf/test_reward.py::test_prompts_of_messages_are_conversations[chat]": "reward_trial.column_map",
+    "rlhf/test_reward.py::test_values_of_tokens_and_failures": "reward_trial.n reward_trial.reward_timeout_s",
+    "rlhf/test_reward.py::test_values_of_two_functions":
+        "reward_trial.reward_function reward_trial.data reward_trial.completion",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[zero_stage]":
         "ppo.reward_model_zero_stage",

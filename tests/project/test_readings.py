@@ -29,7 +29,8 @@ PLAIN = (
 )  # fmt: skip
 # What a new process starts by `python -m`, and the package whose data file is read.
 ENTRY_POINTS = {
-    "rlhf.preflight", "pipeline.launching.host_agent", "pipeline.run.measure_device", "pipeline.inference",
+    "rlhf.preflight", "pipeline.launching.host_agent", "pipeline.run.measure_device", "pipeline.rewards.worker",
+    "pipeline.inference",
 }  # fmt: skip
 # Files that import a module by a name that they put together.
 IMPORT_BY_NAME = {"rlhf/main.py"}

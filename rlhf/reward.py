@@ -1,0 +1,115 @@
+"""Reward functions on rows of a data set, before any training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.groups import Group
+from pipeline.data.counts import Counts
+from pipeline.data.formats import PROMPT_COLUMNS, read_records
+from pipeline.data.selection import parse_column_map
+from pipeline.data.sources import read_rows
+from pipeline.errors import InputError
+from pipeline.inference.terminal_text import printable
+from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
+from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
+from pipeline.run.entry import command_flags, run_command
+
+NUM_WORKERS = 2
+WIDTH = 40  # characters of a completion
+
+
+class RewardTrialConfig(Group):
+    """Try reward functions on rows of a data set, for example: rewards.py:length --data prompts.jsonl"""
+
+    reward_function: list[str] = flag(
+        [], "FILE.py:NAME of your own, or a NAME of the box; each also with :WEIGHT", positional=True
+    )
+    data: str = flag("", "Hub id, file or folder, read as for training", kind="path")
+    n: int = flag(20, "Rows to read, the first ones", ge=1)
+    completion: str = flag("", "Response of a row that has none of its own", kind="text")
+    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
+    reward_timeout_s: float = flag(30.0, "Seconds that a call of a function may take", gt=0)
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf reward") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, then read, score and print."""
+    config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog).config
+    if not config.reward_function:
+        raise InputError(f"{FLAG}: missing; name a function, for example: {prog} rewards.py:length --data FILE")
+    if not config.data:
+        raise InputError("--data: missing; name a file with prompts, a folder or a hub id")
+    functions = parse_reward_functions(config.reward_function)
+    rows = responses_of(config)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # what functions print, to stderr
+    with RewardPool(functions, num_workers=NUM_WORKERS, timeout_s=config.reward_timeout_s) as pool:
+        pool.check(sorted({name for row in rows for name in row.columns}))
+        values = pool.gather([pool.submit(row) for row in rows])
+    print_table(functions, rows, {function.name: [one[function.name][0] for one in values] for function in functions})
+
+
+def responses_of(config: RewardTrialConfig) -> list[Responses]:
+    """Return the first rows of the data with a response each. Raises InputError where a row has none."""
+    column_map, counts, rows = parse_column_map(config.column_map), Counts(), list[Responses]()
+    raw = {row.origin: row for row in islice(read_rows(config.data), config.n)}
+    for record in read_records(raw.values(), counts, column_map=column_map, passes_columns=True):
+        text = record.chosen or record.rejected or config.completion
+        if not record.messages or not text:
+            what = "a response; give one by --completion TEXT" if record.messages else "a prompt"
+            raise InputError(f"{record.origin}: found columns {', '.join(record.columns)}, none is {what}")
+        values = raw[record.origin].values
+        is_conversation = any(isinstance(values.get(column_map.get(name, name)), list) for name in PROMPT_COLUMNS)
+        # There is no tokenizer here: bytes stand for tokens.
+        own = (str(record.origin), record.messages, is_conversation, [text], [[*text.encode()]])
+        rows.append(Responses(*own, columns=json.loads(record.extra)))
+    for line in counts.lines():
+        print(f"note: {line}", file=sys.stderr)
+    return rows
+
+
+def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], values: dict[str, list[Value]]) -> None:
+    """Print a line for each row, then mean, None and failures of each function, and the first failure."""
+    names = [function.name for function in functions]
+    wide = max(12, *map(len, names)) + 2
+    print(f"{'row':<6} {'completion':<{WIDTH}}", *(f"{name:>{wide}}" for name in names), sep="")
+    for number, row in enumerate(rows):
+        text = printable(" ".join(row.texts[0].split()))[:WIDTH]
+        cells = (f"{shown(values[name][number]):>{wide}}" for name in names)
+        print(f"{row.row.rpartition(':')[2]:<6} {text:<{WIDTH}}", *cells, sep="")
+    for title, summary in SUMMARIES.items():
+        print(f"{'':<6} {title:<{WIDTH}}", *(f"{summary(values[name]):>{wide}}" for name in names), sep="")
+    for name in names:
+        for failure in [value for value in values[name] if isinstance(value, Failure)][:1]:
+            print(f"note: {name}: {failure.kind}: {failure.message}", file=sys.stderr)
+
+
+def shown(value: Value) -> str:
+    """Return a value as the table shows it; of tokens the sum, of a failure its kind."""
+    if isinstance(value, Failure):
+        return value.kind
+    return "None" if value is None else f"sum {sum(value):.4g}" if isinstance(value, list) else f"{value:.4g}"
+
+
+def mean(values: Sequence[Value]) -> str:
+    """Return the mean of a column's values; of those of tokens it is that of their sums."""
+    numbers = [sum(value) if isinstance(value, list) else value for value in values if isinstance(value, float | list)]
+    return f"{sum(numbers) / len(numbers):.4g}" if numbers else "-"
+
+
+SUMMARIES: dict[str, Callable[[Sequence[Value]], object]] = {
+    "mean": mean,
+    "None": lambda values: sum(value is None for value in values),
+    "failures": lambda values: sum(isinstance(value, Failure) for value in values),
+}
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.reward"))

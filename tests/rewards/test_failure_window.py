@@ -1,0 +1,92 @@
+"""When failures of a reward function end a run: shares and rollouts by hand."""
+
+import json
+import random
+
+import pytest
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.rewards.failures import FailureWindow, counts_of
+from pipeline.rewards.pool import Failure
+
+RAISED = Failure("raised", "ValueError: no (f.py:3)")
+WINDOW = FailureWindow()
+
+
+def rollout(responses: int, **kinds: int) -> dict[str, int]:
+    return {"responses": responses, **{kind.replace("_", " "): number for kind, number in kinds.items()}}
+
+
+def ends(rollouts: list, first: Failure | None = RAISED, window: FailureWindow = WINDOW) -> bool:
+    try:
+        window.check("f", rollouts, first)
+    except InputError:
+        return True
+    return False
+
+
+def test_values_are_counted_by_kind():
+    values = [1.0, None, [0.5], RAISED, Failure("timed out", ""), Failure("raised", ""), Failure("worker died", "")]
+    assert counts_of(values) == {"responses": 7, "raised": 2, "timed out": 1, "worker died": 1}
+
+
+def test_the_window_is_of_the_last_rollouts_that_have_a_thousand():
+    """Against a list of all responses: no more are kept than are needed, and it comes back from JSON."""
+    random.seed(0)
+    sizes, state, seen = [64, 256, 1000, 1500, 1, 999], [], []
+    for _ in range(200):
+        new = rollout(size := random.choice(sizes), raised=random.randrange(size + 1))
+        seen.append(new)
+        state = json.loads(json.dumps(WINDOW.after(state, new)))
+        expected, total = [], 0
+        while total < 1000 and len(expected) < len(seen):
+            expected.insert(0, seen[-1 - len(expected)])
+            total += expected[0]["responses"]
+        assert state == expected
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "is_end"),
+    [
+        ([rollout(400, raised=20)], False),  # 5 % are allowed
+        ([rollout(400, raised=21)], True),
+        ([rollout(100, raised=19)], False),  # fewer than 20 are
+        ([rollout(100, raised=20)], True),
+        ([rollout(500, raised=10, timed_out=10), rollout(500, worker_died=30)], False),
+        ([rollout(500, raised=10, timed_out=10), rollout(500, worker_died=31)], True),
+        ([rollout(2000), rollout(8, raised=8)], True),  # a whole rollout
+        ([rollout(2000), rollout(8, raised=7)], False),
+        ([rollout(2000), rollout(8, raised=3, timed_out=5)], True),
+        ([rollout(8, raised=8), rollout(8, raised=1)], False),
+        ([rollout(0)], False),
+    ],
+)
+def test_too_many_failures_end_the_run(rollouts, is_end):
+    assert ends(rollouts) is is_end
+
+
+def test_the_share_is_a_setting():
+    assert not ends([rollout(100, raised=50)], window=FailureWindow(max_share=0.5))
+    assert ends([rollout(100, raised=51)], window=FailureWindow(max_share=0.5))
+    assert ends([rollout(100, raised=1)], window=FailureWindow(max_share=0.0, min_failures=1))
+
+
+def test_the_line_names_the_function_the_kinds_and_the_first_cause():
+    rollouts = [rollout(100, raised=3, timed_out=2), rollout(100, raised=30)]
+    with pytest.raises(InputError) as caught:
+        WINDOW.check("f", rollouts, RAISED)
+    words = (
+        "--reward_function: f gave no value for 35 of the last 200 responses (33 raised, 2 timed out): ValueError: no"
+    )
+    assert str(caught.value) == f"{words} (f.py:3)" and caught.value.code == 2
+
+
+def test_an_endpoint_that_does_not_answer_is_a_fault_of_the_environment():
+    with pytest.raises(
+        EnvironmentFault, match=r"f gave no value for 8 of the last 8 responses \(8 no connection\): x$"
+    ):
+        WINDOW.check("f", [rollout(8, no_connection=8)], Failure("no connection", "x"))
+
+
+def test_a_rollout_without_failures_ends_nothing():
+    assert not ends([rollout(100, raised=60), rollout(100)], first=None)

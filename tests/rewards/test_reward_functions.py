@@ -1,0 +1,128 @@
+"""Entries of --reward_function: files, the box, weights and args, and what is wrong with them in one line."""
+
+import hashlib
+import os
+import sys
+from types import ModuleType
+
+import pytest
+from support.reward_functions import scores, to
+
+from pipeline.errors import InputError
+from pipeline.rewards.functions import RewardFunction, parse_reward_functions
+from pipeline.rewards.pool import RewardPool
+
+CODE = "def length(completions):\n    return [len(text) for text in completions]\n"
+# What a box has, for this process and, as a module that Python imports at its start, for workers.
+STAND_IN = """
+import sys
+from types import ModuleType
+def digits(completions, *, at_most=100):
+    return [min(at_most, sum(map(str.isdigit, text))) for text in completions]
+async def upper(completions):
+    return [text.isupper() for text in completions]
+for name in ("pipeline.rewards.box", "pipeline.rewards.box.table"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["pipeline.rewards.box.table"].BOX = {"digits": digits, "upper": upper}
+"""
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+    """A box of two functions."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    table = ModuleType("pipeline.rewards.box.table")
+    table.BOX = {"digits": len, "upper": len}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pipeline.rewards.box", ModuleType("pipeline.rewards.box"))
+    monkeypatch.setitem(sys.modules, table.__name__, table)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A file of functions in the folder of the command, by its name."""
+    (tmp_path / "own.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "own.py"
+
+
+def test_entries(file, box):
+    digest = hashlib.sha256(CODE.encode()).hexdigest()
+    args = {"at_most": 3, "more": [None, {"a": True}]}
+    entries = ["own.py:length", "digits:0.5", {"name": "upper", "weight": -2, "args": args}]
+    length, digits, upper = parse_reward_functions(entries)
+    assert length == RewardFunction("length", f"{file}:length", 1.0, {}, digest)
+    assert digits == RewardFunction("digits", "digits", 0.5)
+    assert upper == RewardFunction("upper", "upper", -2.0, args)
+    assert parse_reward_functions([f"{file}:length:1e-3"])[0].weight == 0.001
+    assert parse_reward_functions([{"name": "./own.py:length:0"}])[0] == RewardFunction(
+        "length", f"{file}:length", 0.0, {}, digest
+    )
+    assert parse_reward_functions([]) == []
+
+
+def test_a_path_may_have_colons(tmp_path):
+    (tmp_path / "a.py:b").mkdir()
+    (tmp_path / "a.py:b" / "c.py").write_text(CODE)
+    (function,) = parse_reward_functions([f"{tmp_path}/a.py:b/c.py:length:2"])
+    assert (function.target, function.weight) == (f"{tmp_path}/a.py:b/c.py:length", 2.0)
+
+
+def test_functions_of_the_box_run_like_others(box, file):
+    entries = [{"name": "digits", "args": {"at_most": 2}}, "upper", "own.py:length"]
+    (values,) = scores(parse_reward_functions(entries), to("A1", "a123"))
+    assert values == {"digits": [1.0, 2.0], "upper": [1.0, 0.0], "length": [2.0, 4.0]}
+
+
+WRONG = [
+    ("owm.py:length", "owm.py:length: owm.py cannot be read (No such file or directory); did you mean own.py?"),
+    ("own.py", "own.py: names no function of a file; FILE.py:NAME is right, as in rewards.py:length"),
+    ("own.py:", "own.py:: names no function of a file"),
+    ("own.py:two words", "own.py:two words: names no function of a file"),
+    ("own.py:length:heavy", "own.py:length:heavy: found the weight 'heavy'; a finite number is right, as in 0.5"),
+    ("own.py:length:nan", "own.py:length:nan: found the weight 'nan'; a finite number is right"),
+    ("own.py:length:", "own.py:length:: found the weight ''; a finite number is right"),
+    ("own.py:length:1:2", "own.py:length:1:2: found the weight '1:2'; a finite number is right"),
+    ("digits:inf", "digits:inf: found the weight 'inf'; a finite number is right"),
+    ("digit", "digit: no such function in the box; did you mean digits?, or FILE.py:NAME for one of your own"),
+    ("helpfulness", "helpfulness: no such function in the box; the box has digits, upper, or FILE.py:NAME"),
+    ("./own", "./own: names no function of a file"),
+    ("", ": no such function in the box"),
+    (".", ".: no such function in the box"),
+    ({"name": "digits", "weight": True}, "digits: found the weight True; a finite number is right"),
+    ({"name": "digits", "weight": None}, "digits: found the weight None; a finite number is right"),
+    ({"name": "digits:1", "weight": 2}, "digits:1: weight: 2 is given beside that in the name; give it once"),
+    ({"name": "own.py:length:1", "weight": 2}, "own.py:length:1: weight: 2 is given beside that in the name"),
+    ({"name": "digits", "wieght": 2}, "digits: unknown key 'wieght'; did you mean weight?"),
+    ({"name": "digits", "file": 2}, "digits: unknown key 'file'; name, weight, args are right"),
+    ({"name": "digits", "args": [1]}, "digits: args: found [1]; a mapping of names to what JSON can hold is right"),
+    ({"name": "digits", "args": {"a": {1}}}, "digits: args: found {'a': {1}}; a mapping of names"),
+    ({"name": "digits", "args": {1: 2}}, "digits: args: found {1: 2}; a mapping of names"),
+    ({"name": "digits", "args": {"a": float("nan")}}, "digits: args: found {'a': nan}; a mapping of names"),
+]
+
+
+@pytest.mark.parametrize(("entry", "line"), WRONG, ids=str)
+def test_a_wrong_entry_is_refused_in_one_line(file, box, entry, line):
+    with pytest.raises(InputError) as caught:
+        parse_reward_functions([entry])
+    assert str(caught.value).startswith(f"--reward_function {line}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", [3, None, {}, {"weight": 1}, {"name": 3}, ["own.py:length"]], ids=str)
+def test_what_is_no_entry_is_refused(entry):
+    with pytest.raises(InputError, match="^--reward_function: found .*; FILE.py:NAME is right, or a mapping with name"):
+        parse_reward_functions([entry])
+
+
+def test_two_of_one_name_are_refused(file, box):
+    for entries in (["own.py:length", "own.py:length:2"], ["digits", {"name": "digits"}]):
+        with pytest.raises(InputError, match="^--reward_function: .* have one name, by which metrics are told apart"):
+            parse_reward_functions(entries)
+
+
+def test_without_functions_a_pool_starts_nothing():
+    with RewardPool([], num_workers=2, timeout_s=1) as pool:
+        pool.check(["level"])
+        assert pool.gather([pool.submit(to("a"))]) == [{}]

@@ -1,0 +1,121 @@
+"""`rlhf reward` from its command line: a table of a reward function's values on rows of a data set."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.in_process import error_lines, undone_afterwards
+
+from rlhf.reward import main
+
+CODE = """
+import time
+def length(completions, completion_ids):
+    assert [len(text.encode()) for text in completions] == [*map(len, completion_ids)]
+    return [len(text) for text in completions]
+def solved(prompts, completions, solution):
+    print("looking at", prompts[0])
+    return [None if known is None else known in text for text, known in zip(completions, solution)]
+def tokens(completion_ids):
+    return [[0.25] * len(ids) for ids in completion_ids]
+def spoken(prompts, completions):
+    return [len(prompts[0]) + (completions[0][0]["role"] == "assistant")]
+def failing(completions):
+    if "7" in completions[0]:
+        raise ValueError("seven")
+    return [1]
+def slow(completions):
+    time.sleep(20)
+def wrong(completions):
+    return ["good"]
+"""
+ROWS = [
+    {"prompt": "2+2?", "response": "It is 4, as anybody knows\nwho has ever learnt to count.", "solution": "4"},
+    {"prompt": "2+3?", "chosen": "7 \u001b[31m", "rejected": "b"},
+    {"prompt": "2+4?", "solution": "4"},
+    {"prompt": "", "solution": "4"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the command, with a file of functions and one of rows."""
+    monkeypatch.chdir(tmp_path)
+    Path("f.py").write_text(CODE)
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with undone_afterwards():
+        yield tmp_path
+
+
+def table(capsys: pytest.CaptureFixture, *words: str) -> tuple[list[list[str]], str]:
+    """The printed lines, in cells, and what went to stderr."""
+    assert main([*words]) == 0
+    printed = capsys.readouterr()
+    return [
+        [line[:6].strip(), line[7:47].strip(), *line[47:].split()] for line in printed.out.splitlines()
+    ], printed.err
+
+
+def test_values_of_two_functions(folder, capsys):
+    lines, errors = table(capsys, "f.py:length", "f.py:solved:0.5", "--data", "d.jsonl", "--completion", "None so far")
+    assert lines == [
+        ["row", "completion", "length", "solved"],
+        ["1", "It is 4, as anybody knows who has ever l", "55", "1"],
+        ["2", "7 \\x1b[31m", "7", "None"],
+        ["3", "None so far", "11", "0"],
+        ["", "mean", "24.33", "0.5"],
+        ["", "None", "0", "1"],
+        ["", "failures", "0", "0"],
+    ]
+    assert "note: 1 dropped: empty prompt (first: d.jsonl:4)\n" in errors
+    assert "reward worker 0: looking at 2+2?\n" in errors or "reward worker 1: looking at 2+2?\n" in errors
+
+
+def test_values_of_tokens_and_failures(folder, capsys):
+    words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "--n", "2", "--reward_timeout_s", "0.3")
+    lines, errors = table(capsys, *words)
+    assert [line[2:] for line in lines] == [
+        ["tokens", "failing", "slow"],
+        ["sum", "13.75", "1", "timed", "out"],
+        ["sum", "1.75", "raised", "timed", "out"],
+        ["7.75", "1", "-"],
+        ["0", "0", "0"],
+        ["0", "1", "2"],
+    ]
+    assert "note: failing: raised: ValueError: seven (f.py:15)\n" in errors
+    assert "note: slow: timed out: no answer within 0.3 s\n" in errors
+
+
+@pytest.mark.parametrize("key", ["messages", "chat"])
+def test_prompts_of_messages_are_conversations(folder, capsys, key):
+    turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]
+    Path("c.jsonl").write_text(json.dumps({key: [*turns, {"role": "assistant", "content": "Hello."}]}))
+    mapped = [] if key == "messages" else ["--column_map", "messages=chat"]
+    lines, _ = table(capsys, "f.py:spoken", "--data", "c.jsonl", *mapped)
+    assert lines[1] == ["1", "Hello.", "3"], "two turns, and an answer of the assistant"
+
+
+ON = ["--data", "d.jsonl", "--n", "2"]
+WRONG = [
+    ([], "--reward_function: missing; name a function, for example: rlhf reward rewards.py:length --data FILE"),
+    (["f.py:length"], "--data: missing; name a file with prompts, a folder or a hub id"),
+    (["f.py:lenght", *ON], "--reward_function {}/f.py:lenght: the file has no function 'lenght', only length, "),
+    (["g.py:length", *ON], "--reward_function g.py:length: g.py cannot be read (No such file or directory)"),
+    (["f.py:length", "--data", "e.jsonl"], "data path 'e.jsonl': no such file or folder; did you mean "),
+    (["f.py:length", "--data", "d.jsonl"], "d.jsonl:3: found columns prompt, solution, none is a response; give "),
+    (["f.py:solved", "--data", "t.txt"], "t.txt:1: found columns text, none is a prompt"),
+    (
+        ["f.py:wrong", *ON],
+        "--reward_function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",
+    ),
+    (["f.py:solved", "--data", "p.jsonl"], "--reward_function {}/f.py:solved: it needs the column 'solution', and "),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), WRONG)
+def test_what_is_wrong_is_one_line(folder, capsys, words, line):
+    Path("t.txt").write_text("a text\n")
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
+    assert main(words) == 2
+    lines = [one for one in error_lines(capsys.readouterr().err) if one.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: " + line.format(folder))
