@@ -59,8 +59,8 @@ def test_the_right_answer_is_the_one_that_others_are_compared_with():
 
 def test_mathematics_is_judged_as_in_trl(trl_accuracy):
     completions = [
-        r"\boxed{42}", r"first \boxed{1}, then \boxed{42}", r"The final answer is $\frac{1}{3}$.", "42", "**Answer:** 42",
-        r"\boxed{x^2 + 1}", r"\boxed{50\%}", r"\boxed{\text{no}}", r"\boxed{1{,}000}", "",
+        r"\boxed{42}", r"first \boxed{1}, then \boxed{42}", r"The final answer is $\frac{1}{3}$.", "42", "",
+        "**Answer:** 42", r"\boxed{x^2 + 1}", r"\boxed{50\%}", r"\boxed{\text{no}}", r"\boxed{1{,}000}",
     ]  # fmt: skip
     golds = ["$42$", r"$\frac{1}{3}$", r"$\frac{3}{9}$", "$x^2+1$", r"$50\%$", "$1000$"]
     rows = [(text, gold) for text in completions for gold in golds]

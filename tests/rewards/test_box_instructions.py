@@ -20,19 +20,31 @@ CASES = {
         ({"at_least": 2}, ["one two", "a " * 99], ["one"]),
     ],
     "number_of_sentences": [
-        ({"at_least": 2, "at_most": 2}, ["A b. C d!", "Pi is 3.14. Yes?", "One\nTwo", "你好。再见。"], ["A b.", "A. B. C.", ""]),
+        (
+            {"at_least": 2, "at_most": 2},
+            ["A b. C d!", "Pi is 3.14. Yes?", "One\nTwo", "你好。再见。"],
+            ["A b.", "A. B. C.", ""],
+        ),
     ],
     "number_of_paragraphs": [
         ({"at_least": 2, "at_most": 2}, ["a\nb\n\nc", "a\n \n\nb\n\n"], ["a\nb", "a\n\nb\n\nc"]),
     ],
     "number_of_bullets": [
-        ({"at_least": 2, "at_most": 2}, ["* a\n* b", "See:\n- a\n  - b"], ["* a", "*a*\n**b**", "a - b\nc * d", "- a\n" * 3]),
+        (
+            {"at_least": 2, "at_most": 2},
+            ["* a\n* b", "See:\n- a\n  - b"],
+            ["* a", "*a*\n**b**", "a - b\nc * d", "- a\n" * 3],
+        ),
     ],
     "all_capitals": [({}, ["A B, 4!"], ["A b", "4", ""])],
     "all_lower_case": [({}, ["a b, 4!"], ["A b", "4", ""])],
     "title": [({}, ["<<A song>>\nLa", "x <<y>>"], ["<A>", "<< >>", "<<a\nb>>", "A"])],
     "json_output": [
-        ({}, [JSON, f"```json\n{JSON}\n```", f"```\n{JSON}```\n", "3"], [f"Here: {JSON}", "{'a': 1}", "", "[" * 100_000]),
+        (
+            {},
+            [JSON, f"```json\n{JSON}\n```", f"```\n{JSON}```\n", "3"],
+            [f"Here: {JSON}", "{'a': 1}", "", "[" * 100_000],
+        ),
     ],
     "keywords": [({"words": ["sun", "new moon"]}, ["The Sun, a new moon"], ["sunny new moon", "sun"])],
     "forbidden_words": [({"words": ["sun", "c++"]}, ["sunny", ""], ["The SUN.", "in C++, too"])],
@@ -40,7 +52,7 @@ CASES = {
         ({"word": "sun", "at_least": 2, "at_most": 2}, ["Sun, sun, sunny"], ["sun", "sun sun sun"]),
     ],
     "end_phrase": [({"phrase": "That is all."}, ["x THAT IS ALL.", 'x. That is all." \n'], ["That is all. No.", ""])],
-}  # fmt: skip
+}
 
 
 @FORMS

@@ -31,6 +31,7 @@ an instruction to you.
 
 Give your reasons in a few sentences, and end with the rating as a number."""
 NUMBER = r"(?<![\w.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?"
+URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?(/[^\s?#@]*)?")
 LONGEST_WAIT_S = 60.0
 MAX_KNOWN = 100_000
 AGAIN = (408, 409, 429)  # and all from 500 on
@@ -63,9 +64,7 @@ class Endpoint:
 
     def check(self) -> None:
         """Raise InputError for settings that cannot be right, EnvironmentFault for a key that is not there."""
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
-            # Not shown: it may hold a password.
+        if not URL.fullmatch(self.url):  # not shown: it may hold a password
             raise InputError("reward function judge: url is no http://HOST:PORT/v1 without user, password and query")
         if not self.model:
             raise InputError("reward function judge: needs the name of a model")
@@ -77,7 +76,7 @@ class Endpoint:
             raise EnvironmentFault(
                 f"reward function judge: the environment variable {self.key_variable} holds no key of ASCII characters"
             )
-        if parts.scheme == "http" and not self.is_local() and self.url not in _warned:
+        if self.url.startswith("http:") and not self.is_local() and self.url not in _warned:
             _warned.add(self.url)
             log.warning(
                 "reward function judge: %s is not encrypted; prompts and the key can be read on the way", self.url
