@@ -1,0 +1,99 @@
+"""Rewards for right answers: by mathematics, by text, by a pattern."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import InputError
+from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, reward_of_text, text_of
+
+LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
+
+
+def math_answer(
+    completions: Sequence[str | Messages],
+    *,
+    column: str = "answer",
+    plain: bool = False,
+    timeout_s: int = 5,
+    **columns: Any,
+) -> Scores:
+    """Give 1 for an answer that math-verify finds equal to the right one, else 0; none where that cannot be read.
+
+    Needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
+
+    Args:
+        column: holds the right answer alone, 42 or `\\frac{1}{3}`; or a text with it in `$...$` or `\\boxed{...}`, or
+            behind `####` as in GSM8K.
+        plain: also accept the last number of a text. Else an answer is in `\\boxed{...}`, or LaTeX behind "answer is".
+        timeout_s: seconds for reading one text, and for one comparison.
+    """
+    try:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise missing_package("math_answer", "math", error) from error
+    latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    kinds = (latex, ExprExtractionConfig()) if plain else (latex,)
+
+    def score(text: str, gold: Any) -> float | None:
+        right = "" if gold is None else str(gold).rpartition("####")[2].strip()
+        parsed = parse(right if LATEX.search(right) else f"\\boxed{{{right}}}", parsing_timeout=timeout_s)
+        if not parsed:
+            return None
+        found = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)
+        return float(verify(parsed, found, timeout_seconds=timeout_s))
+
+    golds = column_of("math_answer", columns, column, completions)
+    return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
+
+
+def exact_match(
+    completions: Sequence[str | Messages],
+    *,
+    column: str = "answer",
+    pattern: str = "",
+    keep_case: bool = True,
+    keep_space: bool = False,
+    **columns: Any,
+) -> Scores:
+    """Give 1 for a text that is the right one, else 0; none where a row has no right one.
+
+    Args:
+        column: holds the right text, or a list of right ones.
+        pattern: only the last match of this regular expression is compared, of its first group where it has one.
+        keep_case: False compares without upper and lower case.
+        keep_space: False makes each run of white space one space, and drops it at both ends.
+    """
+    search = re.compile(pattern, re.DOTALL)
+
+    def plain(text: Any) -> str:
+        cased = str(text) if keep_case else str(text).casefold()
+        return cased if keep_space else " ".join(cased.split())
+
+    def score(text: str, gold: Any) -> float | None:
+        if gold is None:
+            return None
+        found = last_match(search, text) if pattern else text
+        golds = gold if isinstance(gold, list) else [gold]
+        return float(found is not None and plain(found) in [plain(right) for right in golds])
+
+    golds = column_of("exact_match", columns, column, completions)
+    return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """Return the last match of a pattern, of its first group where it has one; None where there is none."""
+    matches = list(pattern.finditer(text))
+    return matches[-1][1 if pattern.groups else 0] if matches else None
+
+
+@reward_of_text
+def regex_match(text: str, *, pattern: str = "") -> float:
+    """Give 1 where a pattern is found, else 0.
+
+    Args:
+        pattern: a regular expression, found anywhere; `(?s)` at its start lets `.` match line ends.
+    """
+    if not pattern:
+        raise InputError("reward function regex_match: needs a pattern")
+    return float(re.search(pattern, text) is not None)

@@ -1,0 +1,47 @@
+"""The reward functions in the box by their names, and a check of one with its settings before a run starts."""
+
+import asyncio
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeline.errors import InputError, nearest
+from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
+from pipeline.rewards.box.form import format_match, language, length, overlong, repetition, tags
+from pipeline.rewards.box.instructions import CHECKS, instructions
+from pipeline.rewards.box.judge import judge
+from pipeline.rewards.box.reasoning import reasoning_gym
+from pipeline.rewards.box.texts import reward_of_text
+
+FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    math_answer, exact_match, regex_match, reasoning_gym, format_match, tags, length, overlong, repetition, language,
+    judge, instructions, *map(reward_of_text, CHECKS.values()),
+)  # fmt: skip
+BOX: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
+
+
+def settings_of(function: Callable[..., Any]) -> list[str]:
+    """Return the settings of a function in the box: its parameters that are given by name alone."""
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise InputError for a function that the box lacks, settings that it refuses, or a package that it needs.
+
+    Raises EnvironmentFault for a judge whose key is not in the environment.
+    """
+    if name not in BOX:
+        raise InputError(f"reward function {name}: not in the box{nearest(name, BOX)}; it has {', '.join(BOX)}")
+    known = settings_of(BOX[name])
+    for setting in settings:
+        if setting not in known:
+            right = f"it has {', '.join(known)}" if known else "it has no settings"
+            raise InputError(f"reward function {name}: no setting {setting!r}{nearest(setting, known)}; {right}")
+    try:
+        scores = BOX[name](prompts=[], completions=[], completion_ids=[], **settings)
+        if inspect.iscoroutine(scores):
+            asyncio.run(scores)
+    except (TypeError, ValueError, re.error) as error:
+        raise InputError(f"reward function {name}: {dict(settings)}: {error}") from error

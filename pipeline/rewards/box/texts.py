@@ -1,0 +1,55 @@
+"""What reward functions read: texts and columns; and how a function of one text becomes a reward function."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipeline.errors import InputError, nearest
+
+Messages = Sequence[Mapping[str, Any]]
+Scores = list[float | None]
+
+
+def text_of(completion: str | Messages) -> str:
+    """Return the text of a completion: itself, or the content of its last message."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def column_of(function: str, columns: Mapping[str, Any], column: str, rows: Sequence[Any]) -> list[Any]:
+    """Return the values of a column, None where a row has none; [] where there are no rows.
+
+    Raises InputError where rows have other columns alone.
+    """
+    if rows and column not in columns:
+        found = ", ".join(sorted(columns)) or "none"
+        raise InputError(
+            f"reward function {function}: no prompt has a column {column!r}, only {found}{nearest(column, columns)}"
+        )
+    return list(columns.get(column, []))
+
+
+def missing_package(function: str, extra: str, error: ImportError) -> InputError:
+    """Return the error of a function whose package cannot be imported."""
+    return InputError(f"reward function {function}: {error}; pip install rlhf-pipeline[{extra}]")
+
+
+def reward_of_text(score: Callable[..., float | None]) -> Callable[..., Scores]:
+    """Make a reward function of a score of one text, whose keyword arguments are its settings.
+
+    Called with no rows, it scores an empty text, which checks the settings.
+    """
+    settings = list(inspect.signature(score).parameters.values())[1:]
+    names = {setting.name for setting in settings}
+
+    @functools.wraps(score)
+    def reward(completions: Sequence[str | Messages], **others: Any) -> Scores:
+        given = {name: others[name] for name in names & others.keys()}
+        if not completions:
+            score("", **given)
+        scores = [score(text_of(completion), **given) for completion in completions]
+        return [None if value is None else float(value) for value in scores]
+
+    completions = inspect.Parameter("completions", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    reward.__signature__ = inspect.Signature([completions, *settings])  # type: ignore[attr-defined]
+    return reward

@@ -1,0 +1,187 @@
+"""Rewards for right answers: rows worked out by hand, TRL's accuracy, and reasoning_gym's own entries."""
+
+import ast
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import InputError
+from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
+from pipeline.rewards.box.reasoning import RUN_ANSWERS, prompt_lines, reasoning_gym
+
+
+def as_messages(text):
+    return [{"role": "assistant", "content": text}]
+
+
+FORMS = pytest.mark.parametrize("form", [str, as_messages])
+
+
+@pytest.fixture
+def trl_accuracy():
+    pytest.importorskip("math_verify", reason="needs the extra math")
+    return pytest.importorskip("trl.rewards", reason="TRL is not installed").accuracy_reward
+
+
+# (completion, column, reward)
+MATH = [
+    (r"So it is \boxed{42}.", 42, 1.0),
+    (r"So it is \boxed{42}.", "41", 0.0),
+    (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+    (r"\boxed{\frac{2}{4}}", "$\\frac{1}{2}$", 1.0),
+    (r"The answer is $(x+1)^2$.", "x^2+2x+1", 1.0),
+    (r"\boxed{72}", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
+    (r"\boxed{24}", "She sold 48 / 2 = 24 clips.\n#### 72", 0.0),
+    ("It may be 42", 42, 0.0),
+    ("no idea", 42, 0.0),
+    (r"\boxed{42}", None, None),
+    (r"\boxed{42}", "", None),
+]
+
+
+@FORMS
+def test_a_right_number_is_found_in_other_words(form):
+    pytest.importorskip("math_verify", reason="needs the extra math")
+    texts, golds, expected = zip(*MATH, strict=True)
+    assert math_answer([form(text) for text in texts], answer=golds) == list(expected)
+    assert math_answer([form("It may be 42")], column="right", plain=True, right=["42"]) == [1.0]
+
+
+def test_the_right_answer_is_the_one_that_others_are_compared_with():
+    """An equation is right for its value, but not the other way round."""
+    pytest.importorskip("math_verify", reason="needs the extra math")
+    assert math_answer([r"\boxed{x = 3}", r"\boxed{3}"], answer=["3", "x = 3"]) == [1.0, 1.0]
+    assert math_answer([r"\boxed{1 < x < 2}", r"\boxed{(1, 2)}"], answer=["(1, 2)", "1 < x < 2"]) == [0.0, 1.0]
+
+
+def test_mathematics_is_judged_as_in_trl(trl_accuracy):
+    completions = [
+        r"\boxed{42}", r"first \boxed{1}, then \boxed{42}", r"The final answer is $\frac{1}{3}$.", "42", "",
+        "**Answer:** 42", r"\boxed{x^2 + 1}", r"\boxed{50\%}", r"\boxed{\text{no}}", r"\boxed{1{,}000}",
+    ]  # fmt: skip
+    golds = ["$42$", r"$\frac{1}{3}$", r"$\frac{3}{9}$", "$x^2+1$", r"$50\%$", "$1000$"]
+    rows = [(text, gold) for text in completions for gold in golds]
+    expected = trl_accuracy([as_messages(text) for text, _ in rows], [gold for _, gold in rows])
+    assert math_answer([text for text, _ in rows], answer=[gold for _, gold in rows]) == expected
+    assert 4 < sum(expected) < 20
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    for module, reward, extra in (
+        ("math_verify", math_answer, "math"),
+        ("reasoning_gym", reasoning_gym, "reasoning-gym"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(InputError) as raised:
+            reward([])
+        assert str(raised.value).startswith(f"reward function {reward.__name__}: import of {module} halted")
+        assert str(raised.value).endswith(f"; pip install rlhf-pipeline[{extra}]")
+
+
+@FORMS
+def test_a_text_is_compared_with_that_of_a_column(form):
+    rows = [(" Paris\n", "Paris"), ("paris", "Paris"), ("Lyon", "Paris"), ("4  2", "4 2"), ("42", 42), ("x", None)]
+    texts, golds = zip(*rows, strict=True)
+    texts = [form(text) for text in texts]
+    assert exact_match(texts, answer=golds) == [1.0, 0.0, 0.0, 1.0, 1.0, None]
+    assert exact_match(texts, answer=golds, keep_case=False) == [1.0, 1.0, 0.0, 1.0, 1.0, None]
+    assert exact_match(texts, answer=golds, keep_space=True) == [0.0, 0.0, 0.0, 0.0, 1.0, None]
+    assert exact_match([form("b"), form("c")], column="right", right=[["a", "b"], ["a", "b"]]) == [1.0, 0.0]
+    tagged = [form("<a>1</a> no, <a>2\n</a>"), form("2")]
+    assert exact_match(tagged, answer=["2", "2"], pattern="<a>(.*?)</a>") == [1.0, 0.0]
+    assert exact_match([form("1 or 2")], answer=["2"], pattern=r"\d") == [1.0]
+
+
+def test_a_column_that_no_row_has_is_told():
+    with pytest.raises(InputError) as raised:
+        exact_match(["a"], answers=["a"], source=["b"])
+    assert str(raised.value) == (
+        "reward function exact_match: no prompt has a column 'answer', only answers, source; did you mean answers?"
+    )
+
+
+@FORMS
+def test_a_pattern_is_found_anywhere(form):
+    texts = [form("see [1]"), form("see 1"), form("[12]")]
+    assert regex_match(texts, pattern=r"\[\d\]") == [1.0, 0.0, 0.0]
+    assert regex_match([form("a\nb")], pattern="a.b") == [0.0] and regex_match([form("a\nb")], pattern="(?s)a.b") == [
+        1.0
+    ]
+    with pytest.raises(InputError, match="needs a pattern"):
+        regex_match([])
+
+
+# --- reasoning_gym ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gym():
+    return pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
+
+
+@FORMS
+def test_an_answer_has_the_score_of_its_task(gym, form):
+    """Two of leg_counting, whose answer is a number; one of number_sorting, which scores the form of a list too."""
+    legs = [json.loads(line) for line in prompt_lines("leg_counting", 2, seed=3, max_animals=4)]
+    (sort,) = (json.loads(line) for line in prompt_lines("number_sorting", 1, seed=3))
+    entries = [json.loads(row["entry"]) for row in (*legs, sort)]
+    again = gym.create_dataset("leg_counting", size=2, seed=3, max_animals=4)
+    assert [entry["answer"] for entry in entries[:2]] == [entry["answer"] for entry in again]
+    assert legs[0]["prompt"].startswith(entries[0]["question"].strip()) and "<answer>" in legs[0]["prompt"]
+    right = [form(f"I count.\n<answer>1</answer> No: <answer> {entry['answer']} </answer>") for entry in entries]
+    texts = [row["entry"] for row in (*legs, sort)]
+    assert reasoning_gym(right, entry=texts) == reasoning_gym(right, column="e", e=entries) == [1.0, 1.0, 1.0]
+    wrong = [form("<answer>-7</answer>"), form(f"It is {entries[1]['answer']}"), form("<answer>[]</answer>")]
+    assert reasoning_gym(wrong, entry=texts) == [0.0, 0.0, 0.0]
+    assert reasoning_gym(right[:2], entry=[None, texts[0]])[0] is None
+
+
+def test_an_answer_that_breaks_the_score_of_its_task_has_0(gym):
+    (line,) = prompt_lines("prime_factorization", 1, seed=3)
+    entry = json.loads(json.loads(line)["entry"])
+    score = gym.get_score_answer_fn("prime_factorization")
+    with pytest.raises(ValueError):
+        score("abc", entry)
+    assert reasoning_gym(["<answer>abc</answer>"], entry=[entry]) == [0.0]
+    with pytest.raises(ValueError):  # the row is wrong
+        reasoning_gym(["<answer>abc</answer>"], entry=[entry | {"answer": "abd"}])
+
+
+def test_a_task_that_runs_answers_as_python_is_refused(gym, tmp_path):
+    marker = tmp_path / "ran"
+    (line,) = prompt_lines("string_insertion", 1, seed=3)
+    rows = {"entry": [json.loads(line)["entry"]]}
+    text = f"<answer>[open({str(marker)!r}, 'w').name]</answer>"
+    with pytest.raises(InputError, match="string_insertion runs answers as Python; allow it by run_answers"):
+        reasoning_gym([text], **rows)
+    assert not marker.exists()
+    assert reasoning_gym([text], run_answers=True, **rows) == [0.0] and marker.exists()
+
+
+def test_the_tasks_that_run_answers_are_known(gym):
+    """Every method `score_answer` that calls eval, exec, or sympy's parsers on other than its own entry."""
+    from reasoning_gym.factory import DATASETS
+
+    found = set()
+    for task, (kind, _) in DATASETS.items():
+        tree = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
+        calls = [
+            (ast.unparse(call.func).rpartition(".")[2], ast.unparse(call.args[0]))
+            for method in ast.walk(tree)
+            if isinstance(method, ast.FunctionDef) and method.name == "score_answer"
+            for call in ast.walk(method)
+            if isinstance(call, ast.Call) and call.args
+        ]
+        run = {"eval", "exec", "parse_expr", "sympify", "S", "Poly", "parse_latex", "lambdify"}
+        found |= {task for name, argument in calls if name in run and not argument.startswith("entry[")}
+    assert found == RUN_ANSWERS
+
+
+def test_a_task_whose_entries_are_no_json_is_refused(gym):
+    with pytest.raises(InputError, match="rearc: its answers are wrong once an entry is JSON"):
+        next(prompt_lines("rearc", 1, seed=3))
+    with pytest.raises(InputError, match="task legs: Dataset 'legs' not registered"):
+        reasoning_gym(["<answer>1</answer>"], entry=['{"metadata": {"source_dataset": "legs"}}'])

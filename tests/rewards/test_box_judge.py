@@ -1,0 +1,311 @@
+"""A judge behind an endpoint: a server on the loopback interface with scripted answers, and a key that never shows."""
+
+import asyncio
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.rewards.box import judge as module
+from pipeline.rewards.box.answers import last_match
+from pipeline.rewards.box.judge import NUMBER, Endpoint, judge
+from pipeline.rewards.box.table import check_settings
+
+pytest.importorskip("httpx", reason="needs the extra judge")
+CANARY = "sk-canary-4711"
+SHORT = {"template": "{prompt}|{completion}"}
+
+
+def says(text):
+    """The body of an answer of a chat model."""
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+class Server(ThreadingHTTPServer):
+    """`script`: the question and how often it was asked -> status, body, further headers."""
+
+    daemon_threads = True
+
+    def __init__(self, script):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script, self.requests, self.now, self.most = script, [], 0, 0
+        self.lock = threading.Lock()
+
+    @property
+    def settings(self):
+        return {"url": f"http://127.0.0.1:{self.server_port}/v1", "model": "m", "wait_s": 0.001, **SHORT}
+
+    @property
+    def questions(self):
+        return [request["messages"][0]["content"] for _, _, request in self.requests]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.requests.append((self.path, dict(self.headers), request))
+            server.now += 1
+            server.most = max(server.most, server.now)
+            number = server.questions.count(request["messages"][0]["content"])
+        status, body, *headers = server.script(request["messages"][0]["content"], number)
+        with server.lock:
+            server.now -= 1
+        self.send_response(status)
+        for name, value in [("Content-Length", len(body.encode())), *headers]:
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    servers = []
+
+    def start(script):
+        servers.append(Server(script))
+        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return servers[-1]
+
+    monkeypatch.setattr(module, "_known", {})
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def key(monkeypatch, caplog):
+    """The settings that name a key; in the end no log record holds it."""
+    monkeypatch.setenv("JUDGE_KEY", f"{CANARY}\n")
+    caplog.set_level(logging.DEBUG)
+    yield {"key_variable": "JUDGE_KEY"}
+    assert CANARY not in caplog.text and not any(CANARY in repr(vars(record)) for record in caplog.records)
+
+
+def run(prompts, completions, **settings):
+    return asyncio.run(judge(prompts=prompts, completions=completions, **settings))
+
+
+def failed(kind, *args, **settings):
+    """The message of a failure, whose traceback and whose causes do not hold the key."""
+    with pytest.raises(kind) as raised:
+        run(*args, **settings)
+    told, error = "", raised.value
+    while error is not None:
+        told += repr(error) + repr(vars(error)) + "".join(traceback.format_exception(error))
+        error = error.__cause__ or error.__context__
+    assert CANARY not in told
+    return str(raised.value)
+
+
+def test_a_judge_rates_each_response(serve, key):
+    server = serve(lambda question, number: (200, says(f"Good, {question[-1]}/10.")))
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How?"}]
+    answer = [{"role": "assistant", "content": "So {prompt} 7"}]
+    assert run(["Why?"], ["No 5"], **server.settings, **key) == [0.5]
+    assert run([turns], [answer], scale=7, **server.settings, **key) == [1.0]
+    path, headers, request = server.requests[1]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {CANARY}"
+    question = "system: Be brief.\n\nuser: How?|So {prompt} 7"
+    assert request == {"model": "m", "messages": [{"role": "user", "content": question}], "temperature": 0.0}
+    run(["Why?"], ["No 5"], **server.settings, parameters={"max_tokens": 9})
+    _, headers, request = server.requests[2]
+    assert "Authorization" not in headers and request.keys() == {"model", "messages", "max_tokens"}
+    assert judge.runs_in == "rank"
+
+
+def test_equal_questions_are_asked_once(serve, monkeypatch):
+    server = serve(lambda question, number: (200, says(question[-1])))
+    assert run(["a", "a", "b"], ["1", "1", "2"], **server.settings) == [0.1, 0.1, 0.2]
+    assert run(["b", "a"], ["2", "3"], **server.settings) == [0.2, 0.3]
+    assert sorted(server.questions) == ["a|1", "a|3", "b|2"]
+    for other in ({"scale": 2}, {"model": "n"}, {"pattern": r"(\d)"}, {"parameters": {}}):
+        run(["b"], ["2"], **{**server.settings, **other})
+    assert server.questions[3:] == ["b|2"] * 4
+    monkeypatch.setattr(module, "MAX_KNOWN", 2)
+    assert run(["c", "d"], ["4", "5"], **server.settings) == [0.4, 0.5]
+    assert list(module._known.values()) == [0.4, 0.5], "the oldest are forgotten"
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds of each wait, none of which is waited."""
+    found = []
+
+    async def sleep(seconds):
+        found.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    return found
+
+
+def test_a_question_is_asked_again_after_longer_and_longer_waits(serve, key, waits):
+    script = [(429, ""), (503, f"{CANARY} is busy"), (500, "", ("Retry-After", "7")), (429, ""), (200, says("8"))]
+    server = serve(lambda question, number: script[number - 1])
+    assert run(["a"], ["b"], **server.settings | {"wait_s": 2}, **key) == [0.8]
+    assert waits == [2, 4, 8, 16] and len(server.requests) == 5
+    waits.clear()
+    server.script = lambda question, number: [(429, "", ("Retry-After", "7")), (429, ""), (200, says("8"))][number - 1]
+    assert run(["a"], ["c"], **server.settings | {"wait_s": 1}, **key) == [0.8] and waits == [7, 14]
+    waits.clear()
+    server.script = lambda question, number: (429, "")
+    failed(EnvironmentFault, ["a"], ["d"], **server.settings | {"wait_s": 20}, **key)
+    assert waits == [20, 40, 60, 60, 60]
+
+
+def test_an_endpoint_that_fails_for_ever_ends_the_run(serve, key, waits):
+    """Its answer is shown without the key, also where the key would be cut off in its middle; others are not asked."""
+    server = serve(lambda question, number: (500, "x" * 75 + CANARY + "y"))
+    rows = [str(number) for number in range(50)]
+    told = failed(EnvironmentFault, rows, rows, concurrency=2, retries=3, **server.settings, **key)
+    url = server.settings["url"]
+    assert told == f"reward function judge: {url} gave no answer after 4 requests: status 500: {'x' * 75}[key]"
+    assert len(server.requests) <= 8 + 2 and "sk-ca" not in told
+
+
+def test_a_key_that_is_refused_ends_the_run_at_once(serve, key):
+    server = serve(lambda question, number: (401, f"Incorrect API key provided: {CANARY}"))
+    told = failed(EnvironmentFault, ["a"], ["b"], **server.settings, **key)
+    assert told.endswith("gave no answer after 1 requests: status 401: Incorrect API key provided: [key]")
+    server.script = lambda question, number: (302, "", ("Location", "http://127.0.0.1:9/v1"))
+    assert "status 302: " in failed(EnvironmentFault, ["a"], ["c"], **server.settings, **key)
+
+
+def test_a_slow_answer_is_asked_for_again(serve, key):
+    def script(question, number):
+        if number == 1 or question == "a|slow":
+            time.sleep(0.5)
+        return 200, says("9")
+
+    server = serve(script)
+    assert run(["a"], ["b"], timeout_s=0.2, **server.settings, **key) == [0.9] and len(server.requests) == 2
+    told = failed(EnvironmentFault, ["a"], ["slow"], timeout_s=0.1, retries=1, **server.settings, **key)
+    assert told.endswith("gave no answer after 2 requests: TimeoutError")
+
+
+def test_an_endpoint_that_is_not_there_is_told(serve, key):
+    settings = serve(None).settings
+    url = settings["url"] = "http://127.0.0.1:9/v1"  # the discard service, which nobody runs
+    told = failed(EnvironmentFault, ["a"], ["b"], retries=1, **settings, **key)
+    assert told == f"reward function judge: {url} gave no answer after 2 requests: ConnectError"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (says("I cannot " + "say " * 30), "I cannot " + ("say " * 30)[:71]),
+        (says(f"{CANARY} is my key"), "[key] is my key"),
+        (says("11"), "11"),
+        (says("-3"), "-3"),
+        (says(None), "None"),
+        ("<html>", "<html>"),
+        ('{"error": 5}', '{"error": 5}'),
+        ("[]", "[]"),
+    ],
+)
+def test_an_answer_without_a_rating_is_a_failure(serve, key, body, told):
+    """The others are known: only it is asked for again."""
+    server = serve(lambda question, number: (200, body if question == "a|bad" and number == 1 else says("4")))
+    message = failed(ValueError, ["a", "a", "a"], ["1", "bad", "2"], **server.settings, **key)
+    assert message == f"reward function judge: 1 of 3 answers have no rating; {told!r}"
+    assert run(["a", "a", "a"], ["1", "bad", "2"], **server.settings, **key) == [0.4] * 3
+    assert server.questions[3:] == ["a|bad"]
+
+
+def test_a_question_that_is_refused_is_a_failure(serve, key):
+    script = {"a|long": (400, "too long"), "a|1": (200, says("4"))}
+    server = serve(lambda question, number: script[question])
+    message = failed(ValueError, ["a", "a"], ["long", "1"], **server.settings, **key)
+    assert message == "reward function judge: 1 of 2 answers have no rating; 'status 400: too long'"
+    assert run(["a"], ["1"], **server.settings, **key) == [0.4] and len(server.requests) == 2
+
+
+def test_so_many_questions_are_under_way(serve):
+    def script(question, number):
+        time.sleep(0.05)
+        return 200, says("4")
+
+    rows = [str(number) for number in range(12)]
+    for concurrency in (1, 3):
+        server = serve(script)
+        assert run(rows, rows, concurrency=concurrency, **server.settings) == [0.4] * 12
+        assert server.most == concurrency
+
+
+@pytest.mark.parametrize(
+    ("answer", "rating"),
+    [
+        ("8", "8"), ("3 of 5 points: 7.5.", "7.5"), ("Rating: 8/10", "8"), ("**8 / 10**", "8"), ("8 out of 10.", "8"),
+        ("1. Good\n2. Brief\n\n9", "9"), ("v2", None), ("4-5", "5"), ("it is -1", "-1"), ("none", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_is_the_rating(answer, rating):
+    assert last_match(module.re.compile(NUMBER), answer) == rating
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"url": ""}, "url is no http://HOST:PORT/v1"),
+        ({"url": f"https://me:{CANARY}@example.org/v1"}, "url is no http://HOST:PORT/v1"),
+        ({"url": f"https://example.org/v1?key={CANARY}"}, "url is no http://HOST:PORT/v1"),
+        ({"url": f"https://me:{CANARY}@[::1"}, "url is no http://HOST:PORT/v1"),
+        ({"url": "ftp://example.org"}, "url is no http://HOST:PORT/v1"),
+        ({"model": ""}, "needs the name of a model"),
+        ({"key_variable": CANARY}, "key_variable is no NAME_OF_A_VARIABLE; the key itself is not given"),
+        ({"template": "{prompt}"}, "needs {completion} in template"),
+        ({"scale": 0}, "scale > 0"),
+        ({"concurrency": 0}, "concurrency >= 1"),
+        ({"retries": -1}, "retries >= 0"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(settings, told):
+    assert told in failed(InputError, [], [], **{"url": "http://127.0.0.1:9/v1", "model": "m", **settings})
+
+
+@pytest.mark.parametrize("value", [None, "", " \n", f"{CANARY}\nb", f"{CANARY}é", f"{CANARY}\x7f"])
+def test_a_key_that_no_header_can_hold_is_refused(monkeypatch, value):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    settings = {"url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": "JUDGE_KEY"}
+    told = failed(EnvironmentFault, ["a"], ["b"], **settings)
+    assert told == "reward function judge: the environment variable JUDGE_KEY holds no key of ASCII characters"
+    with pytest.raises(EnvironmentFault):
+        check_settings("judge", settings)
+
+
+def test_an_endpoint_holds_no_key(key):
+    endpoint = Endpoint("http://127.0.0.1:9/v1", "m", {}, "JUDGE_KEY", 1, 1.0, 1.0)
+    assert endpoint.key() == CANARY not in repr(endpoint)
+
+
+def test_a_way_that_is_not_encrypted_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(module, "_warned", set())
+    for url in ("http://127.0.0.1:9/v1", "http://[::1]:9/v1", "http://localhost:9/v1", "https://example.org/v1"):
+        assert run([], [], url=url, model="m") == []
+    assert caplog.messages == []
+    for _ in range(2):
+        run([], [], url="http://example.org/v1", model="m")
+    assert caplog.messages == [
+        "reward function judge: http://example.org/v1 is not encrypted; prompts and the key can be read on the way"
+    ]
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    told = failed(InputError, [], [], url="http://127.0.0.1:9/v1", model="m")
+    assert told.startswith("reward function judge: import of httpx") and told.endswith(
+        "pip install rlhf-pipeline[judge]"
+    )
