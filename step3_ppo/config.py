@@ -84,9 +84,8 @@ class PPOConfig(StageConfig):
         """Put the defaults of the method below all that is given; a preset says how PPO trains, and its critic."""
         name = named_method(layers)
         method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
-        if any(values.get("reward_function") for _, values in layers) and not any(
-            values.get("reward_model_name_or_path") for _, values in layers
-        ):
+        given = {flag: value for _, values in layers for flag, value in values.items()}
+        if given.get("reward_function") and not given.get("reward_model_name_or_path"):
             settings["missing_eos_penalty"] = 0.0
         settings |= method.settings
         kept = [
@@ -213,6 +212,12 @@ class PPOConfig(StageConfig):
             return self
         start = {"model_name_or_path": self.actor.model_name_or_path}
         return self.model_copy(update={"critic": self.critic.model_copy(update=start)})
+
+    @model_validator(mode="after")
+    def _something_rewards(self) -> Self:
+        if not (self.reward_functions or self.method.has_critic or self.reward_model_name_or_path):
+            raise ValueError("reward_model_name_or_path: missing: give it, or --reward_function, to reward responses")
+        return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:

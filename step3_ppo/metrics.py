@@ -74,9 +74,14 @@ def of_rewards(names: Iterable[str]) -> dict[str, Metric]:
     """Return the metrics of the rewards of a run, by their names."""
     raw = "mean raw value of this reward, over the responses that it applies to"
     failed = "share of responses for which the calls of this reward function failed"
-    return {f"reward/{name}": Metric(raw, "score", better=1) for name in names} | {
-        f"reward_failures/{name}": Metric(failed, "share", "progress") for name in names
+    passed = "share of held-out {0} whose value by this function is 1 or more"
+    declared = {
+        "reward": Metric(raw, "score", better=1),
+        "reward_failures": Metric(failed, "share", "progress"),
+        "pass_at_1": Metric(passed.format("responses"), "share", better=1),
+        "pass_at_k": Metric(passed.format("prompts with a response"), "share", better=1),
     }
+    return {f"{kind}/{name}": metric for name in names for kind, metric in declared.items()}
 
 
 # Metrics of the progress line.

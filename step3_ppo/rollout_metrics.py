@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -67,6 +68,20 @@ def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]
     return found
 
 
+def pass_metrics(
+    responses: Responses, rewarded: Rewarded, functions: Iterable[str], *, group_size: int
+) -> dict[str, float]:
+    """Return for each reward function the share of responses, and of prompts by any of theirs, whose value is >= 1."""
+    found = dict[str, float]()
+    for name in functions:
+        counts = (responses.valid & rewarded.by_reward[name].isfinite()).view(-1, group_size)
+        passes = counts & (rewarded.by_reward[name] >= 1).view(-1, group_size)
+        found[f"pass_at_1/{name}"] = mean_of(passes.float(), counts)
+        if group_size > 1:
+            found[f"pass_at_k/{name}"] = mean_of(passes.any(1).float(), counts.any(1))
+    return found
+
+
 def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
     """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
     if not step:
@@ -125,7 +140,7 @@ def value_metrics(experience: Experience) -> dict[str, float]:
 
 def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
     """Keep the metrics that describe a policy on `num_rows` held-out prompts, with the prefix `eval_`."""
-    kept = ("objective/", "completions/", "reward/", "reward_failures/")
+    kept = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/")
     return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
 
 

@@ -203,6 +203,18 @@ class PPO:
                 state.tally("spreads", terms.spreads)
         return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, terms=terms)
 
+    def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
+        """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
+        first = self.models.rewards[0].fitted(judged[responses.valid, 0])
+        state.score_constants = [first.mean, first.std]
+        text = (
+            "--normalise_scores: the reward model has no mean and std of its scores: the first rollout's, %.4g and %.4g"
+        )
+        log.info(text, first.mean, first.std)
+        if not self.models.normalise_by(first.mean, first.std) or scores.values is None:
+            return scores
+        return replace(scores, values=(scores.values - first.mean) / first.std)
+
     def objectives(self, state: State, size: StepSize) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""
         ppo, critic = self.config.ppo, self.models.critic

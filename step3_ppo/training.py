@@ -32,6 +32,7 @@ from step3_ppo.models.saving import save_models
 from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
+    pass_metrics,
     rollout_metrics,
     warn_of_rollout,
     warn_of_sampler,
@@ -155,7 +156,7 @@ def reward(
 ) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     if any(one.takes_first for one in ppo.models.rewards):
-        scores = normalise_by_first(ppo, responses, scores, judged, state)
+        scores = ppo.normalise_by_first(responses, scores, judged, state)
     k = ppo.config.sampling.num_samples_per_prompt
     rewarded = ppo.rewarded(responses, scores, judged, state, group_size=k, is_counted=True)
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
@@ -172,17 +173,6 @@ def reward(
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
     return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.cut(responses, state))
-
-
-def normalise_by_first(ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
-    """Normalise by the scores of this first rollout from now on; return its `scores` with values on that scale."""
-    first = ppo.models.rewards[0].fitted(judged[responses.valid, 0])
-    state.score_constants = [first.mean, first.std]
-    text = "--normalise_scores: the reward model has no mean and std of its scores: the first rollout's, %.4g and %.4g"
-    log.info(text, first.mean, first.std)
-    if not ppo.models.normalise_by(first.mean, first.std) or scores.values is None:
-        return scores
-    return replace(scores, values=(scores.values - first.mean) / first.std)
 
 
 def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
@@ -289,7 +279,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
     if state.evaluated == state.step or not count:
         return
     size = course.halving.batch_size(state, "evaluate", requested)
-    sampler = ppo.sampler(rows, state, num_samples=1, batch_size=size)
+    k = ppo.config.rewards.eval_samples_per_prompt
+    sampler = ppo.sampler(rows, state, num_samples=k, batch_size=size)
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
         policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
@@ -297,6 +288,7 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         judged = judge(ppo, responses, rows, state, course)
         rewarded = ppo.rewarded(responses, scores, judged, state, group_size=1)
         metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
+        metrics |= pass_metrics(responses, rewarded, ppo.functions_by_name, group_size=k)
         course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer

@@ -4,6 +4,7 @@ The field says all there is to know of the flag: see `flag`. Help, reference, YA
 resume check and DeepSpeed's JSON loop over the table.
 """
 
+import json
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -231,7 +232,12 @@ def nest(values: Mapping[str, Any], table: Mapping[str, Flag]) -> dict[str, Any]
 
 
 def convert(value: Any, flag: Flag) -> Any:
-    """Convert what people write for a type: a word or none for a list, 5e8 for an int, a number for a text."""
+    """Convert what people write for a type: a word or none for a list, 5e8 for an int, a number for a text.
+
+    A mapping in a YAML file's list becomes the text of a JSON object.
+    """
+    if flag.is_list and isinstance(value, list):
+        value = [json.dumps(item) if isinstance(item, dict) else item for item in value]
     if "true" in flag.choices:
         return str(value).lower()
     if flag.is_list and flag.choices and value in ("none", ["none"]):

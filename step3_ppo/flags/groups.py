@@ -110,6 +110,14 @@ class RewardConfig(Group):
     reward_scaling: Literal["none", "batch", "running"] = flag(
         "none", "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum"
     )
+    eval_samples_per_prompt: int = flag(
+        1,
+        "Responses to each held-out prompt, of which pass_at_1 and pass_at_k of functions are logged: a value of at "
+        "least 1 passes",
+        ge=1,
+        le=MAX_SAMPLES,
+        on_resume="free",
+    )
     reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0, on_resume="free")
     reward_workers: int = flag(2, "Processes of each rank that call reward functions", ge=1, on_resume="free")
     max_reward_failures: float = flag(
