@@ -29,6 +29,11 @@ EMA = {"enable_ema": "true"}
 ADAPTIVE = {"kl_target": 0.01, "max_steps": 2}
 TEXT = {"unsupervised_data_path": "@text.jsonl"}
 CLIPPED = {"ppo_epochs": 3, "max_steps": 3}
+# A run without a critic that compares the responses to a prompt.
+GROUPS = {
+    "method": "grpo", "num_samples_per_prompt": 4, "critic_model_name_or_path": None,
+    "reward_model_name_or_path": "@other-scorer",
+}  # fmt: skip
 OPT = "transformers.models.opt.modeling_opt"
 FORWARD = f"{OPT}:OPTDecoder.forward"
 FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
@@ -90,6 +95,7 @@ TWINS: dict[str, Twin] = {
     "ppo.critic_warmup_steps": Twin(1),
     "ppo.ema_decay": Twin(0.1, both=EMA),
     "ppo.enable_ema": Twin("true", "files"),
+    "ppo.dual_clip": Twin(1.000001, both=CLIPPED),
     "ppo.gae_lambda": Twin(0.1),
     "ppo.gamma": Twin(0.5),
     "ppo.generation_batches": Twin(2, "metrics"),
@@ -101,14 +107,29 @@ TWINS: dict[str, Twin] = {
     "ppo.long_prompts": Twin("truncate_left", "metrics", both={"max_prompt_seq_len": SHORT_PROMPT}),
     "ppo.max_answer_seq_len": Twin(3, "metrics", both={"max_answer_seq_len": 12}),
     "ppo.max_prompt_seq_len": Twin(SHORT_PROMPT, "metrics", both=CUT),
+    "ppo.group_baseline": Twin("true", both=GROUPS | {"method": "reinforce_pp"}),
+    "ppo.loss_aggregation": Twin("sequence_mean"),
+    "ppo.method": Twin("rloo", both=GROUPS),
     "ppo.missing_eos_penalty": Twin(4.0),
     "ppo.normalise_scores": Twin("false"),
     "ppo.num_samples_per_prompt": Twin(2, "metrics"),
     "ppo.old_log_probs": Twin("sampler", "metrics"),
     "ppo.per_device_generation_batch_size": Twin(2, "calls", both={"rollout_batch_size": 8}, spy=FORWARD),
+    "ppo.off_policy_cap": Twin(0.001, "metrics", both={"off_policy_weights": "token_truncate"}),
+    "ppo.off_policy_low": Twin(5.0, "metrics", both={"off_policy_weights": "token_mask", "off_policy_cap": 9.0}),
+    "ppo.off_policy_veto": Twin(5.0, "metrics", both={"off_policy_weights": "token_truncate"}),
+    "ppo.off_policy_weights": Twin("token_mask", "metrics"),
     "ppo.policy_clip": Twin(1e-06, both=CLIPPED),
+    "ppo.policy_clip_high": Twin(5.0, both=CLIPPED | {"policy_clip": 1e-06}),
+    "ppo.policy_loss": Twin("cispo", both=CLIPPED | {"policy_clip": 1e-06}),
+    "ppo.policy_ratio": Twin("sequence", both=CLIPPED),
     "ppo.ppo_epochs": Twin(2, both={"max_steps": 2}),
+    "ppo.ratio_cap": Twin(0.5, both={"policy_loss": "cispo"}),
     "ppo.reward_clip": Twin(0.01),
+    "ppo.reward_function": Twin("repetition", "metrics"),
+    "ppo.reward_scaling": Twin("batch"),
+    "ppo.reward_weight": Twin(3.0),
+    "ppo.scale_by_group": Twin("false", both=GROUPS),
     "ppo.rollout_batch_size": Twin(8, "metrics"),
     "ppo.temperature": Twin(0.3, "metrics"),
     "ppo.top_k": Twin(1, "metrics"),
@@ -241,6 +262,10 @@ TESTS: dict[str, str] = {
     "rlhf/test_reward.py::test_values_of_two_functions":
         "reward_trial.reward_function reward_trial.data reward_trial.completion",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
+    "step3_ppo/test_reward_functions.py::test_calls_have_a_limit_of_time_and_processes_of_their_own":
+        "ppo.reward_timeout_s ppo.reward_workers",
+    "step3_ppo/test_reward_functions.py::test_some_failures_are_masked_and_counted": "ppo.max_reward_failures",
+    "step3_ppo/test_reward_functions.py::test_several_samples_of_held_out_prompts": "ppo.eval_samples_per_prompt",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[zero_stage]":
         "ppo.reward_model_zero_stage",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[quantization]":

@@ -1,5 +1,6 @@
 """Runs whose responses functions reward: alone and beside a reward model, with each method."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from support.tiny_run import make_folder, read_metrics
 from step3_ppo.main import main
 
 FUNCTIONS = """
+import os
+import time
 def length(completions, **columns):
     return [len(text) / 10 for text in completions]
 
@@ -24,6 +27,23 @@ def wrong(completions):
 
 def raises(completions):
     raise RuntimeError("no luck")
+
+def hangs(completions):
+    time.sleep(60)
+
+def who(completions):
+    with open(__file__ + ".pids", "a") as file:
+        print(os.getpid(), file=file)
+    time.sleep(0.2)
+    return [0.0] * len(completions)
+
+def passes(completions):
+    return [float(len(text) > 12) for text in completions]
+
+def unlucky(completions):
+    if any(len(text) % 3 == 0 for text in completions):
+        raise RuntimeError("no luck")
+    return [1.0] * len(completions)
 """
 
 
@@ -74,3 +94,39 @@ def test_failures_end_the_run_with_2_and_their_first_cause(folder, tmp_path, cap
     assert trained(folder, tmp_path, "raises") == 2
     (line,) = errors(capsys)
     assert "no luck" in line and "8 of the last 8" in line
+
+
+def test_calls_have_a_limit_of_time_and_processes_of_their_own(folder, tmp_path, capsys):
+    assert trained(folder, tmp_path / "hangs", "hangs", reward_timeout_s=0.3) == 2
+    (line,) = errors(capsys)
+    assert "8 timed out" in line
+    file = folder / "rewards.py.pids"
+    for workers in (1, 3):
+        assert trained(folder, tmp_path / str(workers), "who", reward_workers=workers, max_steps=1) == 0
+        assert len(set(file.read_text().splitlines())) == workers
+        file.unlink()
+
+
+def test_some_failures_are_masked_and_counted(folder, tmp_path, capsys):
+    assert trained(folder, tmp_path / "all", "unlucky", max_reward_failures=1.0, rollout_batch_size=16) == 0
+    lines = [line for line in read_metrics(tmp_path / "all/runs/ppo") if "reward_failures/unlucky" in line]
+    assert len(lines) == 2 and all(0 < line["reward_failures/unlucky"] < 1 for line in lines)
+    assert [line["rows_masked"] for line in lines] == [16 * line["reward_failures/unlucky"] for line in lines]
+    assert all(line["reward/unlucky"] == 1.0 for line in lines)
+    capsys.readouterr()
+    few = {"max_reward_failures": 0.05, "max_steps": 20, "num_train_epochs": 20, "save_steps": 0}
+    assert trained(folder, tmp_path / "few", "unlucky", rollout_batch_size=16, **few) == 2
+    (line,) = errors(capsys)
+    assert "no luck" in line and "raised" in line
+
+
+def test_several_samples_of_held_out_prompts(folder, tmp_path):
+    assert trained(folder, tmp_path, "passes", eval_samples_per_prompt=4, max_steps=1) == 0
+    (line, *_) = [line for line in read_metrics(tmp_path / "runs/ppo") if "eval_rows" in line]
+    samples = [json.loads(text) for text in (tmp_path / "runs/ppo/samples.jsonl").read_text().splitlines()]
+    first = [sample for sample in samples if sample["step"] == 0]
+    prompts = list(dict.fromkeys(sample["prompt"] for sample in first))
+    passed = [[len(s["response"].strip()) > 12 for s in first if s["prompt"] == prompt] for prompt in prompts]
+    assert [len(each) for each in passed] == [4] * 4 and line["eval_rows"] == 16
+    assert line["eval_pass_at_1/passes"] == pytest.approx(sum(map(sum, passed)) / 16)
+    assert line["eval_pass_at_k/passes"] == pytest.approx(sum(map(any, passed)) / 4)

@@ -56,7 +56,7 @@ class KeptMetrics:
 
     def log(self, state: State, values: Mapping[str, float], **rates: float) -> None:
         for name in values:
-            metric_of(name, METRICS | of_rewards([name.removeprefix("reward/")]))
+            metric_of(name, METRICS | of_rewards([name.partition("/")[2]]))
         self.steps.append((state.step, dict(values)))
         self.rates.append(rates)
 
