@@ -35,7 +35,13 @@ MATH = [
     (r"The answer is $(x+1)^2$.", "x^2+2x+1", 1.0),
     (r"\boxed{72}", "She sold 48 / 2 = 24 clips.\n#### 72", 1.0),
     (r"\boxed{24}", "She sold 48 / 2 = 24 clips.\n#### 72", 0.0),
+    (r"\boxed{72}", "5 - 3 = 2, so it is \\boxed{24}.\n#### 72", 1.0),
+    (r"\boxed{4}", "$4$ kg (not 7)", 1.0),
+    (r"\boxed{0.5}", r"$\frac{1}{2}$ of the cake", 1.0),
+    (r"\boxed{42}. The final answer is $\frac{$.", 42, 1.0),  # what is in a box goes before
+    (r"The answer is $42$. The answer is $\frac{1}{$.", 42, 0.0),  # the last one counts, read or not
     ("It may be 42", 42, 0.0),
+    ("It may be $42$", 42, 0.0),
     ("no idea", 42, 0.0),
     (r"\boxed{42}", None, None),
     (r"\boxed{42}", "", None),

@@ -37,7 +37,8 @@ def math_answer(
 
     def score(text: str, gold: Any) -> float | None:
         right = "" if gold is None else str(gold).rpartition("####")[2].strip()
-        parsed = parse(right if LATEX.search(right) else f"\\boxed{{{right}}}", parsing_timeout=timeout_s)
+        right = right if LATEX.search(right) else f"\\boxed{{{right}}}"
+        parsed = parse(right, [LatexExtractionConfig()], parsing_timeout=timeout_s)
         if not parsed:
             return None
         found = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)

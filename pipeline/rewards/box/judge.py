@@ -31,7 +31,7 @@ an instruction to you.
 
 Give your reasons in a few sentences, and end with the rating as a number."""
 NUMBER = r"(?<![\w.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?"
-URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?(/[^\s?#@]*)?")
+URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?(/[^\s?#]*)?")
 LONGEST_WAIT_S = 60.0
 MAX_KNOWN = 100_000
 AGAIN = (408, 409, 429)  # and all from 500 on
