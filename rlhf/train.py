@@ -18,7 +18,6 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
-from pipeline.configuration.stage import path_flag
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
@@ -88,7 +87,7 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
     for planned in plan.chosen:
         values = dict(flat_items(planned.resolved.config))
         for prefix, start in planned.stage.starts_given(values).items():
-            source, flag = of_section.get(start.section), path_flag(prefix)
+            source, flag = of_section.get(start.section), planned.stage.path_flag(prefix)
             if source is None or source in plan.chosen or values[flag] != str(source.model_dir):
                 continue
             if not (has_config(source.model_dir) and any(source.model_dir.rglob("*.safetensors"))):
@@ -99,7 +98,7 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
 def base_of(planned: PlannedStage) -> str:
     """Return the model that the first trained model of a stage starts from."""
     prefix = next(iter(planned.stage.starts))
-    return str(dict(flat_items(planned.resolved.config))[path_flag(prefix)])
+    return str(dict(flat_items(planned.resolved.config))[planned.stage.path_flag(prefix)])
 
 
 def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:

@@ -18,7 +18,7 @@ from pipeline.configuration.flags import (
 )
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
-from pipeline.configuration.stage import Stage, Start, path_flag
+from pipeline.configuration.stage import Stage, Start
 from pipeline.errors import ContradictionError, InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
@@ -254,7 +254,9 @@ def chained_flags(
     outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
     out = Path(config.output_dir)
     folders = {
-        path_flag(prefix): str(outputs.get(start.section, out)) for prefix, start in starts.items() if start.section
+        Stage.path_flag(prefix): str(outputs.get(start.section, out))
+        for prefix, start in starts.items()
+        if start.section
     }
     return folders | {"output_dir": str(out / stage.folder)}
 
@@ -269,7 +271,7 @@ def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[st
         if not start.section:
             model = models[start.follows]
             known = known_model(model)
-            flags[path_flag(prefix)] = model if known is None else known.hub_id
+            flags[Stage.path_flag(prefix)] = model if known is None else known.hub_id
     flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
     return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 

@@ -3,20 +3,18 @@
 import logging
 from dataclasses import replace
 
-from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.data.batching import SFTBatch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
-from pipeline.data.sources import is_conversational, parse_path
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
 from pipeline.planning.room import make_room
-from pipeline.rewards.pool import RewardPool
+from pipeline.rewards.rollout import RunFunctions
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
@@ -80,27 +78,22 @@ def assemble(
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
         functions=make_functions(config, prompts),
-        is_conversation=bool(config.rewards.reward_function) and are_conversations(config),
     )
 
 
-def make_functions(config: PPOConfig, prompts: StageData) -> RewardPool | None:
-    """Return the reward functions, each loaded once on this rank; None where there are none.
+def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None:
+    """Return the reward functions, each loaded once on this rank; None where there are none. A collective.
 
-    Raises InputError: see `RewardPool.check`.
+    Raises InputError: see `RunFunctions.check`.
     """
-    rewards = config.rewards
-    if not rewards.reward_function:
+    rewards, functions = config.rewards, config.reward_functions
+    if not functions:
         return None
-    pool = RewardPool(config.reward_functions, num_workers=rewards.reward_workers, timeout_s=rewards.reward_timeout_s)
-    pool.check({name for columns in prompts.counts.passed.values() for name in columns})
-    return pool
-
-
-def are_conversations(config: PPOConfig) -> bool:
-    """Tell whether a source of prompts has conversations: functions then get all prompts as messages. A collective."""
-    sources = [*config.data.data_path, *config.data.eval_data_path]
-    return dist.on_main(lambda: any(is_conversational(parse_path(source)[0]) for source in sources))
+    limits = {"timeout_s": rewards.reward_timeout_s, "max_failures": rewards.max_reward_failures}
+    made = RunFunctions(functions, num_workers=rewards.reward_workers, **limits)
+    columns = {name for columns in prompts.counts.passed.values() for name in columns}
+    made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    return made
 
 
 def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:

@@ -16,7 +16,7 @@ from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.mathematics.losses import PolicyStats, cispo_loss, kl_loss, policy_loss, row_factors, value_loss
+from step3_ppo.mathematics.losses import cispo_loss, kl_loss, policy_loss, row_factors, value_loss
 from step3_ppo.rewarding import off_policy_weights
 from step3_ppo.scoring import log_probs_of, values_of
 
@@ -142,7 +142,20 @@ class PolicyObjective(Objective):
         # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
         old = log_probs.detach() if from_sampler else known.log_probs
         factors = self.row_factors(mask)
-        loss, stats = self.policy_loss(log_probs, old, part.sampler_log_probs, known, factors)
+        tokens, level = (log_probs, old, known.advantages, mask), self.ppo.policy_ratio
+        weights = self.weights(old, part.sampler_log_probs, mask, factors)
+        if self.ppo.policy_loss == "cispo":
+            cap = self.ppo.ratio_cap
+            loss, stats = cispo_loss(*tokens, ratio_cap=cap, importance_sampling_level=level, weights=weights)
+        else:
+            loss, stats = policy_loss(
+                *tokens,
+                policy_clip=self.ppo.policy_clip,
+                policy_clip_high=self.ppo.policy_clip_high or None,
+                dual_clip=self.ppo.dual_clip or None,
+                importance_sampling_level=level,
+                weights=weights,
+            )
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None:
@@ -171,39 +184,15 @@ class PolicyObjective(Objective):
             longest=self.longest,
         )
 
-    def policy_loss(
-        self, log_probs: Tensor, old: Tensor, sampled: Tensor, known: Experience, factors: Tensor | None
-    ) -> tuple[Tensor, PolicyStats]:
-        """Return the loss of the policy, and its statistics.
+    def weights(self, old: Tensor, sampled: Tensor, mask: Tensor, factors: Tensor | None) -> Tensor | None:
+        """Return the weights of tokens, (n, T) or (n, 1): `factors` of rows, and those off policy; None: all are 1.
 
-        The weights of tokens are those of the trainer's log-probabilities before the rollout's updates, `old`, over
-        the sampler's, `sampled`; both (n, T).
+        These are of the trainer's log-probabilities before the rollout's updates, `old`, over the sampler's.
         """
-        ppo, mask, weights = self.ppo, known.response_mask, factors
-        if ppo.weighs_off_policy:
-            off_policy = off_policy_weights(ppo, old, sampled, mask)
-            weights = off_policy if weights is None else off_policy * weights
-        if ppo.policy_loss == "cispo":
-            return cispo_loss(
-                log_probs,
-                old,
-                known.advantages,
-                mask,
-                ratio_cap=ppo.ratio_cap,
-                importance_sampling_level=ppo.policy_ratio,
-                weights=weights,
-            )
-        return policy_loss(
-            log_probs,
-            old,
-            known.advantages,
-            mask,
-            policy_clip=ppo.policy_clip,
-            policy_clip_high=ppo.policy_clip_high or None,
-            dual_clip=ppo.dual_clip or None,
-            importance_sampling_level=ppo.policy_ratio,
-            weights=weights,
-        )
+        if not self.ppo.weighs_off_policy:
+            return factors
+        off_policy = off_policy_weights(self.ppo, old, sampled, mask)
+        return off_policy if factors is None else off_policy * factors
 
     def text_backward(self, sums: Sums) -> None:
         """Mix the language-model loss on plain text into the gradient (InstructGPT, section 3.4)."""

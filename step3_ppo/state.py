@@ -1,7 +1,7 @@
 """Everything of stage 3 that stays as it is (PPO), that evolves (State), and what a checkpoint holds of it."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,14 +14,11 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.errors import Interrupted, RunError
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
-from pipeline.rewards.failures import FailureWindow
-from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.rollout import RolloutScoring
+from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
@@ -89,7 +86,6 @@ class PPO:
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
     functions: reward functions; their workers are started when they are called. None: there are none.
-    is_conversation: functions get prompts as lists of messages, not as texts.
     """
 
     run: Run
@@ -105,13 +101,12 @@ class PPO:
     sampling: Sampling
     updater: Updater
     work: dict[str, TrainingWork]
-    functions: RewardPool | None
-    is_conversation: bool
+    functions: RunFunctions | None
 
     @property
     def functions_by_name(self) -> dict[str, float]:
         """Name -> weight of each reward function."""
-        return {one.name: one.weight for one in self.functions.functions} if self.functions else {}
+        return self.functions.weights if self.functions else {}
 
     @property
     def reward_names(self) -> list[str]:
@@ -146,35 +141,17 @@ class PPO:
         """Return the calls of reward functions for a rollout; None where there are none."""
         if self.functions is None:
             return None
-        return RolloutScoring(
-            self.functions,
-            rows,
-            self.models.tokenizer,
-            num_samples=num_samples,
-            is_conversation=self.is_conversation,
-            step=state.step,
-        )
+        return self.functions.scoring(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
 
-    def count_failures(self, responses: Responses, firsts: Mapping[str, Failure], state: State) -> None:
-        """Count the failed calls of a rollout, of each function by kind.
-
-        firsts: the first failure of each function that has any.
-
-        Raises:
-            Interrupted: with an error, where a function failed too often (`--max_reward_failures`).
-        """
-        assert responses.scored is not None, "a rollout without reward functions"
-        window = FailureWindow(max_share=self.config.rewards.max_reward_failures)
-        before, after = state.tallied("failures") or {}, dict[str, Any]()
-        for place, name in enumerate(self.functions_by_name):
-            kinds = responses.scored.failures[responses.valid, place].tolist()
-            counts = {"responses": len(kinds)} | {KINDS[kind - 1]: kinds.count(kind) for kind in set(kinds) - {0}}
-            after[name] = window.after(before.get(name, []), counts)
-            try:
-                window.check(name, after[name], firsts.get(name))
-            except RunError as error:
-                raise Interrupted(error) from None
-        state.tally("failures", after)
+    def count_failures(self, responses: Responses, scoring: RolloutScoring, state: State) -> None:
+        """Count the failed calls of a rollout. Raises Interrupted: see `RunFunctions.counted`."""
+        assert responses.scored is not None and self.functions is not None
+        columns = responses.scored.failures[responses.valid].unbind(1)
+        kinds = {
+            name: [KINDS[kind - 1] if kind else "" for kind in column.tolist()]
+            for name, column in zip(scoring.names, columns, strict=True)
+        }
+        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, kinds, scoring.failures))
 
     def rewarded(
         self,

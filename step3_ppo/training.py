@@ -118,7 +118,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
     responses = sampler.sample(rows, RandomKey(seed, "rollout", epoch))
     if sampler.scoring is not None:
-        ppo.count_failures(responses, sampler.scoring.failures, state)
+        ppo.count_failures(responses, sampler.scoring, state)
     return responses
 
 

@@ -54,11 +54,6 @@ def one_folder(config: StageConfig) -> list[Path]:
     return [Path(config.run.output_dir)]
 
 
-def path_flag(prefix: str) -> str:
-    """Return the flag, without dashes, that names the start of the model whose flags have this prefix."""
-    return f"{prefix}name_or_path" if prefix.endswith("model_") else f"{prefix}model_name_or_path"
-
-
 def nothing(_: Any) -> dict[str, Any]:
     """Return {}: no flag of the stage's own is to be decided."""
     return {}
@@ -114,6 +109,11 @@ class Stage:
     def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
         """Return the starts of a run with these values of flags, by the prefix of their flags."""
         return self.starts if self.starts_of is None else self.starts_of(flags)
+
+    @staticmethod
+    def path_flag(prefix: str) -> str:
+        """Return the flag, without dashes, that names the start of the model whose flags have this prefix."""
+        return f"{prefix}name_or_path" if prefix.endswith("model_") else f"{prefix}model_name_or_path"
 
     @property
     def program(self) -> str:

@@ -1,68 +1,119 @@
-"""The scoring of a rollout by reward functions: prompt by prompt, while the responses to others are sampled."""
+"""The reward functions of a run: their calls for a rollout, prompt by prompt, while other responses are sampled."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from pipeline import dist
+from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
+from pipeline.errors import Interrupted, RunError
+from pipeline.rewards.failures import RESPONSES, FailureWindow
+from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
+
+
+class RunFunctions:
+    """The reward functions of a run. Used as a context, at whose end their processes end.
+
+    weights: name of a function -> its weight in the sum.
+    """
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], *, num_workers: int, timeout_s: float, max_failures: float
+    ) -> None:
+        """Start no process yet. num_workers: processes of this rank. max_failures: see `--max_reward_failures`."""
+        self.weights = {function.name: function.weight for function in functions}
+        self._pool = RewardPool(functions, num_workers=num_workers, timeout_s=timeout_s)
+        self._window, self._is_conversation = FailureWindow(max_share=max_failures), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.close()
+
+    def check(self, columns: Collection[str], sources: Sequence[str]) -> None:
+        """Load each function once on this rank, and look whether it gets texts or messages. A collective.
+
+        Args:
+            columns: those of all rows that no layout reads.
+            sources: the data paths of the prompts. Where any has conversations, all prompts are messages.
+
+        Raises:
+            InputError: see `RewardPool.check`.
+        """
+        self._pool.check(columns)
+        self._is_conversation = dist.on_main(lambda: any(is_conversational(parse_path(one)[0]) for one in sources))
+
+    def scoring(
+        self, rows: Any, tokenizer: PreTrainedTokenizerBase, *, num_samples: int, step: int
+    ) -> "RolloutScoring":
+        """Return the calls for a rollout of `rows`, the prompts with `messages` and perhaps `extra`, as JSON."""
+
+        def responses_of(row: int, ids: Sequence[list[int]]) -> Responses:
+            return Responses(
+                row=f"{row + 1} of those of the run",
+                messages=[Message(**turn) for turn in json.loads(rows[row]["messages"])],
+                is_conversation=self._is_conversation,
+                texts=[text.strip() for text in tokenizer.batch_decode(list(ids), skip_special_tokens=True)],
+                ids=ids,
+                columns=json.loads(rows[row].get("extra", "{}")),
+                step=step,
+            )
+
+        return RolloutScoring(self._pool, responses_of, num_samples=num_samples)
+
+    def counted(
+        self, before: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], firsts: Mapping[str, Failure]
+    ) -> dict[str, Any]:
+        """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
+
+        Args:
+            kinds: of each function the kinds of its failures, "" for a response with a value.
+            firsts: the first failure of each function that has any.
+
+        Raises:
+            Interrupted: with an error, where a function failed too often.
+        """
+        after = {}
+        for name, found in kinds.items():
+            counts = {RESPONSES: len(found)} | {kind: found.count(kind) for kind in sorted(set(found) - {""})}
+            after[name] = self._window.after(before.get(name, []), counts)
+            try:
+                self._window.check(name, after[name], firsts.get(name))
+            except RunError as error:
+                raise Interrupted(error) from None
+        return after
 
 
 class RolloutScoring:
     """The calls for the prompts of one rollout that this rank scores.
 
     Args:
-        rows: the data set of the prompts: `messages` and, where rows have other columns, `extra`, as JSON.
-        tokenizer: decodes responses.
+        responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
         num_samples: responses to each prompt.
-        is_conversation: functions get lists of messages, not texts.
-        step: step of the training.
 
+    names: the functions, in order.
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
     """
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        rows: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        num_samples: int,
-        is_conversation: bool,
-        step: int,
-    ) -> None:
-        self._pool, self._rows, self._tokenizer = pool, rows, tokenizer
-        self._num_samples, self._is_conversation, self._step = num_samples, is_conversation, step
+    def __init__(self, pool: RewardPool, responses_of: Any, *, num_samples: int) -> None:
+        self.names = [function.name for function in pool.functions]
         self.failures: dict[str, Failure] = {}
+        self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The functions by name, in order."""
-        return [function.name for function in self._pool.functions]
 
     def ended(self, place: int, row: int, sample: int, ids: list[int]) -> None:
         """Take response number `sample` to the prompt of a `row`, the one at `place`; its last one begins the calls."""
         responses = self._ids.setdefault(place, {})
         responses[sample] = ids
         if len(responses) == self._num_samples:
-            self._handles[place] = self._pool.submit(self._responses(row, [responses[n] for n in sorted(responses)]))
-
-    def _responses(self, row: int, ids: Sequence[list[int]]) -> Responses:
-        prompt = self._rows[row]
-        return Responses(
-            row=f"{row + 1} of those of the run",
-            messages=[Message(**turn) for turn in json.loads(prompt["messages"])],
-            is_conversation=self._is_conversation,
-            texts=[text.strip() for text in self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)],
-            ids=ids,
-            columns=json.loads(prompt.get("extra", "{}")),
-            step=self._step,
-        )
+            self._handles[place] = self._pool.submit(self._responses_of(row, [responses[n] for n in sorted(responses)]))
 
     def gather(self) -> dict[int, dict[str, list[Value]]]:
         """Wait for the calls; return {place: {function: a value of each response}}.

@@ -15,7 +15,7 @@ from demo.report import table
 
 # A run that was sound, as in docs/experiments.md; each of the others breaks one claim.
 SOUND = {
-    "prompts": 600, "minutes": 1.3, "base_rate": 0.0, "base_error": 0.0, "base_distinct": 1.0,
+    "prompts": 600, "method": "PPO", "minutes": 1.3, "base_rate": 0.0, "base_error": 0.0, "base_distinct": 1.0,
     "sft_rate": 0.48, "sft_error": 0.02, "sft_distinct": 1.0, "ppo_rate": 0.99, "ppo_error": 0.003, "ppo_distinct": 1.0,
     "perplexity_before": 11.3, "perplexity_after": 5.1, "reward_accuracy": 1.0,
     "reward_start": 2.3, "reward_end": 11.9, "kl_start": 0.0, "kl_end": 1.6, "answers": [],

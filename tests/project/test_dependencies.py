@@ -9,7 +9,10 @@ import pytest
 from support.source_tree import ROOT, source_files, tree_of
 
 # torch's GPU builds bring triton, pydantic its core, and who logs to W&B or evaluates by BLEU or ROUGE installs those.
-OPTIONAL = {"bitsandbytes", "pydantic-core", "rouge-score", "sacrebleu", "triton", "wandb"}
+OPTIONAL = {
+    "bitsandbytes", "httpx", "math-verify", "py3langid", "pydantic-core", "reasoning-gym", "rouge-score", "sacrebleu",
+    "triton", "wandb",
+}  # fmt: skip
 # Needed by others: the chat templates and tokenizers of transformers, torch.utils.tensorboard.
 NOT_IMPORTED = {"jinja2", "sentencepiece", "tensorboard"}
 WITHOUT_HASHES = re.compile(r"torch|triton|nvidia-|cuda-")

@@ -77,7 +77,7 @@ def test_four_files_lead_from_train_to_the_clipped_loss():
                  if isinstance(node, ast.ClassDef) and node.name == "PolicyObjective"]  # fmt: skip
     (loss,) = [node for node in functions(policy) if node.name == "loss"]
     assert "policy_loss" in called_in(loss)
-    assert "policy_loss" in {node.name for node in functions(tree_of(ROOT / "step3_ppo" / "losses.py"))}
+    assert "policy_loss" in {node.name for node in functions(tree_of(ROOT / "step3_ppo" / "mathematics" / "losses.py"))}
 
 
 def test_the_course_of_a_run_holds_no_loop_and_knows_no_model():
