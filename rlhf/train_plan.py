@@ -208,6 +208,7 @@ def plan_stage(
     if known and (preset := launch_file(f"presets/{known.preset}.{stage.section}.yaml")).is_file():
         argv = ["--preset", path_from_here(preset)]
     replaceable, fixed = chained_flags(stage, config, before), inherited_flags(stage, config)
+    replaceable |= known.flags if known else {}
     if config_file:
         argv += ["--config", config_file]
         names = Names(stage.config).known

@@ -14,7 +14,7 @@ from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, Mo
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
-from pipeline.generation.options import MAX_SAMPLES, BackendChoice, why_not_streamed
+from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts, why_not_streamed
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from step3_ppo.models.roles import Role, all_roles, frozen_roles, trained_roles
@@ -83,6 +83,9 @@ class SamplingConfig(Group):
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
+    stop_strings: StopTexts = flag(
+        [], "Texts that end a response as an EOS does, with the token that completes one", other_tools="stop"
+    )
     generation_engine: BackendChoice = flag(
         "auto",
         "Generation backend; auto: the fastest that knows the model and the device",
@@ -137,7 +140,7 @@ class PPOCoefficients(Group):
     )
     approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
     reward_clip: float = flag(5.0, "Normalised scores are cut to plus and minus this", gt=0)
-    missing_eos_penalty: float = flag(1.0, "Subtracted from the reward of a response without EOS", ge=0)
+    missing_eos_penalty: float = flag(1.0, "Subtracted from the reward of a response that did not end", ge=0)
     normalise_scores: bool = flag(True, "Use the mean and std of scores that stage 2 stored, else the first rollout's")
     critic_warmup_steps: int = flag(0, "First steps in which only the critic learns", ge=0)
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")

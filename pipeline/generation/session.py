@@ -11,6 +11,7 @@ response does not depend on the requests beside it, but for the rounding of anot
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -21,6 +22,7 @@ import torch
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
 
 Reason = Literal["end", "stop", "limit"]
+TOKENS_PER_CHARACTER = 4  # at most: a byte each
 
 
 @dataclass(slots=True, eq=False)
@@ -172,27 +174,34 @@ def new_events(
     events: list[Tokens | Finished] = []
     # A response that had to start again may have fewer tokens than have been looked at.
     if ticket.is_watched and len(ids) > (first := len(ticket.seen)):
-        length = stopped_length(ticket, ids.tolist(), vocabulary)
+        drawn = ids.tolist()
+        length = stopped_length(ticket.sampling.stop, drawn, vocabulary, seen=first)
         if length is not None:
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
-        ticket.seen = ids.tolist()
+        ticket.seen = drawn[:length]
         events = [Tokens(ticket, ticket.seen[first:])] if ticket.streams else []
     return [*events, Finished(ticket, ids, log_probs, reason)] if reason else events
 
 
-def stopped_length(ticket: Ticket, ids: list[int], vocabulary: Vocabulary) -> int | None:
-    """Return the number of tokens after which the text first contains a stop text; None where it contains none."""
-    stop, decode = ticket.sampling.stop, vocabulary.decode
+def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabulary, *, seen: int = 0) -> int | None:
+    """Return the number of tokens after which the text first contains a stop text; None where it contains none.
+
+    Args:
+        seen: tokens after which it does not. Only the last of them are decoded again.
+    """
+    decode = vocabulary.decode
     if not stop or decode is None:
         return None
+    # One character more: what a text begins with may be decoded otherwise, as without its space.
+    start = max(0, seen - TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1))
 
     def contains_stop(length: int) -> bool:
-        text = decode(ids[:length])
+        text = decode(ids[start:length])
         return any(one in text for one in stop)
 
     if not contains_stop(len(ids)):
         return None
-    return next((n for n in range(len(ticket.seen) + 1, len(ids)) if contains_stop(n)), len(ids))
+    return bisect_left(range(len(ids)), True, lo=seen + 1, key=contains_stop)
 
 
 def generate(
