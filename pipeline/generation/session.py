@@ -11,7 +11,6 @@ response does not depend on the requests beside it, but for the rounding of anot
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -23,6 +22,7 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, V
 
 Reason = Literal["end", "stop", "limit"]
 TOKENS_PER_CHARACTER = 4  # at most: a byte each
+INCOMPLETE = "\ufffd"  # what bytes that are no character are decoded to
 
 
 @dataclass(slots=True, eq=False)
@@ -187,21 +187,26 @@ def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabula
     """Return the number of tokens after which the text first contains a stop text; None where it contains none.
 
     Args:
-        seen: tokens after which it does not. Only the last of them are decoded again.
+        seen: tokens after which it does not; only the last of them are decoded again.
     """
     decode = vocabulary.decode
     if not stop or decode is None:
         return None
-    # One character more: what a text begins with may be decoded otherwise, as without its space.
+    # One character more: the first of a text may be decoded otherwise than the same one behind others.
     start = max(0, seen - TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1))
 
-    def contains_stop(length: int) -> bool:
+    def text_of(length: int) -> str:
         text = decode(ids[start:length])
+        return decode(ids[:length]) if INCOMPLETE in text else text
+
+    def contains_stop(text: str) -> bool:
         return any(one in text for one in stop)
 
-    if not contains_stop(len(ids)):
+    last = text_of(len(ids))
+    # Bytes of an incomplete character hide those before them, where a tokenizer decodes them together.
+    if INCOMPLETE not in last and not contains_stop(last):
         return None
-    return bisect_left(range(len(ids)), True, lo=seen + 1, key=contains_stop)
+    return next((n for n in range(seen + 1, len(ids) + 1) if contains_stop(text_of(n))), None)
 
 
 def generate(
