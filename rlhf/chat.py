@@ -160,7 +160,9 @@ class Shell:
             hint = nearest(name, settings) or f"; these can be set: {', '.join(settings)}"
             raise InputError(f"/set {name}: unknown setting{hint}")
         try:
-            self.conversation.settings = ReplySettings.model_validate({**settings, name: value.strip()})
+            text = value.strip()
+            new = [text] * bool(text) if isinstance(settings[name], list) else text
+            self.conversation.settings = ReplySettings.model_validate({**settings, name: new})
         except ValidationError as error:
             raise InputError(f"/set {name}: found {value.strip()!r}: {error.errors()[0]['msg']}") from None
         self.note(settings_line(self.conversation.settings))
@@ -175,7 +177,8 @@ def read_message() -> str:
 
 
 def settings_line(settings: ReplySettings) -> str:
-    how = ", ".join(f"{name} {value:g}" for name, value in settings.model_dump().items())
+    values = {name: value for name, value in settings.model_dump().items() if value != []}
+    how = ", ".join(f"{name} {value if isinstance(value, list) else f'{value:g}'}" for name, value in values.items())
     return how if settings.temperature else f"{how} (greedy)"
 
 

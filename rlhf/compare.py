@@ -158,7 +158,9 @@ def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[T
 
 def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestants: list[Contestant]) -> None:
     """Write the comparison as `<prefix>.json` and `<prefix>.md`."""
-    settings = {name: value for name, value in flat_items(config) if value != "" and name not in ("model", "output")}
+    settings = {
+        name: value for name, value in flat_items(config) if value not in ("", []) and name not in ("model", "output")
+    }
     content = to_json(texts, contestants, settings)
     line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."
     # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.

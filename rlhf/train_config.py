@@ -1,11 +1,11 @@
 """Own flags of `rlhf train`: definition, help on one screen, and sets of values that contradict each other."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
@@ -127,16 +127,18 @@ class KnownModel:
     """A base model with recipes: the name of its presets, its hub id, and the base of its reward model by default.
 
     hub_id: empty where each of its presets names the model.
+    flags: what a stage gets that trains it, unless a --config file or an override says otherwise.
     """
 
     preset: str
     hub_id: str
     reward_model: str
+    flags: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
-def model_families() -> list[dict[str, list[str]]]:
-    """Return the families of launch/models.yaml, name -> [hub id, preset] each."""
+def model_families() -> list[dict[str, list[Any]]]:
+    """Return the families of launch/models.yaml, name -> [hub id, preset] each, and flags where there are any."""
     return list(load_yaml(str(launch_file("models.yaml"))).values())
 
 
@@ -152,9 +154,9 @@ def known_model(model: str) -> KnownModel | None:
     names: list[str] = []
     for family in model_families():
         names += family
-        for name, (hub_id, preset) in family.items():
+        for name, (hub_id, preset, *flags) in family.items():
             if model in (name, hub_id, f"{hub_id}-Instruct"):
-                return KnownModel(preset, hub_id if model == name else model, next(iter(family)))
+                return KnownModel(preset, hub_id if model == name else model, next(iter(family)), *flags)
     presets = [launch_file(f"presets/{model}.{stage.section}.yaml").is_file() for stage in STAGES]
     if "/" not in model and presets[0] and not any(presets[1:]) and not Path(model).exists():
         raise InputError(

@@ -41,7 +41,8 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
 
     config: SFTConfig = checkpoint.run.resolved.config
     module = checkpoint.language_model("model", config.model)
-    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
+    source, data = ModelSource(config.model.model_name_or_path), config.data
+    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
     save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
 
 

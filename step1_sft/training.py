@@ -90,7 +90,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     (source,) = check_start_models(run.stage.start_models(config, {}))
     make_room(run)
     data = config.data
-    tokenizer, seq2seq = prepare_tokenizer(source, data.template), source.is_encoder_decoder
+    tokenizer, seq2seq = prepare_tokenizer(source, data.template, data.chat_template_kwargs), source.is_encoder_decoder
     (rows,) = prepare_stage(run, config, tokenizer, seq2seq=seq2seq)
     if seq2seq:
         check_sources(rows)

@@ -94,7 +94,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     start_engines(run)
     (source,) = check_start_models(run.stage.start_models(config, {}))
     make_room(run)
-    tokenizer = prepare_tokenizer(source, config.data.template)
+    tokenizer = prepare_tokenizer(source, config.data.template, config.data.chat_template_kwargs)
     (pairs,) = prepare_stage(run, config, tokenizer)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)

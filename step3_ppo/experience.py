@@ -102,7 +102,7 @@ class Responses(Rows):
     prompt_lengths: (N,) int64.
     response_lengths: (N,) int64; a response includes its EOS.
     sampler_log_probs: (N, T) fp32, as the sampler saw them.
-    finished: (N,) bool, True = ended with an EOS.
+    finished: (N,) bool, True = ended with an EOS or a stop string.
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
     order: (N,) int64, the row's place in the rollout, whatever the number of ranks.

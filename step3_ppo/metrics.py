@@ -48,8 +48,12 @@ METRICS: dict[str, Metric] = SHARED | {
     "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
     "completions/mean_length": Metric("mean response tokens, EOS included", "tokens", "completions", better=0),
     "completions/truncated_fraction": Metric("share of responses cut at max_answer_seq_len", "share", "completions"),
-    "completions/eos_fraction": Metric("share of responses that ended with an EOS", "share", "completions", better=1),
-    "completions/empty_fraction": Metric("share of responses that are an EOS alone", "share", "completions"),
+    "completions/eos_fraction": Metric(
+        "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
+    ),
+    "completions/empty_fraction": Metric(
+        "share of responses that are an EOS, or a stop string of one token, alone", "share", "completions"
+    ),
     "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
     "actor/policy_grad_norm": Metric("that of its part without the text, +- 0.14 %", "number", "optimizer", better=0),
     "actor/ptx_grad_norm": Metric("that of its part of the ptx text, +- 0.14 %", "number", "optimizer", better=0),

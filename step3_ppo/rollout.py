@@ -105,6 +105,7 @@ def make_sampling(config: PPOConfig) -> Sampling:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        stop=tuple(sampling.stop_strings),
     )
 
 
@@ -129,7 +130,7 @@ def generation_options(config: PPOConfig, ranks: int) -> GenerationOptions:
 def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: Mapping[str, Any]) -> str:
     """Return the values that responses are sampled with, and those of the model's folder that are not used."""
     sampling, num_samples = config.sampling, config.sampling.num_samples_per_prompt
-    ends = ", ".join(map(str, sorted(eos_ids)))
+    ends = ", ".join(map(str, sorted(eos_ids))) + "".join(f" or {text!r}" for text in sampling.stop_strings)
     unused = [f"{name} {value}" for name, value in generation_config.items() if name in SAMPLING_SETTINGS]
     return (
         f"sampling: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k or 'off'}, "

@@ -4,9 +4,9 @@ A stage's configuration (stepN/config.py) is a frozen model made of these groups
 flags, YAML keys and the reference. Field names are flag names, behind a model's role (`actor_learning_rate`).
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.config_fields import MAX_LORA_ALPHA
 from pipeline.configuration.flag_table import Flag, Layers, flag
@@ -21,6 +21,7 @@ TOKEN_FLAGS = {
     "add_eot_token": "the tokenizer's own end token is always trained",
     "num_padding_at_beginning": "lengths are known, padding is never counted",
 }
+Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none"] else given)]
 SchedulerType = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
@@ -98,6 +99,11 @@ class DataConfig(Group):
         "Chat template; auto: the tokenizer's if it has one, else Human/Assistant (encoder-decoder models: plain text)",
         ignored=TOKEN_FLAGS,
         refused={"eot_token": "the tokenizer's own end token is trained: leave it out"},
+    )
+    chat_template_kwargs: Words = flag(
+        [],
+        "NAME=VALUE words, VALUE as JSON or text, of names that the chat template reads (enable_thinking=false): their "
+        "values where a caller gives none, in the saved template too; none: as the template has it",
     )
     data_output_path: str = flag(
         "",

@@ -5,10 +5,13 @@ which backend supports a given model is decided in backends.py.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 Backend = Literal["fused", "static", "eager"]  # the fastest first
 BackendChoice = Literal["auto", Backend]
+StopTexts = list[Annotated[str, Field(min_length=1)]]
 MAX_SAMPLES = 2**12  # of one prompt: those that pipeline/random_numbers.py tells apart
 PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.

@@ -24,7 +24,7 @@ class Vocabulary:
     pad_id: id that fills up rows.
     num_tokens: only ids below it are drawn, those that the tokenizer has: rows that pad a vocabulary belong to no
         token. None = all rows of the vocabulary.
-    decode: ids -> text, in which `Sampling.stop` is looked for; None where no request has any.
+    decode: ids -> text with special tokens, in which `Sampling.stop` is looked for; None where no request has any.
     """
 
     eos_ids: frozenset[int]
@@ -37,7 +37,7 @@ class Vocabulary:
         """Return that of a tokenizer, with the ends that a model's generation_config names too."""
 
         def decode(ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+            return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
         ends = eos_ids(tokenizer, generation_config)
         return cls(ends, choose_padding_token(tokenizer).pad_id, num_token_ids(tokenizer), decode)

@@ -21,6 +21,8 @@ import torch
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
 
 Reason = Literal["end", "stop", "limit"]
+TOKENS_PER_CHARACTER = 4  # at most: a byte each
+INCOMPLETE = "\ufffd"  # what bytes that are no character are decoded to
 
 
 @dataclass(slots=True, eq=False)
@@ -172,27 +174,39 @@ def new_events(
     events: list[Tokens | Finished] = []
     # A response that had to start again may have fewer tokens than have been looked at.
     if ticket.is_watched and len(ids) > (first := len(ticket.seen)):
-        length = stopped_length(ticket, ids.tolist(), vocabulary)
+        drawn = ids.tolist()
+        length = stopped_length(ticket.sampling.stop, drawn, vocabulary, seen=first)
         if length is not None:
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
-        ticket.seen = ids.tolist()
+        ticket.seen = drawn[:length]
         events = [Tokens(ticket, ticket.seen[first:])] if ticket.streams else []
     return [*events, Finished(ticket, ids, log_probs, reason)] if reason else events
 
 
-def stopped_length(ticket: Ticket, ids: list[int], vocabulary: Vocabulary) -> int | None:
-    """Return the number of tokens after which the text first contains a stop text; None where it contains none."""
-    stop, decode = ticket.sampling.stop, vocabulary.decode
+def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabulary, *, seen: int = 0) -> int | None:
+    """Return the number of tokens after which the text first contains a stop text; None where it contains none.
+
+    Args:
+        seen: tokens after which it does not; only the last of them are decoded again.
+    """
+    decode = vocabulary.decode
     if not stop or decode is None:
         return None
+    # One character more: the first of a text may be decoded otherwise than the same one behind others.
+    start = max(0, seen - TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1))
 
-    def contains_stop(length: int) -> bool:
-        text = decode(ids[:length])
+    def text_of(length: int) -> str:
+        text = decode(ids[start:length])
+        return decode(ids[:length]) if INCOMPLETE in text else text
+
+    def contains_stop(text: str) -> bool:
         return any(one in text for one in stop)
 
-    if not contains_stop(len(ids)):
+    last = text_of(len(ids))
+    # Bytes of an incomplete character hide those before them, where a tokenizer decodes them together.
+    if INCOMPLETE not in last and not contains_stop(last):
         return None
-    return next((n for n in range(len(ticket.seen) + 1, len(ids)) if contains_stop(n)), len(ids))
+    return next((n for n in range(seen + 1, len(ids) + 1) if contains_stop(text_of(n))), None)
 
 
 def generate(

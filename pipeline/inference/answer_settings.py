@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
-from pipeline.generation.options import MAX_SAMPLES
+from pipeline.generation.options import MAX_SAMPLES, StopTexts
 
 
 class ReplySettings(Group):
@@ -17,6 +17,9 @@ class ReplySettings(Group):
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
     repetition_penalty: float = flag(1.0, "Divides the logits of tokens already seen; 1: none", gt=0)
+    stop_strings: StopTexts = flag(
+        [], "Texts that end an answer, with the token that completes one; they are a part of it", other_tools="stop"
+    )
 
 
 class AnswerSettings(ReplySettings):

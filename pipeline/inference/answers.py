@@ -14,16 +14,17 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Room, SessionSource, finish
+from pipeline.generation.session import Room, SessionSource, finish, stopped_length
 from pipeline.generation.sources import session_source
 from pipeline.inference.answer_settings import ReplySettings
+from pipeline.inference.stop_strings import StopStrings
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
@@ -68,9 +69,9 @@ class ChatModel:
 class Answer:
     """An answer of a model.
 
-    ids: as sampled, with the end token if there is one.
+    ids: as sampled, with the end token, or the token that completes a stop string, if there is one.
     text: the decoded ids without special tokens, stripped.
-    finished: True = the model ended it; False = cut at max_new_tokens.
+    finished: True = ended by the model or a stop string; False = cut at max_new_tokens.
     """
 
     ids: tuple[int, ...]
@@ -169,7 +170,7 @@ def generate_answers(
         rows = answers_by_transformers(chat_model, prompts, settings, seed, streamer, lockstep=lockstep)
     else:
         rows = answers_by_session(chat_model, prompts, settings, seed, streamer)
-    answers = [finished_answer(chat_model, ids) for ids in rows]
+    answers = [finished_answer(chat_model, ids, settings.stop_strings) for ids in rows]
     num_each = len(answers) // len(prompts)
     return [answers[start : start + num_each] for start in range(0, len(answers), num_each)]
 
@@ -194,7 +195,8 @@ def answers_by_session(
 ) -> list[list[int]]:
     """Return the new ids of each answer, those of the first prompt first, from the sampler of PPO's rollouts."""
     num_samples = getattr(settings, "num_return_sequences", 1)
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k)
+    drawn_with, stop = (settings.temperature, settings.top_p, settings.top_k), tuple(settings.stop_strings)
+    sampling = Sampling(settings.max_new_tokens, *drawn_with, stop)
     longest = max(map(len, prompts)) + sampling.max_new_tokens
     # Buffers of a few lengths alone: a conversation that grows keeps those that it has.
     roomy = min(round_up(longest, ROOM_MULTIPLE), chat_model.num_positions or sys.maxsize)
@@ -226,6 +228,8 @@ def answers_by_transformers(
     side: Literal["left", "right"] = "right" if seq2seq else "left"
     input_ids = pad_rows(rows, chat_model.vocabulary.pad_id, side=side).to(device)  # (B, P)
     mask = pad_rows([torch.ones_like(row) for row in rows], 0, side=side).to(device)  # (B, P)
+    num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
+    stop = [StopStrings(settings.stop_strings, chat_model.vocabulary, num_known)] if settings.stop_strings else []
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
@@ -233,6 +237,7 @@ def answers_by_transformers(
                 input_ids,
                 attention_mask=mask,
                 generation_config=generation_config(chat_model, settings),
+                stopping_criteria=StoppingCriteriaList(stop),
                 streamer=streamer,
                 synced_gpus=lockstep,
             )
@@ -241,7 +246,6 @@ def answers_by_transformers(
             raise
         how = f"--temperature {settings.temperature:g} and --repetition_penalty {settings.repetition_penalty:g}"
         raise InputError(f"{chat_model.path}: its logits are no finite numbers at {how}; give others") from error
-    num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
     ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
     return ids
 
@@ -281,10 +285,12 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
     )
 
 
-def finished_answer(chat_model: ChatModel, ids: Sequence[int]) -> Answer:
-    """Cut an answer out of a row of new ids (T,): up to its first end token, without padding."""
+def finished_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str] = ()) -> Answer:
+    """Cut an answer out of a row of new ids (T,): up to its first end token or stop string, without padding."""
     end = next((position for position, token in enumerate(ids) if token in chat_model.vocabulary.eos_ids), None)
     kept = tuple(ids if end is None else ids[: end + 1])
+    if (stopped := stopped_length(stop, ids[:end], chat_model.vocabulary)) is not None:
+        end, kept = stopped, tuple(ids[:stopped])
     return Answer(kept, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
 
 

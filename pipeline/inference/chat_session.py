@@ -19,7 +19,7 @@ from pipeline.inference.answers import AnswerStreamer, ChatModel, decode, genera
 from pipeline.inference.terminal_text import valid_unicode
 
 Emit = Callable[[str], None]
-Ending = Literal["end", "limit", "stopped"]  # the model's end token, the token limit, the user
+Ending = Literal["end", "limit", "stopped"]  # the model's end token or a stop string, the token limit, the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Conversation:
         seed = self.seed + self._num_replies
         start = time.perf_counter()
         try:
-            generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
-            ending: Ending = "end" if streamer.finished else "limit"
+            [[found]] = generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
+            ending: Ending = "end" if found.finished else "limit"
         except KeyboardInterrupt:
             streamer.end()
             ending = "stopped"

@@ -5,6 +5,7 @@ Weights are read in `loading.py`; checks of paths alone are in `paths.py`, those
 
 import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,13 @@ from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
 from pipeline.models.lora import stored_quantization
 from pipeline.models.paths import at_flag, read_adapter_config, reading_error
-from pipeline.models.tokenizers import choose_padding_token, load_tokenizer, usable_ids
+from pipeline.models.tokenizers import (
+    choose_padding_token,
+    load_tokenizer,
+    set_template_values,
+    template_values,
+    usable_ids,
+)
 from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_sizes, check_text_model, warn_once
 
 log = logging.getLogger(__name__)
@@ -186,8 +193,10 @@ def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: 
     return "eager" if requested == "auto" else requested
 
 
-def prepare_tokenizer(source: ModelSource, template: str) -> PreTrainedTokenizerBase:
+def prepare_tokenizer(source: ModelSource, template: str, kwargs: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with the run's chat template and a padding token that exists (the vocabulary never grows).
+
+    kwargs: --chat_template_kwargs.
 
     The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
     before weights are read. Raises InputError, EnvironmentFault.
@@ -195,6 +204,7 @@ def prepare_tokenizer(source: ModelSource, template: str) -> PreTrainedTokenizer
     source.check()
     tokenizer = source.tokenizer
     set_template(tokenizer, template, plain=source.is_encoder_decoder)
+    set_template_values(tokenizer, template_values(kwargs), all_of=True)
     check_vocabulary(source, tokenizer)
     padding = choose_padding_token(tokenizer)
     if padding.source != "tokenizer":

@@ -1,18 +1,22 @@
 """Load a tokenizer, choose its padding token and find every token that ends a text.
 
-The vocabulary never changes. Chat templates are in `data/templates.py`.
+The vocabulary never changes. Chat templates are in `data/templates.py`; here they get --chat_template_kwargs.
 """
 
+import json
 import logging
+import math
+import re
 import string
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.data.templates import RefusedTurnsError, encode_text, end_token_ids, render
 from pipeline.data.turns import Message, encoder_of
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 from pipeline.hub import go_offline_without_network, split_revision
 from pipeline.models.paths import may_be_hub_id, nearest_folder, read_adapter_config, read_config, reading_error
 from pipeline.models.weight_files import SENTENCEPIECE_FILES, TOKENIZER_FILES
@@ -35,6 +39,12 @@ RESERVED_NAMES = (
     "<|reserved_special_token_0|>",
     "<|endoftext|>",
 )
+
+# A line in front of a chat template that gives a name its value where no caller does: of ours, and for any program.
+DEFAULT_LINE = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = .* %\}\{%- endif %\}\n")
+GENERATION_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # which jinja2 by itself does not know
+# What transformers gives each template, besides the tokenizer's special tokens.
+ALWAYS_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,77 @@ def sentencepiece_file(name: str, revision: str | None) -> str | None:
         with suppress(OSError):
             return cached_file(name, file, revision=revision or "main")
     return None
+
+
+def template_values(words: Sequence[str]) -> dict[str, Any]:
+    """Parse --chat_template_kwargs: `enable_thinking=false` -> {"enable_thinking": False}. Raises InputError."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (equals and name.isidentifier()) or name in values:
+            found = f"{name} twice" if name in values else repr(word)
+            raise InputError(f"--chat_template_kwargs: found {found}, wanted NAME=VALUE words: enable_thinking=false")
+        try:
+            values[name] = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        except (ValueError, RecursionError):
+            values[name] = text
+    return values
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError("templates have no word for it")
+    return number
+
+
+def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[str, Any], *, all_of: bool) -> None:
+    """Give names that the chat template reads these values wherever a caller gives none: in the template itself.
+
+    So every program that renders the saved template does the same, and may still give others. Each name has one line in
+    front of the template, which replaces the one that an earlier stage has put there.
+
+    Args:
+        all_of: refuse a name that the template does not read; else it is left out.
+
+    Raises:
+        InputError: such a name, or the template refuses a conversation with these values.
+    """
+    if not values:
+        return
+    own, lines = tokenizer.chat_template, dict[str, str]()
+    template = str(own.get("default", "") if isinstance(own, dict) else own)
+    while found := DEFAULT_LINE.match(template):
+        lines[found[1]], template = found[0], template[found.end() :]
+    read = names_read(tokenizer, template)
+    for name, value in values.items():
+        if name in read:
+            literal = str(value).lower() if isinstance(value, bool) else repr(value)
+            lines[name] = f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}\n"
+        elif all_of:
+            right = nearest(name, read) or f"; it reads {', '.join(sorted(read)) or 'no name'}"
+            raise InputError(
+                f"--chat_template_kwargs {name}: the chat template of {tokenizer.name_or_path} does not read it{right}"
+            )
+    if not lines:
+        return
+    tokenizer.chat_template = "".join(lines[name] for name in sorted(lines)) + template
+    try:
+        render(tokenizer, [Message("user", "question"), Message("assistant", "answer")])
+    except InputError as error:
+        raise InputError(f"--chat_template_kwargs: {error}") from None
+
+
+def names_read(tokenizer: "PreTrainedTokenizerBase", template: str) -> set[str]:
+    """Return the names that a chat template reads and that transformers gives it no value of. Raises InputError."""
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(GENERATION_MARKS.sub("", template))
+    except TemplateError as error:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template cannot be read: {error}") from None
+    return meta.find_undeclared_variables(parsed) - ALWAYS_GIVEN - tokenizer.special_tokens_map.keys()
 
 
 def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:

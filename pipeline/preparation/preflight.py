@@ -194,7 +194,8 @@ def look_at_tokenizer(
     """Return the tokenizer of a stage with its chat template; None where it cannot be used."""
     from pipeline.models.source import prepare_tokenizer
 
-    return findings.look("--template", partial(prepare_tokenizer, source, config.data.template))
+    data = config.data
+    return findings.look("--template", partial(prepare_tokenizer, source, data.template, data.chat_template_kwargs))
 
 
 def look_at_rows(findings: Findings, options: DataOptions, tokenizer: "PreTrainedTokenizerBase | None") -> None:

@@ -15,6 +15,7 @@ from pipeline.data.turns import Message
 from pipeline.engine.start_models import same_tokens
 from pipeline.models.reward_model import last_token_scores
 from pipeline.models.source import ModelSource
+from pipeline.models.tokenizers import set_template_values, template_values
 from pipeline.rewards.rows import ScoredRows
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
@@ -59,6 +60,8 @@ def scored_ids(
 ) -> list[int]:
     """Encode prompt and response for a reward model, with an end token only for a finished response.
 
+    Also for one that a stop string has ended, which has none among its own tokens.
+
     Ids beyond the model's positions are cut off on the left, as in training: the response's end is scored.
     """
     ids = encode_conversation(tokenizer, [*prompt, Message("assistant", response)], "last").ids
@@ -67,12 +70,16 @@ def scored_ids(
 
 
 def separate_tokenizer(
-    reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str
+    reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase | None:
-    """Return the reward model's own tokenizer where it differs from the policy's `tokenizer`, else None."""
+    """Return the reward model's own tokenizer where it differs from the policy's `tokenizer`, else None.
+
+    kwargs: --chat_template_kwargs, of which its own template may read none.
+    """
     reward_tokenizer = reward.tokenizer
     if reward_tokenizer.chat_template is None:
         set_template(reward_tokenizer, template)
+    set_template_values(reward_tokenizer, template_values(kwargs), all_of=False)
     same = same_tokens(tokenizer, reward_tokenizer) and tokenizer.chat_template == reward_tokenizer.chat_template
     if not same:
         log.info("the reward model reads responses from text: its tokenizer or its template is not the actor's")

@@ -20,7 +20,7 @@ class ScoredRow:
     messages: turns of the prompt.
     response: its text, without special tokens.
     ids: (S,) int64, tokens of prompt and response.
-    finished: True = ended with an EOS.
+    finished: True = ended with an EOS or a stop string.
     extra: the prompt row's other columns, as JSON has them; {} where it has none.
     """
 
@@ -38,7 +38,7 @@ class ScoredRows:
     sequences: (n, S) int64, prompt and response in one row, padded on the right.
     prompt_lengths: (n,) int64.
     response_lengths: (n,) int64; a response includes its EOS.
-    finished: (n,) bool, True = ended with an EOS.
+    finished: (n,) bool, True = ended with an EOS or a stop string.
     num_packed_tokens: tokens of all rows where a pass packs them; None where it pads them.
     row_of: place in this batch -> the prompt's row: `messages` and, where rows have other columns, `extra`, as JSON.
     tokenizer: tokenizer of the sequences.

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, Group
-from pipeline.generation.options import MAX_SAMPLES, BackendChoice
+from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
 from step3_ppo.flags.methods import MethodName
 
 
@@ -71,6 +71,9 @@ class SamplingConfig(Group):
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
+    stop_strings: StopTexts = flag(
+        [], "Texts that end a response as an EOS does, with the token that completes one", other_tools="stop"
+    )
     generation_engine: BackendChoice = flag(
         "auto",
         "Generation backend; auto: the fastest that knows the model and the device",

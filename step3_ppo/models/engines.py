@@ -123,10 +123,11 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
     models = run.stage.start_models(config, {})
     checked = dict(zip([model.path for model in models], check_start_models(models), strict=True))
     starts = {role.name: checked[config.start_of(role)] for role in config.roles}
-    tokenizer = prepare_tokenizer(starts["actor"], config.data.template)
+    rendering = (config.data.template, config.data.chat_template_kwargs)
+    tokenizer = prepare_tokenizer(starts["actor"], *rendering)
     if "reward" not in starts:
         return Sources(starts, tokenizer, None)
-    reward_tokenizer = separate_tokenizer(starts["reward"], tokenizer, config.data.template)
+    reward_tokenizer = separate_tokenizer(starts["reward"], tokenizer, *rendering)
     if reward_tokenizer is None:
         check_positions(starts["reward"], config.max_sequence_length, LENGTH_FLAGS)
     return Sources(starts, tokenizer, reward_tokenizer)

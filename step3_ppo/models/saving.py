@@ -45,7 +45,8 @@ def save_model(
 def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folders of a checkpoint, one model in memory at a time."""
     run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
-    tokenizer = prepare_tokenizer(ModelSource(config.actor.model_name_or_path), config.data.template)
+    source, data = ModelSource(config.actor.model_name_or_path), config.data
+    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
     for role in config.trained_roles:
         flags = config.flags_of(role)
         if role.has_values:

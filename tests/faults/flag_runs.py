@@ -164,7 +164,7 @@ def make_flag_inputs(folder: Path) -> Path:
     save_scorer(folder / "other-scorer", tokenizer, seed=5)
     save_scorer(folder / "other-judge", AutoTokenizer.from_pretrained(folder / "judge"), seed=5)
     shutil.copytree(folder / "base", folder / "templated")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    tokenizer.chat_template = "{{ greeting }}{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     tokenizer.save_pretrained(folder / "templated")
     turns = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
     write_lines(

@@ -35,7 +35,7 @@ ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "pp
 TWINS = """
     column_map data_path data_seed data_split dtype eval_data_path eval_fraction eval_interval eval_iters max_steps
     mixture monitors num_train_epochs overwrite run_dir save_adapter_only save_dtype save_steps keep_checkpoints seed
-    template train_batch_size per_device_eval_batch_size data_output_path output_dir deterministic
+    template chat_template_kwargs train_batch_size per_device_eval_batch_size data_output_path output_dir deterministic
     dry_run explain target zero3_gather
 """.split()
 OTHERWISE: dict[str, dict[str, Any]] = {"ppo.train_batch_size": {"both": {"per_device_generation_batch_size": 8}}}

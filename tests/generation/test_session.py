@@ -159,9 +159,11 @@ def test_a_prompts_random_numbers_are_those_of_its_ids():
     assert Prompt.of((5, 6)).prompt_id == ids[0]
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend):
+def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend, deferred, monkeypatch):
     """Words over two tokens too; a request beside it with the same random numbers goes on."""
+    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"} if deferred else ()))
     model = opt()
     plain = source_of(backend, model, frozenset()).session(ROOM)
     length, how, key, sample = REQUESTS[0]

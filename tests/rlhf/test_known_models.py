@@ -11,7 +11,7 @@ from rlhf.train_plan import command_of, make_plan
 
 PRESETS = ROOT / "launch" / "presets"
 KNOWN = load_yaml(str(ROOT / "launch" / "models.yaml")).values()
-FAMILIES = {name: preset for family in KNOWN for name, (_, preset) in family.items()}
+FAMILIES = {name: preset for family in KNOWN for name, (_, preset, *_) in family.items()}
 
 
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node", "multi_node"])
@@ -41,6 +41,8 @@ def test_models_that_are_known(tmp_path, monkeypatch):
     assert known_model("facebook/opt-6.7b") == KnownModel("6.7b", "", "350m")
     assert known_model("qwen2.5-7b") == KnownModel("8b", "Qwen/Qwen2.5-7B", "qwen2.5-0.5b")
     assert known_model("facebook/opt-iml-1.3b") is None and known_model("gpt2") is None
+    switched = {"chat_template_kwargs": "enable_thinking=false"}
+    assert known_model("Qwen/Qwen3-4B") == KnownModel("3b", "Qwen/Qwen3-4B", "qwen3-0.6b", switched)
     for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b")):
         with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
             known_model(typed)
@@ -70,3 +72,20 @@ def test_a_reward_model_that_is_not_named_reads_the_actors_tokens(tmp_path, monk
     stage = make_plan(["--actor-model", actor], prog="python train.py").stages[2]
     assert stage.resolved.config.model.model_name_or_path == model
     assert preset in "".join(stage.argv[:2])
+
+
+def test_flags_of_a_known_model_are_those_of_its_stages_unless_said_otherwise(tmp_path, monkeypatch):
+    """A file and an override win; `none` gives the settings of a run that began without the flag."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text("reward:\n  chat_template_kwargs: [enable_thinking=true]\n")
+
+    def found(*words):
+        stages = make_plan(["--reward-model", "qwen3-0.6b", *words], prog="python train.py").stages
+        return [planned.resolved.config.data.chat_template_kwargs for planned in stages.values()]
+
+    off = ["enable_thinking=false"]
+    assert found("--actor-model", "qwen3-8b") == [off] * 3
+    assert found("--actor-model", "qwen2.5-7b") == [[], off, []]
+    words = ("--actor-model", "qwen3-8b", "--config", "own.yaml", "--ppo.chat_template_kwargs", "none")
+    assert found(*words) == [off, ["enable_thinking=true"], []]
+    assert found("--actor-model", "qwen3-8b", "--chat_template_kwargs", "a=1", "b=x y") == [["a=1", "b=x y"]] * 3

@@ -48,7 +48,7 @@ def build(run: Run, config: LabelledConfig) -> Supervised[LabelledConfig, SFTBat
     """Make tokenizer, rows and model."""
     start_engines(run)
     (source,) = check_start_models(run.stage.start_models(config, {}))
-    tokenizer = prepare_tokenizer(source, config.data.template)
+    tokenizer = prepare_tokenizer(source, config.data.template, config.data.chat_template_kwargs)
     (rows,) = prepare_stage(run, config, tokenizer)
 
     def collate(units: list[Any]) -> SFTBatch:
@@ -96,6 +96,7 @@ def save(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
 def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folder of a checkpoint."""
     config: LabelledConfig = checkpoint.run.resolved.config
-    tokenizer = prepare_tokenizer(ModelSource(config.model.model_name_or_path), config.data.template)
+    source, data = ModelSource(config.model.model_name_or_path), config.data
+    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
     module = checkpoint.language_model("model", config.model)
     save(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
