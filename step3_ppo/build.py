@@ -14,7 +14,6 @@ from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
 from pipeline.planning.room import make_room
-from pipeline.rewards.rollout import RunFunctions
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
@@ -25,7 +24,7 @@ from step3_ppo.rollout import (
     Schedule,
     generation_options,
     make_data,
-    make_sampling,
+    make_functions,
     make_schedule,
     sampling_line,
 )
@@ -74,26 +73,10 @@ def assemble(
         # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models, run.world.size),
-        sampling=make_sampling(config),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
         functions=make_functions(config, prompts),
     )
-
-
-def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None:
-    """Return the reward functions, each loaded once on this rank; None where there are none. A collective.
-
-    Raises InputError: see `RunFunctions.check`.
-    """
-    rewards, functions = config.rewards, config.reward_functions
-    if not functions:
-        return None
-    limits = {"timeout_s": rewards.reward_timeout_s, "max_failures": rewards.max_reward_failures}
-    made = RunFunctions(functions, num_workers=rewards.reward_workers, **limits)
-    columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
-    return made
 
 
 def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:

@@ -17,7 +17,7 @@ from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.generation.session import Finished
 from pipeline.rewards.pool import Value
-from pipeline.rewards.rollout import RolloutScoring, first_failures
+from pipeline.rewards.rollout import RolloutScoring, RunFunctions, first_failures
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_stage
 from step3_ppo.config import PPOConfig
@@ -52,6 +52,21 @@ def make_data(
         seed=config.run.seed,
     )
     return prompts, loader
+
+
+def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None:
+    """Return the reward functions, each loaded once on this rank; None where there are none. A collective.
+
+    Raises InputError: see `RunFunctions.check`.
+    """
+    rewards, functions = config.rewards, config.reward_functions
+    if not functions:
+        return None
+    limits = {"timeout_s": rewards.reward_timeout_s, "max_failures": rewards.max_reward_failures}
+    made = RunFunctions(functions, num_workers=rewards.reward_workers, **limits)
+    columns = {name for columns in prompts.counts.passed.values() for name in columns}
+    made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    return made
 
 
 @dataclass(frozen=True, slots=True)

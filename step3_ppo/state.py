@@ -15,7 +15,6 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.rollouts import Sampling
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions
@@ -26,7 +25,7 @@ from step3_ppo.experience import KINDS, Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, spreads
-from step3_ppo.rollout import Sampler, Schedule
+from step3_ppo.rollout import Sampler, Schedule, make_sampling
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,6 @@ class PPO:
     rate: step -> share of the peak learning rate.
     average: moving average of the actor's weights; None without --enable_ema.
     hybrid: engine that generates.
-    sampling: how it samples.
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
     functions: reward functions; their workers are started when they are called. None: there are none.
@@ -98,7 +96,6 @@ class PPO:
     rate: Callable[[int], float]
     average: MovingAverage | None
     hybrid: HybridEngine
-    sampling: Sampling
     updater: Updater
     work: dict[str, TrainingWork]
     functions: RunFunctions | None
@@ -129,7 +126,7 @@ class PPO:
             hybrid=self.hybrid,
             rows=rows,
             world=self.run.world,
-            sampling=self.sampling,
+            sampling=make_sampling(self.config),
             num_samples=num_samples,
             batch_size=batch_size,
             max_prompt=self.config.data.max_prompt_seq_len,

@@ -44,11 +44,7 @@ class Group(BaseModel):
 
     @classmethod
     def with_method(cls, layers: Layers, preset: str) -> Layers:
-        """Return (origin, values by flag) layers, the weakest first, with the defaults of the method they ask for.
-
-        Args:
-            preset: origin of the preset's layer, of which a method may take a part; empty: there is none.
-        """
+        """Return layers of given flags with their method's defaults; preset: origin of the preset's layer, or ""."""
         return layers
 
     def absent(self, flag: Flag) -> str:

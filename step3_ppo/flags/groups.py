@@ -206,7 +206,9 @@ class PPOCoefficients(Group):
         5.0, "A reward model's normalised scores are cut to plus and minus this", gt=0, needs="a reward model"
     )
     missing_eos_penalty: float = flag(
-        1.0, "Subtracted from the reward of a response without EOS; by default 0 where functions alone reward", ge=0
+        1.0,
+        "Subtracted from the reward of a response that did not end; by default 0 where functions alone reward",
+        ge=0,
     )
     normalise_scores: bool = flag(
         True,

@@ -174,11 +174,7 @@ def test_launcher_flags_reach_the_launcher(tmp_path, place):
         ("350m", [], "350m"),
         ("facebook/opt-1.3b", [], "1.3b"),
         ("org/model-7b", ["--model_name_or_path", "org/model-7b"], None),
-        (
-            "qwen3-8b",
-            ["--chat_template_kwargs", "enable_thinking=false", "--model_name_or_path", "Qwen/Qwen3-8B"],
-            "8b",
-        ),
+        ("qwen3-8b", "--chat_template_kwargs enable_thinking=false --model_name_or_path Qwen/Qwen3-8B".split(), "8b"),
         ("meta-llama/Llama-3.2-1B-Instruct", ["--model_name_or_path", "meta-llama/Llama-3.2-1B-Instruct"], "1b"),
     ],
 )

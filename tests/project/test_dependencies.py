@@ -14,7 +14,7 @@ OPTIONAL = {
     "triton", "wandb",
 }  # fmt: skip
 # Needed by others: the chat templates and tokenizers of transformers, torch.utils.tensorboard.
-NOT_IMPORTED = {"jinja2", "sentencepiece", "tensorboard"}
+NOT_IMPORTED = {"sentencepiece", "tensorboard"}
 WITHOUT_HASHES = re.compile(r"torch|triton|nvidia-|cuda-")
 
 

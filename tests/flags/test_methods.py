@@ -1,0 +1,131 @@
+"""Methods: their defaults and where values come from, what a preset says of them, and flags of models that are not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.errors import InputError
+from rlhf.train_plan import make_plan
+from step3_ppo.config import PPOConfig
+
+PRESET = """
+train_batch_size: 64
+kl_coef: 0.3
+num_samples_per_prompt: 2
+critic_learning_rate: 2.0e-5
+value_clip: 0.5
+actor_learning_rate: 4.0e-6
+"""
+
+
+def resolved(*words: str) -> Resolved:
+    return parse(PPOConfig, ["--actor_model_name_or_path", "a", *words], section="ppo")
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("grpo", {"num_samples_per_prompt": 8, "kl_coef": 0.0, "kl_in_loss": True, "whiten_advantages": False}),
+        ("rloo", {"num_samples_per_prompt": 4, "kl_coef": 0.05, "kl_in_loss": False, "whiten_advantages": False}),
+        ("reinforce_pp", {"num_samples_per_prompt": 1, "kl_coef": 0.1, "whiten_advantages": True}),
+    ],
+)
+def test_a_method_brings_its_defaults_below_all_that_is_given(tmp_path: Path, method: str, expected: dict) -> None:
+    (tmp_path / "preset.yaml").write_text(PRESET)
+    (tmp_path / "own.yaml").write_text("kl_coef: 0.7\n")
+    words = ("--method", method, "--reward_model_name_or_path", "r")
+    plain = resolved(*words)
+    values = {**plain.config.sampling.model_dump(), **plain.config.ppo.model_dump()}
+    assert {name: values[name] for name in expected} == expected
+    assert all(
+        plain.origins[name] == f"method {method}" and not plain.is_given(name)
+        for name in expected.keys() - ({"kl_coef", "kl_in_loss"} if method != "grpo" else set()) - {"kl_coef"}
+    )
+    with_preset = resolved(*words, "--preset", str(tmp_path / "preset.yaml"))
+    assert with_preset.config.sampling.num_samples_per_prompt == expected["num_samples_per_prompt"]
+    assert with_preset.config.ppo.kl_coef == expected["kl_coef"], "a preset's are of PPO"
+    assert with_preset.config.actor.learning_rate == 4e-6 and with_preset.config.critic.learning_rate == 5e-6
+    by_file = resolved(*words, "--preset", str(tmp_path / "preset.yaml"), "--config", str(tmp_path / "own.yaml"))
+    assert (by_file.config.ppo.kl_coef, by_file.origins["kl_coef"]) == (0.7, str(tmp_path / "own.yaml"))
+    assert resolved(*words, "--kl_coef", "0.9").config.ppo.kl_coef == 0.9
+
+
+def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
+    (tmp_path / "preset.yaml").write_text(PRESET)
+    found = resolved("--preset", str(tmp_path / "preset.yaml"))
+    assert (found.config.ppo.kl_coef, found.config.sampling.num_samples_per_prompt) == (0.3, 2)
+    assert (found.config.critic.learning_rate, found.config.ppo.value_clip) == (2e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "hint"),
+    [
+        (
+            "--method grpo --reward_model_name_or_path r --critic_learning_rate 1e-5",
+            "critic_learning_rate",
+            "no critic",
+        ),
+        ("--method rloo --reward_model_name_or_path r --value_clip 0.1", "value_clip", "no critic"),
+        ("--method rloo --reward_model_name_or_path r --gae_lambda 0.9", "gae_lambda", "no critic"),
+        ("--reward_function exact_match --reward_clip 3", "reward_clip", "no reward model"),
+        ("--reward_function exact_match --reward_model_zero_stage 3", "reward_model_zero_stage", "no reward model"),
+        (
+            "--method grpo --reward_function exact_match --num_samples_per_prompt 1",
+            "num_samples_per_prompt",
+            "2 or more",
+        ),
+        ("--method rloo --reward_function exact_match --scale_by_group false", "scale_by_group", "only grpo"),
+        ("--method grpo --reward_function exact_match --group_baseline true", "group_baseline", "only reinforce_pp"),
+        ("--policy_loss cispo --policy_clip_high 0.3", "policy_clip_high", "cispo"),
+        ("--policy_loss cispo --dual_clip 3", "dual_clip", "cispo"),
+        ("--dual_clip 0.5", "dual_clip", "above 1"),
+        ("--method grpo", "reward_model_name_or_path", "--reward_function"),
+        ("--reward_function exact_mach", "reward_function", "exact_match"),
+        ("--method ppp", "method", "ppo"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(words: str, flag: str, hint: str) -> None:
+    with pytest.raises(InputError) as error:
+        resolved(*words.split())
+    (line,) = str(error.value).splitlines()
+    assert flag in line and hint in line, line
+
+
+def test_settings_of_a_function_may_be_a_mapping_in_a_yaml_file(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "reward_function:\n  - name: length\n    weight: 0.5\n    args: {low: 3, high: 12}\n  - exact_match:2\n"
+    )
+    found = resolved("--config", str(tmp_path / "own.yaml")).config.reward_functions
+    assert [(one.name, one.weight, dict(one.args)) for one in found] == [
+        ("length", 0.5, {"low": 3, "high": 12}),
+        ("exact_match", 2.0, {}),
+    ]
+
+
+def test_functions_alone_take_no_penalty_for_a_response_that_did_not_end() -> None:
+    alone, beside = resolved("--reward_function", "exact_match"), ("--reward_model_name_or_path", "r")
+    assert alone.config.ppo.missing_eos_penalty == 0.0 and not alone.config.has_reward_model
+    assert resolved("--reward_function", "exact_match", *beside).config.ppo.missing_eos_penalty == 1.0
+    assert (
+        resolved("--reward_function", "exact_match", "--missing_eos_penalty", "2").config.ppo.missing_eos_penalty == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--step 1 2 3 --method grpo", {"actor_": "output/sft", "reward_model_": "output/reward"}),
+        ("--step 1 3 --method rloo --ppo.reward_function exact_match", {"actor_": "output/sft"}),
+        ("--step 1 3 --ppo.reward_function exact_match", {"actor_": "output/sft", "critic_": "output/sft"}),
+        ("--step 1 2 3", {"actor_": "output/sft", "critic_": "output/reward"}),
+    ],
+)
+def test_the_chain_names_the_starts_of_the_models_that_there_are(words: str, expected: dict) -> None:
+    plan = make_plan([*words.split(), "--actor-model", "1.3b"], prog="train.py")
+    stage = plan.stages[3]
+    given = dict(zip(stage.argv[::2], stage.argv[1::2], strict=False))
+    names = {prefix: stage.stage.path_flag(prefix) for prefix in ("actor_", "critic_", "reward_model_")}
+    assert {prefix: given[f"--{name}"] for prefix, name in names.items() if f"--{name}" in given} == expected
+    assert ("--critic_zero_stage" in json.dumps(stage.argv)) is False
