@@ -130,3 +130,24 @@ def test_several_samples_of_held_out_prompts(folder, tmp_path):
     assert [len(each) for each in passed] == [4] * 4 and line["eval_rows"] == 16
     assert line["eval_pass_at_1/passes"] == pytest.approx(sum(map(sum, passed)) / 16)
     assert line["eval_pass_at_k/passes"] == pytest.approx(sum(map(any, passed)) / 4)
+
+
+@pytest.mark.parametrize("method", ["grpo", "reinforce_pp"])
+def test_a_resumed_run_equals_one_that_was_not_stopped_and_keeps_to_its_file(folder, tmp_path, capsys, method):
+    changes = {"method": method, "num_samples_per_prompt": 2, "reward_scaling": "running", "ppo_epochs": 2}
+    assert trained(folder, tmp_path / "whole", "length", "odd", **changes, max_steps=4) == 0
+    assert trained(folder, tmp_path / "parts", "length", "odd", **changes, max_steps=3) == 0  # within a rollout's steps
+    assert trained(folder, tmp_path / "parts", "length", "odd", **changes, max_steps=4) == 0
+    weights = [(tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1] != (folder / "base/model.safetensors").read_bytes()
+    states = [json.loads((tmp_path / name / "runs/ppo/checkpoints/step-4/state.json").read_text())["ppo"]
+              for name in ("whole", "parts")]  # fmt: skip
+    assert states[0] == states[1] and states[0]["tallies"]["with"].keys() == {"failures", "spreads"}
+    file, text = folder / "rewards.py", (folder / "rewards.py").read_text()
+    capsys.readouterr()
+    try:
+        file.write_text(text.replace("/ 10", "/ 20"))
+        assert trained(folder, tmp_path / "parts", "length", "odd", **changes, max_steps=6) == 2
+    finally:
+        file.write_text(text)
+    assert any("file of reward function length" in line for line in errors(capsys))
