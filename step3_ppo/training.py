@@ -280,7 +280,7 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         return
     size = course.halving.batch_size(state, "evaluate", requested)
     k = ppo.config.rewards.eval_samples_per_prompt
-    sampler = ppo.sampler(rows, state, num_samples=k, batch_size=size)
+    sampler = ppo.sampler(rows, state, num_samples=k, batch_size=max(1, size // k))
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
         policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))

@@ -51,6 +51,7 @@ class Rules:
     positional: words before the first flag of a command line are its values.
     per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
     auto: where it is not given, or is `auto`, the plan of a run on GPUs chooses the value; the default is a CPU's.
+    before: what versions did that do not know the flag, where that is not its default.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -67,6 +68,7 @@ class Rules:
     positional: bool = False
     per_stage: bool = False
     auto: bool = False
+    before: str = ""
 
 
 RULES = TypeAdapter(Rules)

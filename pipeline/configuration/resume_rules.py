@@ -40,9 +40,9 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
-    """Return the defaults of all flags that have one."""
+    """Return what stands for each flag that a run does not name: its default, or what older versions did."""
     table = flag_table(type(config))
-    return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
+    return {name: flag.before or flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
 
 
 def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:

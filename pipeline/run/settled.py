@@ -13,7 +13,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import ROLLOUT, Choice, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
-from pipeline.configuration.resume_rules import PROMPTS
+from pipeline.configuration.resume_rules import PROMPTS, defaults_of
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
@@ -147,7 +147,8 @@ def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
 def with_saved_choice(stage: Stage, resolved: Resolved) -> Resolved:
     """Return the settings with what the run that goes on has decided where a flag of the stage says `auto`."""
     saved = earlier_settings(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    return with_decided(resolved, {name: saved[name] for name in stage.decides if name in saved})
+    before = defaults_of(resolved.config) | saved if saved else {}
+    return with_decided(resolved, {name: before[name] for name in stage.decides if name in before})
 
 
 def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:

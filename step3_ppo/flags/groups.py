@@ -165,6 +165,7 @@ class PPOCoefficients(Group):
         "auto",
         "Weigh the loss by the trainer's over the sampler's probability of a token, a response or its mean token, cut "
         "at a cap or 0 beyond limits; auto: token_truncate for adapters that are merged in 16 bits, else none",
+        before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest of these weights", gt=0)
     off_policy_low: float = flag(0.5, "Smallest weight that is no 0, of the kinds with a mask", ge=0)
