@@ -16,7 +16,7 @@ from support.source_tree import ROOT, source_files, tree_of
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, convert, export, merge, train, train_plan
+from rlhf import chat, compare, convert, export, merge, sample, train, train_plan
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
@@ -29,7 +29,12 @@ STAGES = {"step1_sft": SFTConfig, "step2_reward": RewardConfig, "step3_ppo": PPO
 NUMBERS = dict(zip("123", STAGES.values(), strict=True))
 PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
-FOLDER_COMMANDS = {"convert": convert.ConvertConfig, "export": export.ExportConfig, "merge": merge.MergeConfig}
+OTHER_COMMANDS = {
+    "convert": convert.ConvertConfig,
+    "export": export.ExportConfig,
+    "merge": merge.MergeConfig,
+    "sample": sample.SampleConfig,
+}
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
 
@@ -245,8 +250,8 @@ def check_command(words: list[str]) -> None:
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
         train.check_stages(make_plan(rest[1:], prog="python train.py"))
-    elif program == "rlhf" and rest[0] in FOLDER_COMMANDS:
-        parse(FOLDER_COMMANDS[rest[0]], rest[1:], section="none")
+    elif program == "rlhf" and rest[0] in OTHER_COMMANDS:
+        parse(OTHER_COMMANDS[rest[0]], rest[1:], section="none")
     elif program == "rlhf":
         check_command(["python", SUBCOMMANDS[rest[0]], *rest[1:]])
     elif program == "python" and rest[0] in PROGRAMS:
@@ -312,7 +317,7 @@ def test_every_flag_of_every_command_is_in_the_reference():
 
 # --- flags that nothing reads ---------------------------------------------------------------------------------------
 
-CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values())
+CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values(), sample.SampleConfig)
 # Accepted for the sake of launchers and old scripts, and read by nobody on purpose.
 NOT_READ = {"local_rank", "deepspeed", "dropout"}
 # Things of other kinds whose attributes are called like flags.
