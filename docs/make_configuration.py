@@ -12,6 +12,7 @@ from rlhf.compare import CompareConfig  # noqa: E402
 from rlhf.convert import ConvertConfig  # noqa: E402
 from rlhf.export import ExportConfig  # noqa: E402
 from rlhf.merge import MergeConfig  # noqa: E402
+from rlhf.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig, RewardEvalConfig  # noqa: E402
@@ -64,6 +65,7 @@ PARTS = (
     ("`python -m step2_reward.eval`", RewardEvalConfig),
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),
+    ("`rlhf sample`", SampleConfig),
     ("`rlhf convert`", ConvertConfig),
     ("`rlhf export`", ExportConfig),
     ("`rlhf merge`", MergeConfig),

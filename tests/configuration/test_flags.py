@@ -15,6 +15,7 @@ from pipeline.configuration.names import Names
 from pipeline.errors import InputError, nearest
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
+from rlhf.sample import SampleConfig
 from rlhf.stages import SECTIONS
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
@@ -328,7 +329,8 @@ def test_a_models_flags_without_its_name_mean_the_first_model():
 
 
 @pytest.mark.parametrize(
-    "config_class", [SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, TrainConfig, ChatConfig, CompareConfig]
+    "config_class",
+    [SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, TrainConfig, ChatConfig, CompareConfig, SampleConfig],
 )
 def test_a_name_means_one_flag(config_class):
     table, names = flag_table(config_class), Names(config_class)

@@ -33,6 +33,7 @@ from rlhf.convert import ConvertConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
 from rlhf.reward import RewardTrialConfig
+from rlhf.sample import SampleConfig
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
@@ -45,6 +46,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "reward_eval": RewardEvalConfig,
     "chat": ChatConfig,
     "prompt_eval": CompareConfig,
+    "sample": SampleConfig,
     "train": TrainConfig,
     "export": ExportConfig,
     "merge": MergeConfig,
@@ -70,6 +72,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "reward_eval": {"eval_fraction": 0.9},
     "chat": {"model": "@other", **ANSWERS},
     "prompt_eval": ANSWERS,
+    "sample": ANSWERS,
 }
 OF_A_MODEL = ("learning_rate", "lora_", "model_name_or_path", "zero_stage", "weight_decay")  # of the actor in stage 3
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault
-from rlhf import chat, compare, train
+from rlhf import chat, compare, sample, train
 from step1_sft import training as sft_training
 from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval
@@ -36,6 +36,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "ppo": ppo_main,
     "chat": chat.main,
     "prompt_eval": compare.main,
+    "sample": sample.main,
     "reward_eval": reward_eval.main,
     "train": train.main,
 }
@@ -105,6 +106,7 @@ def stage_words(command: str, folder: Path, out: Path, **changes: object) -> lis
         },
         "chat": {"model": folder / "base", "prompt": "Describe the otter.", "max_new_tokens": 4, "temperature": 0},
         "prompt_eval": {"model": [folder / "base", folder / "base"], "max_new_tokens": 4},
+        "sample": {"model": folder / "base", "data": folder / "test.jsonl", "max_new_tokens": 4},
         "reward_eval": {"model": folder / "judge", "data_path": folder / "train.jsonl", "max_seq_len": 96},
     }  # fmt: skip
     return flags(**{**valid[command], **changes})

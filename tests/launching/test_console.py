@@ -139,7 +139,9 @@ def test_a_run_without_a_console_stops_in_order(tmp_path):
     assert process.wait(30) == 75
 
 
-@pytest.mark.parametrize("program", ["train", "chat", "compare", "convert", "export", "merge", "reward", "main"])
+@pytest.mark.parametrize(
+    "program", ["train", "chat", "compare", "convert", "export", "merge", "reward", "sample", "main"]
+)
 def test_a_program_runs_as_a_module(program):
     """Also where there is no PATH."""
     command = [sys.executable, "-m", f"rlhf.{program}", "--help"]

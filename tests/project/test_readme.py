@@ -16,7 +16,7 @@ from support.source_tree import ROOT, source_files, tree_of
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, convert, export, merge, reward, train, train_plan
+from rlhf import chat, compare, convert, export, merge, reward, sample, train, train_plan
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
@@ -31,7 +31,7 @@ PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
 OTHER_COMMANDS = {
     "convert": convert.ConvertConfig, "export": export.ExportConfig, "merge": merge.MergeConfig,
-    "reward": reward.RewardTrialConfig,
+    "reward": reward.RewardTrialConfig, "sample": sample.SampleConfig,
 }  # fmt: skip
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
@@ -315,7 +315,7 @@ def test_every_flag_of_every_command_is_in_the_reference():
 
 # --- flags that nothing reads ---------------------------------------------------------------------------------------
 
-CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values())
+CONFIGS = (TrainConfig, *STAGES.values(), RewardEvalConfig, *PROGRAMS.values(), sample.SampleConfig)
 # Accepted for the sake of launchers and old scripts, and read by nobody on purpose.
 NOT_READ = {"local_rank", "deepspeed", "dropout"}
 # Things of other kinds whose attributes are called like flags.

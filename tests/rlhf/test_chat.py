@@ -348,7 +348,7 @@ def test_an_empty_pipe_is_refused(speaking, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: --prompt: found an empty text")
 
 
-@pytest.mark.parametrize("program", ["chat", "compare"])
+@pytest.mark.parametrize("program", ["chat", "compare", "sample"])
 def test_help_needs_no_torch(program):
     code = (
         f"import sys\nfrom rlhf import {program}\n"

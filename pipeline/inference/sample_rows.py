@@ -1,0 +1,94 @@
+"""Rows of `rlhf sample`: all answers to a prompt, the best one as a row of step 1, or a pair as a row of step 2."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from pipeline.data.turns import Turns, is_transcript, parse_transcript, split_tools
+from pipeline.rewards.functions import RewardFunction
+from pipeline.rewards.pool import Failure, Value
+
+RowLayout = Literal["answers", "sft", "pairs"]
+NAMES = {"user": "Human", "assistant": "Assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """An answer to a prompt.
+
+    text: without special tokens, and without white space around it.
+    num_tokens: tokens that were sampled, the end token included.
+    log_prob: sum of their log-probabilities at the temperature, before top_p and top_k; of greedy ones at 1.
+    finish_reason: "end" = ended by the model, "limit" = cut at the number of new tokens.
+    scores: name of a reward function -> what it gave, of tokens their sum; None = it failed or does not apply.
+    reward: the weighted sum of the scores; None = a function failed, or none applies.
+    """
+
+    text: str
+    num_tokens: int
+    log_prob: float
+    finish_reason: str
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float | None = None
+
+
+def scores_of(
+    values: Mapping[str, Value], functions: Sequence[RewardFunction]
+) -> tuple[dict[str, float | None], float | None]:
+    """Return the scores of an answer by function, and its reward, as `SampledAnswer` has them."""
+    scores = {name: float(sum(value)) if isinstance(value, list) else value for name, value in values.items()}
+    kept = {name: value for name, value in scores.items() if isinstance(value, float)}
+    is_known = bool(kept) and not any(isinstance(value, Failure) for value in values.values())
+    reward = sum(one.weight * kept[one.name] for one in functions if one.name in kept) if is_known else None
+    return {name: kept.get(name) for name in scores}, reward
+
+
+def prompt_columns(messages: Turns, *, is_conversation: bool) -> dict[str, Any]:
+    """Return `prompt`, and `tools` where it has any: text where the data has texts, if it is read back as these turns.
+
+    Args:
+        is_conversation: the data has lists of messages.
+    """
+    tools, turns = split_tools(messages)
+    text, spoken = turns[0]["content"], messages[bool(tools) :]
+    is_text = not is_conversation
+    if len(turns) > 1 or is_transcript(text):
+        text = "".join(f"\n\n{NAMES.get(turn.role)}: {turn.content}" for turn in spoken) + "\n\nAssistant:"
+        is_text = is_text and parse_transcript(text) == spoken
+    return {"prompt": text if is_text else turns} | ({"tools": tools} if tools else {})
+
+
+def row_of(layout: RowLayout, prompt: Mapping[str, Any], answers: Sequence[SampledAnswer]) -> dict[str, Any] | str:
+    """Return the row of a prompt's answers, or in words why they give none.
+
+    A chosen answer has ended by itself: what trains on it would learn to end where another one was cut.
+
+    Args:
+        prompt: columns of the row that say what the answers are to.
+    """
+    if layout == "answers":
+        return {**prompt, "answers": [asdict(answer) for answer in answers]}
+    usable = [
+        one for one in answers if one.text and "\0" not in one.text and (one.reward is not None or not one.scores)
+    ]
+    ended = [one for one in usable if one.finish_reason != "limit"]
+    if not ended:
+        return "no answer that ended has a text and a score" if usable else "no answer has a text and a score"
+    best = max(ended, key=_reward)
+    if layout == "sft":
+        return {**prompt, "response": best.text}
+    if len({_reward(one) for one in usable}) == 1:
+        return "all scores are equal"
+    worse = [one for one in usable if _reward(one) < _reward(best) and one.text != best.text]
+    if not worse:
+        return "no answer scores less than the best that ended"
+    return {**prompt, "chosen": _side(best.text), "rejected": _side(min(worse, key=_reward).text)}
+
+
+def _reward(answer: SampledAnswer) -> float:
+    return answer.reward or 0.0
+
+
+def _side(text: str) -> str | list[dict[str, str]]:
+    """Return a side of a pair as its column has it; a text that looks like a transcript would be read as one."""
+    return [{"role": "assistant", "content": text}] if is_transcript(text) else text

@@ -1,0 +1,106 @@
+"""The file of `rlhf sample`: what is written, cut off, refused and left as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import EnvironmentFault, InputError
+from pipeline.inference.sample_file import SampleFile, sample_file
+from pipeline.run.lock import lock_held
+
+SETTINGS = {"seed": 1, "functions": [("f", 1.0)]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of the file."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(*numbers: int, overwrite: bool = False) -> SampleFile:
+    """Write rows of these prompts into a.jsonl."""
+    with sample_file("a.jsonl", SETTINGS, overwrite=overwrite) as file:
+        for number in numbers:
+            file.write(number, {"text": f"é\u2028{number}"})
+    return file
+
+
+def test_rows_are_one_line_each_and_counted():
+    assert written(1, 4) == SampleFile(Path("a.jsonl"), num_rows=2, last=4)
+    assert written(5) == SampleFile(Path("a.jsonl"), num_rows=3, last=5)
+    text = Path("a.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line) for line in text.split("\n")[:-1]] == [
+        {"number": number, "text": f"é\u2028{number}"} for number in (1, 4, 5)
+    ]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.jsonl", "a.jsonl.settings.json"]
+    assert written(2, overwrite=True) == SampleFile(Path("a.jsonl"), num_rows=1, last=2)
+
+
+def test_a_torn_row_is_cut_off_at_any_byte():
+    written(1, 2)
+    whole = Path("a.jsonl").read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(len(whole) + 1):
+        Path("a.jsonl").write_bytes(whole[:cut])
+        rows = (cut >= first) + (cut == len(whole))
+        assert written() == SampleFile(Path("a.jsonl"), num_rows=rows, last=rows)
+        assert Path("a.jsonl").read_bytes() == (b"", whole[:first], whole)[rows]
+
+
+def test_without_a_path_rows_go_to_standard_output(capsys, folder):
+    with sample_file("", SETTINGS, overwrite=False) as file:
+        file.write(3, {"a": "é"})
+    assert capsys.readouterr().out == '{"number": 3, "a": "é"}\n' and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "foreign", [b'{"prompt": "x"}\n', b"text\n", b"[1]\n", b"\xff\n", b'{"number": 2}\n', b'{"number": "9"}\n']
+)
+def test_a_line_that_is_no_next_row_is_refused_and_left(foreign):
+    written(1, 2)
+    whole = Path("a.jsonl").read_bytes() + foreign + b'{"number": 3}\n{"torn'
+    Path("a.jsonl").write_bytes(whole)
+    with pytest.raises(InputError, match=r"^--output: a.jsonl:3: no row of `rlhf sample` behind that before; name an"):
+        written(3)
+    assert Path("a.jsonl").read_bytes() == whole
+
+
+def test_a_file_without_its_settings_or_with_others_is_refused():
+    Path("a.jsonl").write_text("mine")
+    with pytest.raises(
+        InputError, match="^--output: a.jsonl exists, and a.jsonl.settings.json with its settings does n"
+    ):
+        written(1)
+    assert Path("a.jsonl").read_text() == "mine" and written(1, overwrite=True).num_rows == 1
+    others = SETTINGS | {"seed": 2, "more": None}
+    with (
+        pytest.raises(InputError, match="a.jsonl was begun with seed 1, now 2; give the same, name another --output"),
+        sample_file("a.jsonl", others, overwrite=False),
+    ):
+        pass
+    Path("a.jsonl").write_bytes(b"")
+    with sample_file("a.jsonl", others, overwrite=False) as file:
+        assert file.last == 0
+    assert json.loads(Path("a.jsonl.settings.json").read_text()) == json.loads(json.dumps(others))
+
+
+def test_two_processes_and_disks_that_refuse():
+    with (
+        lock_held(Path("a.jsonl"), Path(".a.jsonl.lock"), "--output"),
+        pytest.raises(EnvironmentFault, match="wait for its end, stop it, or name another --output"),
+    ):
+        written(1)
+    Path("full.jsonl").symlink_to("/dev/full")
+    with (
+        sample_file("full.jsonl", SETTINGS, overwrite=False) as file,
+        pytest.raises(EnvironmentFault, match="^full.jsonl: cannot be written: No space left on device"),
+    ):
+        file.write(1, {})
+    Path("file").touch()
+    with (
+        pytest.raises(EnvironmentFault, match="^file/a.jsonl: cannot write there"),
+        sample_file("file/a.jsonl", SETTINGS, overwrite=False),
+    ):
+        pass
