@@ -12,7 +12,7 @@ from rlhf.compare import CompareConfig  # noqa: E402
 from rlhf.convert import ConvertConfig  # noqa: E402
 from rlhf.export import ExportConfig  # noqa: E402
 from rlhf.merge import MergeConfig  # noqa: E402
-from rlhf.sample import SampleConfig  # noqa: E402
+from rlhf.rewards.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig, RewardEvalConfig  # noqa: E402

@@ -1,6 +1,7 @@
 """The command `rlhf SUBCOMMAND ...`: finds the subcommand and passes the other words on to it.
 
-A subcommand is a module of this package, imported when it is called: `rlhf --help` takes milliseconds.
+A subcommand is a module of this package, or of `rlhf/rewards/`, imported when it is called: `rlhf --help` takes
+milliseconds.
 """
 
 import importlib
@@ -9,7 +10,8 @@ import sys
 from pipeline.console import outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest
 
-# Subcommand, which is also the module in this package -> its line of help.
+OF_REWARDS = ("sample", "reward")
+# Subcommand, which is also the name of its module -> its line of help.
 SUBCOMMANDS = {
     "train": "fine-tune (1), train a reward model (2), PPO (3)",
     "chat": "talk to a model",
@@ -44,7 +46,7 @@ def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
     """Import a subcommand, which Ctrl-C ends quietly, and run it; returns the exit code."""
     quit_on_interrupt()
     try:
-        module = importlib.import_module(f"rlhf.{name}")
+        module = importlib.import_module(f"rlhf.rewards.{name}" if name in OF_REWARDS else f"rlhf.{name}")
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed for {sys.executable}"
         print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.row_kinds import RowMaker, TokenizationOptions
+from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
@@ -54,20 +55,24 @@ class Begun:
 
 
 def read_sample_prompts(
-    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, counts: Counts, column_map: Mapping[str, str], limit: int
+    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, counts: Counts, column_map: str, limit: int
 ) -> list[SamplePrompt]:
     """Read the prompts of all rows, of whatever layout; `counts` gets those that are left out.
 
     Args:
+        column_map: as `--column_map`.
         limit: tokens of a prompt.
 
     Raises:
         InputError: no row has a prompt, or a source cannot be read.
     """
-    maker = RowMaker(tokenizer, TokenizationOptions(max_prompt_seq_len=limit), counts)
+    maker, columns = (
+        RowMaker(tokenizer, TokenizationOptions(max_prompt_seq_len=limit), counts),
+        parse_column_map(column_map),
+    )
     prompts, copies = list[SamplePrompt](), Counter[int]()
     for path in paths:
-        for record in read_records(read_rows(path), counts, column_map=column_map, passes_columns=True):
+        for record in read_records(read_rows(path), counts, column_map=columns, passes_columns=True):
             for row in maker.rows([record], RowMaker.prompt):
                 tokens, own = Prompt.of(row.prompt_ids), (str(record.origin), record.messages)
                 prompts.append(SamplePrompt(len(prompts) + 1, *own, tokens, copies[tokens.prompt_id], record.extra))

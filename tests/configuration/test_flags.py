@@ -15,7 +15,7 @@ from pipeline.configuration.names import Names
 from pipeline.errors import InputError, nearest
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
-from rlhf.sample import SampleConfig
+from rlhf.rewards.sample import SampleConfig
 from rlhf.stages import SECTIONS
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig

@@ -32,8 +32,8 @@ from rlhf.compare import CompareConfig
 from rlhf.convert import ConvertConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
-from rlhf.reward import RewardTrialConfig
-from rlhf.sample import SampleConfig
+from rlhf.rewards.reward import RewardTrialConfig
+from rlhf.rewards.sample import SampleConfig
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig

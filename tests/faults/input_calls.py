@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault
-from rlhf import chat, compare, sample, train
+from rlhf import chat, compare, train
+from rlhf.rewards import sample
 from step1_sft import training as sft_training
 from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval

@@ -20,8 +20,8 @@ TENSOR_MATH = (
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.
 LIGHT = (
     "pipeline.errors", "pipeline.models.paths", "train", "chat", "prompt_eval",
-    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export", "rlhf.reward",
-    "rlhf.sample",
+    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export", "rlhf.rewards.reward",
+    "rlhf.rewards.sample",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),
     "pipeline.preparation.dry_run", "pipeline.preparation.stage_job", "rlhf.preflight", "rlhf.stages",

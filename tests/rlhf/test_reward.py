@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.in_process import error_lines, undone_afterwards
 
-from rlhf.reward import main
+from rlhf.rewards.reward import main
 
 CODE = """
 import time

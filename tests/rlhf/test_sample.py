@@ -17,7 +17,7 @@ from pipeline.data.formats import read_records
 from pipeline.data.row_kinds import PAIRS, SEQUENCES, TokenizationOptions
 from pipeline.data.sources import read_rows
 from pipeline.generation.eager import EagerSession
-from rlhf.sample import main
+from rlhf.rewards.sample import main
 
 CODE = """
 import json, os, time

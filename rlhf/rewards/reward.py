@@ -112,4 +112,4 @@ SUMMARIES: dict[str, Callable[[Sequence[Value]], object]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.reward"))
+    sys.exit(main(prog="python -m rlhf.rewards.reward"))

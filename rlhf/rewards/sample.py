@@ -13,7 +13,6 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.data.counts import Counts
-from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import is_conversational
 from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
@@ -100,7 +99,7 @@ def run(argv: list[str], prog: str) -> None:
 
     source, counts = ModelSource(config.model), Counts()
     tokenizer, limit = load_chat_tokenizer(source), prompt_limit(config, source)
-    prompts = read_sample_prompts(config.data, tokenizer, counts, parse_column_map(config.column_map), limit)
+    prompts = read_sample_prompts(config.data, tokenizer, counts, config.column_map, limit)
     for line in counts.lines():
         print(f"note: {line}", file=sys.stderr)
     settings = {
@@ -192,4 +191,4 @@ def write_rows(config: SampleConfig, prompts: "Sequence[SamplePrompt]", pool: Re
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.sample"))
+    sys.exit(main(prog="python -m rlhf.rewards.sample"))

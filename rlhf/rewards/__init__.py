@@ -1,0 +1,1 @@
+"""Programs about rewards: reward tries functions, sample writes scored answers."""
