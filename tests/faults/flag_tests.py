@@ -284,10 +284,10 @@ TESTS: dict[str, str] = {
     "rlhf/test_reward.py::test_values_of_two_functions":
         "reward_trial.reward_function reward_trial.data reward_trial.completion",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
-    "step3_ppo/test_reward_functions.py::test_calls_have_a_limit_of_time_and_processes_of_their_own":
+    "step3_ppo/test_rewarded_by_functions.py::test_calls_have_a_limit_of_time_and_processes_of_their_own":
         "ppo.reward_timeout_s ppo.reward_workers",
-    "step3_ppo/test_reward_functions.py::test_some_failures_are_masked_and_counted": "ppo.max_reward_failures",
-    "step3_ppo/test_reward_functions.py::test_several_samples_of_held_out_prompts": "ppo.eval_samples_per_prompt",
+    "step3_ppo/test_rewarded_by_functions.py::test_some_failures_are_masked_and_counted": "ppo.max_reward_failures",
+    "step3_ppo/test_rewarded_by_functions.py::test_several_samples_of_held_out_prompts": "ppo.eval_samples_per_prompt",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[zero_stage]":
         "ppo.reward_model_zero_stage",
     "step3_ppo/test_models.py::test_a_flag_of_the_reward_model_is_of_no_other_model[quantization]":

@@ -55,7 +55,7 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
 
 
 def tensors_of(rows: Any) -> dict[str, torch.Tensor]:
-    return {f.name: getattr(rows, f.name) for f in fields(rows)}
+    return {f.name: value for f in fields(rows) if (value := getattr(rows, f.name)) is not None}
 
 
 def rollout_findings(loop: PPOLoop, collected: Collected) -> dict[str, Any]:
