@@ -109,10 +109,10 @@ def policy_loss(
 
     Args:
         policy_clip_high: clip range above 1 (DAPO); None: `policy_clip`.
-        dual_clip: c > 1: where A_t < 0 the objective is not below c * A_t (Ye et al. 2020, eq. 5), so
-            that a ratio above c has no gradient; None or 0: no such bound.
+        dual_clip: c > 1: where A_t < 0 the objective is not below c * A_t (Ye et al. 2020), so that a ratio above c
+            has no gradient; None or 0: no such bound.
         importance_sampling_level: "sequence" takes the geometric mean of its tokens' ratios for each token of a row,
-            exp(mean_t log ratio_t), with its gradient (GSPO, eq. 7).
+            exp(mean_t log ratio_t), with its gradient (GSPO).
     """
     log_probs, old_log_probs, advantages = zero_outside(response_mask, log_probs, old_log_probs, advantages)
     ratio = _ratios(log_probs - old_log_probs, response_mask, importance_sampling_level)
@@ -139,7 +139,7 @@ def cispo_loss(
     importance_sampling_level: RatioLevel = "token",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
-    """-sum_t min(ratio_t, ratio_cap) * A_t * log_probs_t, no gradient through the ratio: CISPO, eq. 4, no lower bound.
+    """-sum_t min(ratio_t, ratio_cap) * A_t * log_probs_t, without a gradient through the ratio: CISPO.
 
     Every token keeps a gradient. `ratio_cap` bounds the ratio itself, not its distance from 1. The rest is as in
     `policy_loss`.

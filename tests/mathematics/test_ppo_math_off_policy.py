@@ -97,14 +97,14 @@ def test_an_extreme_difference_stays_finite():
 
 
 def test_metrics_by_hand():
-    # Ratios 2, 1/2, 4 of three tokens: |log| ln 2, ln 2, 2 ln 2; k3 of KL(mu || old) is w - 1 - log w; effective share
-    # 6.5^2 / (3 * (4 + 1/4 + 16)).
-    old = torch.tensor([[2.0, 0.5, NAN], [4.0, NAN, NAN], [NAN, NAN, NAN]]).log()
+    # Ratios 2, 1/8, 4 of three tokens: |log| ln 2, 3 ln 2, 2 ln 2; k3 of KL(mu || old) is w - 1 - log w; effective
+    # share 6.125^2 / (3 * (4 + 1/64 + 16)).
+    old = torch.tensor([[2.0, 0.125, NAN], [4.0, NAN, NAN], [NAN, NAN, NAN]]).log()
     mu, mask = torch.where(old.isnan(), NAN, 0.0), lengths_to_mask(torch.tensor([2, 1, 0]), 3)
     found = difference_metrics(old, mu, mask)
     ln2 = math.log(2)
-    k3 = [1 - ln2, -0.5 + ln2, 3 - 2 * ln2]
-    expected = (4 * ln2 / 3, 2 * ln2, sum(k3) / 3, 6.5**2 / (3 * 20.25))
+    k3 = [1 - ln2, -0.875 + 3 * ln2, 3 - 2 * ln2]
+    expected = (2 * ln2, 3 * ln2, sum(k3) / 3, 6.125**2 / (3 * (20 + 1 / 64)))
     assert [each.item() for each in found] == pytest.approx(expected)
     nothing = difference_metrics(old, mu, torch.zeros_like(mask))
     assert [each.item() for each in nothing] == [0, 0, 0, 0]

@@ -241,7 +241,7 @@ def test_cispo(level, weighted):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_kl_in_the_loss(loss_type):
-    """Its value: k3's. The gradient that TRL gives it is that of KL(ref || policy), see `kl_loss`."""
+    """Its value: k3's. Its gradient is that of KL(ref || policy) in TRL, without its `use_bias_correction_kl`."""
     log_probs, old, ref, _, advantages = data(5)
     full, factors = advantages.unsqueeze(1).expand(N, T).clone(), factors_of(loss_type)
     loss, _, _ = their_loss(log_probs, old, advantages, loss_type=loss_type, beta=0.3, ref=ref)
