@@ -192,8 +192,9 @@ def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabula
     decode = vocabulary.decode
     if not stop or decode is None:
         return None
-    # One character more: the first of a text may be decoded otherwise than the same one behind others.
-    start = max(0, seen - TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1))
+    # A text that a new token completes begins less than its length before: one character of the window is to spare,
+    # since the first of a text may be decoded otherwise than the same one behind others.
+    start = max(0, seen - TOKENS_PER_CHARACTER * max(map(len, stop)))
 
     def text_of(length: int) -> str:
         text = decode(ids[start:length])

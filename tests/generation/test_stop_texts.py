@@ -33,7 +33,7 @@ def test_a_window_finds_what_a_loop_over_all_beginnings_finds(real_tokenizer: Pr
     ids, end = real_tokenizer(TEXT, add_special_tokens=False)["input_ids"], real_tokenizer.eos_token
     found = set()
     for _ in range(150):
-        row = [number.choice(ids) for _ in range(number.randrange(40))] * number.randrange(2) + ids
+        row = [number.choice(ids) for _ in range(number.randrange(40))] + ids * number.randrange(2)
         row = [*row, real_tokenizer.eos_token_id, *ids]
         first = number.randrange(len(TEXT))
         stop = (TEXT[first : first + number.choice((1, 2, 5, 12))], number.choice(("never", end)))
@@ -45,6 +45,20 @@ def test_a_window_finds_what_a_loop_over_all_beginnings_finds(real_tokenizer: Pr
         assert stopped_length(stop, row, vocabulary) == expected
         found.add(expected)
     assert len(found) > 20
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_bytes_that_are_decoded_together_hide_no_text(step: int, real_tokenizer: PreTrainedTokenizerBase) -> None:
+    """A line end between rare characters: SentencePiece replaces all bytes in a row where one of them is missing."""
+    vocabulary, rare = Vocabulary.of(real_tokenizer), "\u9f98\u9750\u9f49\u7229" * 4
+    for text in (f"{rare}\n{rare}", f"\n{rare}"):
+        ids = real_tokenizer(text, add_special_tokens=False)["input_ids"]
+        for behind in (0, 1):
+            length, seen = None, 0
+            while length is None and seen < len(ids) - behind:
+                now = min(seen + step, len(ids) - behind)
+                length, seen = stopped_length(("\n",), ids[:now], vocabulary, seen=seen), now
+            assert length == slow(("\n",), ids, real_tokenizer) is not None
 
 
 @pytest.mark.parametrize("backend", ["eager", *FUNCTIONS])

@@ -66,6 +66,7 @@ def test_a_stop_on_one_rank_stops_its_group(found: Found) -> None:
 def test_inference_tp_size_changes_no_rollout_of_step_3(found: Found) -> None:
     """Each rank copies its half of two layers of width 32; biases of what is cut by inputs it copies whole."""
     reference = found[1][0]["step 3"]["responses"]
+    assert 0 < found[1][0]["step 3"]["stopped"] < len(reference["finished"]), "stop strings end some of them"
     for rank in found[2]:
         responses = rank["step 3"]["responses"]
         assert responses["sequences"].equal(reference["sequences"]) and apart(responses, reference) < TOLERANCE

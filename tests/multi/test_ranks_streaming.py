@@ -69,5 +69,6 @@ def test_rollout_weights_changes_no_rollout_of_step_3(found: Found) -> None:
     for rank in found:
         case = rank["step 3"]
         assert case["groups"] == [1, 1]
+        assert 0 < case["stopped"] < len(case["streamed"]["finished"]), "stop strings end some of them"
         assert case["streamed"]["sequences"].equal(case["whole"]["sequences"])
         assert apart(case["streamed"], case["whole"]) < TOLERANCE

@@ -28,6 +28,7 @@ from pipeline.training.steps import step_together
 FUSED, EAGER = (GenerationOptions(backend=backend) for backend in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))
 ENDS = frozenset({EOS, *range(20, 60)})
+STOP = ("--stop_strings", "a", "e", "s")
 MAKERS = {
     "opt": opt,
     "opt-350m": partial(opt, do_layer_norm_before=False, word_embed_proj_dim=16),
@@ -123,11 +124,19 @@ def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3: eager on one rank; several ranks share and copy the weights."""
     size = dist.world_size()
     backend = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
-    words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4)
+    words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4, *STOP)
     loop = setup(inputs, 2 // size, words)
     responses = tensors_of(loop.collect().responses)
     generator = loop.ppo.hybrid._generator
-    return {"responses": responses, "copied bytes": generator.forward.num_copied_bytes if generator else 0}
+    copied = generator.forward.num_copied_bytes if generator else 0
+    return {"responses": responses, "copied bytes": copied, "stopped": num_stopped(responses)}
+
+
+def num_stopped(responses: dict[str, torch.Tensor]) -> int:
+    """How many responses have ended, but not by an EOS."""
+    last = (responses["prompt_lengths"] + responses["response_lengths"] - 1).unsqueeze(1)
+    ends = responses["sequences"].gather(1, last).squeeze(1) == EOS
+    return int((responses["finished"] & ~ends).sum())
 
 
 def cases() -> dict[str, Any]:

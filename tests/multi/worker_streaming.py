@@ -7,7 +7,7 @@ from typing import Any
 
 from stages import current_world
 from support.decode_models import KEY, NUM_TOKENS, PAD, llama, opt, random_prompts
-from worker_decode import FUSED, change_weights, engine_of, findings, stopped_by_the_last_rank
+from worker_decode import FUSED, STOP, change_weights, engine_of, findings, num_stopped, stopped_by_the_last_rank
 from worker_ppo import setup, tensors_of
 
 from pipeline.engine.engine import TrainingEngine
@@ -93,14 +93,15 @@ def decided(inputs: Path) -> dict[str, Any]:
 
 def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3 with the flag."""
-    words = ("--generation_engine", "fused", "--rollout_weights", "streamed", "--max_answer_seq_len", 2)
+    words = ("--generation_engine", "fused", "--rollout_weights", "streamed", "--max_answer_seq_len", 2, *STOP)
     loop = setup(inputs, 1, words, stage=3)
     hybrid = loop.ppo.hybrid
     streamed = tensors_of(loop.collect().responses)
     groups = groups_of(hybrid)
     whole = HybridEngine(hybrid.engine, hybrid.vocabulary, options=WHOLE)
     loop.ppo = replace(loop.ppo, hybrid=whole)
-    return {"streamed": streamed, "groups": groups, "whole": tensors_of(loop.collect().responses)}
+    found = {"streamed": streamed, "whole": tensors_of(loop.collect().responses)}
+    return {**found, "groups": groups, "stopped": num_stopped(streamed)}
 
 
 def cases() -> dict[str, Any]:
