@@ -73,7 +73,7 @@ class WorkerProcess:
                 return answer
             if not ended:
                 raise WorkerLostError("timed out", f"no answer within {limit_s:g} s")
-            raise WorkerLostError("worker died", f"its process ended ({_exit_word(process.returncode)})")
+            raise WorkerLostError("worker died", _end_of(process.returncode))
         except BaseException:
             self.kill()
             raise
@@ -154,7 +154,8 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _exit_word(code: int | None) -> str:
+def _end_of(code: int | None) -> str:
+    """Return how a process with this exit code has ended, None: it has not, and gave another answer than was asked."""
     if code is None:
-        return "it has closed its pipe"
-    return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+        return "its answer cannot be read"
+    return f"its process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}, {signal.strsignal(-code)}'})"

@@ -82,7 +82,10 @@ def test_what_a_trainer_gives_is_there(tmp_path):
     ("args", "reason"),
     [
         ({"onw": 1}, "args: it has no argument 'onw', only completions, level, missing, own"),
-        ({"own": 1, "prompts": []}, "args: it has no argument 'prompts', only completions, level, missing, own"),
+        (
+            {"own": 1, "completions": []},
+            "args: it has no argument 'completions', only completions, level, missing, own",
+        ),
         ({}, "it needs the column 'own', and the data has only level"),
     ],
 )
@@ -168,13 +171,12 @@ def test_waiting_for_values_beats(tmp_path):
     assert beat is not None and beat.time > before + 0.4
 
 
-def test_the_first_error_is_the_first_prompts(tmp_path):
-    code = "import time\ndef f(completions, wait): time.sleep(wait[0]); return [f'{wait[0]}']"
-    functions = functions_in(tmp_path / "f.py", code, "f")
-    rows = [to("a", row=f"row {n}", columns={"wait": wait}) for n, wait in enumerate((0.4, 0.0))]
-    for _ in range(2):
-        with pytest.raises(InputError, match=r"prompt row 0: response 0: returned '0.4'"):
-            scores(functions, *rows, columns=["wait"])
+def test_the_first_error_is_of_the_first_prompt_and_function(tmp_path):
+    code = "import time\ndef f(completions, wait): time.sleep(wait[0]); return [f'{wait[0]}']\n"
+    functions = functions_in(tmp_path / "f.py", f"{code}def g(completions): return ['g']", "f g")
+    rows = [to("a", row=f"row {n}", columns={"wait": wait}) for n, wait in enumerate((1.0, 0.0))]
+    with pytest.raises(InputError, match=r"prompt row 0: response 0: returned '1.0'"):
+        scores(functions, *rows, columns=["wait"])
 
 
 SECRETS = {

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 
 import pytest
 from support.reward_functions import LIMIT_S, functions_in, nothing_left, scored, to
@@ -22,6 +23,13 @@ def right(completions):
     print("still heard")
     return [len(text) for text in completions]
 
+def write_everywhere(line):
+    for number in range(3, 20):
+        try:
+            os.write(number, line)
+        except OSError:
+            pass
+
 class Silent(Exception):
     def __str__(self): raise OSError
 
@@ -33,6 +41,7 @@ REFUSED = {
     "texts": ("return ['1.0', 'good']", "response 0: returned '1.0' (str)"),
     "one_text": ("return [1.0, 'good']", "response 1: returned 'good' (str)"),
     "long_text": ("return ['x' * 10**6] * 2", "response 0: returned a value of type str"),
+    "a_key": ("return ['sk-canaryCANARYcanaryCANARY01', 1]", "response 0: returned '***' (str)"),
     "nan": ("return [1.0, float('nan')]", "response 1: returned nan (float)"),
     "infinite": ("return [float('-inf'), 1.0]", "response 0: returned -inf (float)"),
     "huge": ("return [1, 10 ** 40]", "response 1: returned a value of type int"),
@@ -55,6 +64,7 @@ REFUSED = {
 FAILING = {
     "raising": ("raise ValueError('no\\nway')", "raised", r"^ValueError: no way \(wrong.py:\d+\)$"),
     "silent": ("raise Silent", "raised", r"Silent: <exception str\(\) failed> \(wrong.py:\d+\)$"),
+    "quoting": ("raise ValueError('sk-canaryCANARYcanaryCANARY01')", "raised", r"^ValueError: \*\*\* "),
     "leaving": ("sys.exit(3)", "raised", r"^SystemExit: 3"),
     "interrupted": ("raise KeyboardInterrupt", "raised", "^KeyboardInterrupt"),
     "recursive": ("return recursive(completions)", "raised", "^RecursionError: maximum recursion"),
@@ -65,6 +75,11 @@ FAILING = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "worker died", r"\(signal 9, Killed\)$"),
     "segfault": ("ctypes.string_at(0)", "worker died", r"\(signal 11, Segmentation fault\)$"),
     "deaf": ("os.closerange(3, 64); return [1.0, 1.0]", "worker died", r"^its process ended"),
+    "lying": (
+        'write_everywhere(b\'{"number": 0, "values": [9, 9]}\\n\')',
+        "worker died",
+        "^its answer cannot be read$",
+    ),
     "orphaning": ("os.fork() or time.sleep(60); os._exit(1)", "worker died", r"\(exit code 1\)$"),
     "hanging": ("time.sleep(60)", "timed out", "^no answer within 0.5 s$"),
     "busy": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: pass", "timed out", "^no answer"),
@@ -157,7 +172,8 @@ def picky(completions):
     assert first == {"picky": [1.0, failure, 3.0]} and second == {"picky": [4.0]}
 
 
-def test_what_functions_print_is_logged_and_not_without_end(all_functions, tmp_path, caplog):
+def test_what_functions_print_is_logged_and_not_without_end(tmp_path, caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # C's buffer is meant
     caplog.set_level(logging.INFO, logger="pipeline.rewards.worker_process")
     code = HEAD + "\n".join(f"def {name}(completions):\n    {ODD[name]}\n" for name in ("chatty", "chatty_in_c"))
     code += "def loud(completions):\n    print('a', file=sys.stderr); print('sk-canaryCANARYcanaryCANARY01')\n"
@@ -202,6 +218,22 @@ def test_what_cannot_be_used_is_found_before_the_start(tmp_path):
     lines = str(caught.value).splitlines()
     for line, (name, (_, reason)) in zip(lines, UNUSABLE.items(), strict=True):
         assert line.startswith(f"--reward_function {tmp_path}/{name}.py:f: {reason}"), line
+
+
+def test_a_pool_ends_at_once_and_quietly(all_functions, caplog):
+    """One function hangs, one has just been given up, and most calls wait for a worker."""
+    _, by_name = all_functions
+    functions = [by_name["hanging"], by_name["right"]]
+    with nothing_left():
+        pool = RewardPool(functions, num_workers=2, timeout_s=LIMIT_S)
+        pool.check(())
+        handles = [pool.submit(to(*TEXTS)) for _ in range(8)]
+        time.sleep(LIMIT_S + 0.1)
+        start = time.monotonic()
+        pool.close()
+        assert time.monotonic() - start < 2.0
+    assert all(handle.cancelled() for handle in handles[2:])
+    assert caplog.messages == []
 
 
 def test_a_file_that_changes_during_a_run_is_not_mixed_with_what_it_was(tmp_path):
