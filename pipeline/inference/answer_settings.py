@@ -40,3 +40,15 @@ class AnswerSettings(ReplySettings):
             other = "" if self.num_beams > 1 else " or a --temperature above 0"
             raise ValueError(f"--num_return_sequences: {count} answers need --num_beams of at least {count}{other}")
         return self
+
+
+class SampleSettings(DrawSettings):
+    """Sampling"""
+
+    n: int = flag(1, "Answers to each prompt; also -n", ge=1, le=MAX_SAMPLES, aliases=("num_return_sequences",))
+
+    @model_validator(mode="after")
+    def _answers_can_differ(self) -> Self:
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"--n: {self.n} greedy answers would be the same; give a --temperature above 0")
+        return self

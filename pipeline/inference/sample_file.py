@@ -1,17 +1,16 @@
 """The file of `rlhf sample`: JSON lines that a later call goes on with, or standard output."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.files import read_object, refused_by_disk, write_json
-from pipeline.run.lock import lock_held
 
 NUMBER = "number"  # column of a row: which of the prompts it is of, from 1
+ANEW = "name another --output, or give --overwrite to begin anew"
 
 
 @dataclass(slots=True)
@@ -38,58 +37,52 @@ class SampleFile:
         self.num_rows, self.last = self.num_rows + 1, number
 
 
-@contextmanager
-def sample_file(path: str, settings: Mapping[str, Any], *, overwrite: bool) -> Iterator[SampleFile]:
-    """Hold a file for rows behind its last whole one, or a new file; standard output where `path` is empty.
+def open_samples(file: Path | None, settings: Mapping[str, Any], *, overwrite: bool) -> SampleFile:
+    """Return a file to write behind its last whole row, or a new one; None: standard output.
 
-    `<path>.settings.json` has the settings that it was begun with.
+    `<file>.settings.json` has the settings that it was begun with.
 
     Raises:
         InputError: the file was begun with other settings, or is none of this command.
-        EnvironmentFault: another process holds it, or it cannot be written.
+        EnvironmentFault: it cannot be written.
     """
-    if not path:
-        yield SampleFile(None)
-        return
-    file = Path(path).expanduser()
-    with lock_held(file, file.with_name(f".{file.name}.lock"), "--output"):
-        with refused_by_disk(file):
-            if overwrite:
-                file.unlink(missing_ok=True)
-            opened = opened_file(file, settings)
-        yield opened
+    if file is None:
+        return SampleFile(None)
+    with refused_by_disk(file):
+        if overwrite:
+            file.unlink(missing_ok=True)
+        settings_file = file.with_name(f"{file.name}.settings.json")
+        if not file.exists() or not file.stat().st_size:
+            write_json(settings_file, settings)
+            file.touch()
+            return SampleFile(file)
+        check_settings(file, settings_file, settings)
+        return without_torn_row(file)
 
 
-def opened_file(file: Path, settings: Mapping[str, Any]) -> SampleFile:
-    """Return a file without its torn last row, or a new one with its settings beside it.
+def check_settings(file: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:
+    """Raise InputError unless a file was begun with these settings."""
+    before, now = read_object(settings_file), json.loads(json.dumps(settings))
+    if not before:
+        raise InputError(f"--output: {file} exists, and {settings_file.name} with its settings does not; {ANEW}")
+    if other := [name for name in now if before.get(name) != now[name]]:
+        values = " and ".join(f"{name} {before.get(name)}, now {now[name]}" for name in other)
+        raise InputError(f"--output: {file} was begun with {values}; give the same, {ANEW}")
 
-    Raises:
-        InputError: see `sample_file`.
-    """
-    beside = file.with_name(f"{file.name}.settings.json")
-    if not file.exists() or not file.stat().st_size:
-        write_json(beside, settings)
-        file.touch()
-        return SampleFile(file)
-    begun, now = read_object(beside), json.loads(json.dumps(settings))
-    anew = "name another --output, or give --overwrite to begin anew"
-    if not begun:
-        raise InputError(f"--output: {file} exists, and {beside.name} with its settings does not; {anew}")
-    if other := [name for name in now if begun.get(name) != now[name]]:
-        values = " and ".join(f"{name} {begun.get(name)}, now {now[name]}" for name in other)
-        raise InputError(f"--output: {file} was begun with {values}; give the same, {anew}")
-    opened, end = SampleFile(file), 0
+
+def without_torn_row(file: Path) -> SampleFile:
+    """Cut off a torn last row, and return the file with what it has. Raises InputError for lines that are no rows."""
+    samples, end = SampleFile(file), 0
     with file.open("r+b") as stream:
         for line in stream:
             if not line.endswith(b"\n"):
                 break
-            number = number_of(line)
-            if number <= opened.last:
-                place = f"{file}:{opened.num_rows + 1}"
-                raise InputError(f"--output: {place}: no row of `rlhf sample` behind that before; {anew}")
-            opened.num_rows, opened.last, end = opened.num_rows + 1, number, end + len(line)
+            if (number := number_of(line)) <= samples.last:
+                place = f"{file}:{samples.num_rows + 1}"
+                raise InputError(f"--output: {place}: no row of `rlhf sample` behind that before; {ANEW}")
+            samples.num_rows, samples.last, end = samples.num_rows + 1, number, end + len(line)
         stream.truncate(end)
-    return opened
+    return samples
 
 
 def number_of(line: bytes) -> int:

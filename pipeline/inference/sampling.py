@@ -3,24 +3,24 @@
 import hashlib
 import json
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from transformers import PreTrainedTokenizerBase
-
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.row_kinds import RowMaker, TokenizationOptions
-from pipeline.data.selection import parse_column_map
-from pipeline.data.sources import read_rows
+from pipeline.data.sources import is_conversational, read_rows
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Finished, Room
-from pipeline.inference.answers import ChatModel, finished_answer
+from pipeline.inference.answer_settings import SampleSettings
+from pipeline.inference.answers import ChatModel, finished_answer, load_chat_tokenizer
 from pipeline.inference.sample_rows import SampledAnswer, scores_of
+from pipeline.models.source import ModelSource, has_key_value_cache, num_positions
 from pipeline.rewards.pool import Responses, RewardPool, Value
 
 
@@ -54,79 +54,106 @@ class Begun:
     handle: Future[dict[str, list[Value]]] | None = None
 
 
-def read_sample_prompts(
-    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, counts: Counts, column_map: str, limit: int
-) -> list[SamplePrompt]:
-    """Read the prompts of all rows, of whatever layout; `counts` gets those that are left out.
+@dataclass(frozen=True, slots=True)
+class PromptData:
+    """The prompts of files.
+
+    prompts: those that can be used, in order.
+    columns: names of the columns that functions may get.
+    is_conversation: functions get lists of messages, because a source has some.
+    notes: a line for each kind of rows that are left out.
+    """
+
+    prompts: list[SamplePrompt]
+    columns: set[str]
+    is_conversation: bool
+    notes: list[str]
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that is read of the prompts."""
+        total = hashlib.sha256()
+        for one in self.prompts:
+            total.update(repr((one.tokens.ids, one.messages, one.columns)).encode())
+        return total.hexdigest()
+
+
+def read_prompts(
+    paths: Sequence[str], source: ModelSource, *, column_map: Mapping[str, str], max_length: int, max_new_tokens: int
+) -> PromptData:
+    """Read the prompts of all rows, of whatever layout, as a model's tokens. Reads no weight.
 
     Args:
-        column_map: as `--column_map`.
-        limit: tokens of a prompt.
+        max_length: tokens of a prompt; 0 = as many as the model's positions leave.
 
     Raises:
-        InputError: no row has a prompt, or a source cannot be read.
+        InputError: a source cannot be read or has no prompt, or the model cannot be sampled from.
     """
-    maker, columns = (
-        RowMaker(tokenizer, TokenizationOptions(max_prompt_seq_len=limit), counts),
-        parse_column_map(column_map),
-    )
+    counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens)
+    maker = RowMaker(load_chat_tokenizer(source), TokenizationOptions(max_prompt_seq_len=limit), counts)
     prompts, copies = list[SamplePrompt](), Counter[int]()
     for path in paths:
-        for record in read_records(read_rows(path), counts, column_map=columns, passes_columns=True):
+        for record in read_records(read_rows(path), counts, column_map=column_map, passes_columns=True):
             for row in maker.rows([record], RowMaker.prompt):
-                tokens, own = Prompt.of(row.prompt_ids), (str(record.origin), record.messages)
-                prompts.append(SamplePrompt(len(prompts) + 1, *own, tokens, copies[tokens.prompt_id], record.extra))
+                tokens, place = Prompt.of(row.prompt_ids), str(record.origin)
+                copy, number = copies[tokens.prompt_id], len(prompts) + 1
+                prompts.append(SamplePrompt(number, place, record.messages, tokens, copy, record.extra))
                 copies[tokens.prompt_id] += 1
     if not prompts:
         raise InputError(f"--data: no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
-    return prompts
+    columns = {name for names in counts.passed.values() for name in names}
+    return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
 
 
-def prompts_digest(prompts: Sequence[SamplePrompt]) -> str:
-    """Return a hash of all that is read of the prompts."""
-    total = hashlib.sha256()
-    for one in prompts:
-        total.update(repr((one.tokens.ids, one.messages, one.columns)).encode())
-    return total.hexdigest()
+def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> int:
+    """Return the tokens that a prompt may have. Raises InputError: see `read_prompts`."""
+    if source.is_encoder_decoder or not has_key_value_cache(source.config):
+        kind = source.config.model_type
+        raise InputError(f"--model: {source.path} ({kind}) is no decoder with a cache of keys and values; name one")
+    positions = num_positions(source.config)
+    room = sys.maxsize if positions is None else positions - max_new_tokens
+    if not 1 <= (limit := max_length or room) <= room:
+        words = f"{max_length or 'some'} tokens of a prompt and --max_new_tokens {max_new_tokens}"
+        raise InputError(f"--max_prompt_seq_len: {words} do not fit into the model's {positions} positions")
+    return limit
 
 
 def sample(
     chat_model: ChatModel,
-    prompts: Sequence[SamplePrompt],
+    data: PromptData,
     pool: RewardPool,
-    sampling: Sampling,
+    settings: SampleSettings,
     *,
     first: int,
-    num_samples: int,
-    num_slots: int,
+    batch_size: int,
     seed: int,
-    is_conversation: bool,
 ) -> Iterator[tuple[SamplePrompt, list[SampledAnswer], dict[str, list[Value]]]]:
-    """Yield in order each of `prompts[first:]` with its answers, and the values of each function for them.
+    """Yield in order each prompt behind the `first` ones with its answers, and the values of each function for them.
 
     An answer depends on the seed, its prompt and its number alone, up to rounding.
 
     Args:
-        num_slots: answers that are sampled at once.
-        is_conversation: functions get lists of messages, not texts.
+        batch_size: prompts whose answers are sampled at once.
 
     Raises:
         InputError: a function returned what is no value, or logits are not finite.
     """
-    longest = max(len(one.tokens.ids) for one in prompts) + sampling.max_new_tokens
-    session = chat_model.sessions().session(Room(num_slots, sampling.max_new_tokens, longest))
-    rest, begun, of_ticket = deque(prompts[first:]), deque[Begun](), dict[int, Begun]()
+    num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
+    sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k)
+    longest = max(len(one.tokens.ids) for one in data.prompts)
+    session = chat_model.sessions().session(Room(num_slots, num_new, longest + num_new))
+    rest, begun, of_ticket = deque(data.prompts[first:]), deque[Begun](), dict[int, Begun]()
     while rest or begun:
         while rest and len(session.waiting) < num_slots:
             begun.append(one := Begun(rest.popleft()))
             key = RandomKey(seed, "answer", epoch=one.prompt.copy)
-            for n in range(num_samples):
+            for n in range(settings.n):
                 of_ticket[session.submit(one.prompt.tokens, sampling, key, sample=n).number] = one
         for event in [] if session.is_idle else session.advance():
             if isinstance(event, Finished):
                 take(chat_model, one := of_ticket.pop(event.ticket.number), event)
-                if len(one.ids) == num_samples:
-                    one.handle = pool.submit(responses_of(one, is_conversation))
+                if len(one.ids) == settings.n:
+                    one.handle = pool.submit(responses_of(one, data.is_conversation))
         is_all = session.is_idle and not rest
         while begun and (handle := begun[0].handle) is not None and (is_all or handle.done()):
             (values,), one = pool.gather([handle]), begun.popleft()

@@ -1,0 +1,54 @@
+"""The sampling of `rlhf sample` by each generation backend, whose requests wait for places in other ways."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.decode_models import FUNCTIONS
+from support.scripted_model import save, tiny_config
+from transformers import LlamaForCausalLM
+
+from pipeline.generation.generator import Generator
+from pipeline.inference.answer_settings import SampleSettings
+from pipeline.inference.answers import ChatModel, as_chat_model, load_chat_model
+from pipeline.inference.sampling import read_prompts, sample
+from pipeline.models.source import ModelSource
+from pipeline.rewards.pool import RewardPool
+
+
+@pytest.fixture(scope="module")
+def path(bpe_folder, tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(tiny_config())
+    torch.nn.init.normal_(made.lm_head.weight, std=0.2)
+    made.lm_head.weight.data[2] *= 6  # some answers end, some are cut
+    return save(made, bpe_folder, tmp_path_factory.mktemp("model"))
+
+
+def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int) -> list[Any]:
+    data = read_prompts([file], ModelSource(path), column_map={}, max_length=0, max_new_tokens=6)
+    settings = SampleSettings(n=2, max_new_tokens=6, temperature=1.0, top_p=0.9)
+    with RewardPool([], num_workers=1, timeout_s=1) as pool:
+        rows = sample(chat_model, data, pool, settings, first=1, batch_size=batch_size, seed=3)
+        return [(prompt.number, answers) for prompt, answers, _ in rows]
+
+
+@pytest.mark.parametrize(("forward", "batch_size"), [("static", 1), ("static", 9), ("fused", 2)])
+def test_answers_are_those_of_the_eager_backend(forward: str, batch_size: int, path, tmp_path):
+    """One prompt is there twice; prompts of other lengths, fewer and more of them than there are places."""
+    (tmp_path / "q.jsonl").write_text(
+        "".join(f'{{"prompt": "{text}"}}\n' for text in ("a", "b c d", "a", "e" * 30, "f", "g h"))
+    )
+    file, eager = str(tmp_path / "q.jsonl"), load_chat_model(path, dtype=torch.float32)
+    expected = sampled(eager, path, file, 3)
+    other = as_chat_model(
+        path, eager.model, eager.tokenizer, lambda model, vocabulary: Generator(FUNCTIONS[forward](model), vocabulary)
+    )
+    result = sampled(other, path, file, batch_size)
+    assert [number for number, _ in result] == [2, 3, 4, 5, 6]
+    for (_, answers), (_, others) in zip(result, expected, strict=True):
+        assert len(answers) == 2
+        for one, twin in zip(answers, others, strict=True):
+            assert (one.text, one.num_tokens, one.finish_reason) == (twin.text, twin.num_tokens, twin.finish_reason)
+            assert one.log_prob == pytest.approx(twin.log_prob, abs=1e-3)
+    assert {one.finish_reason for _, answers in result for one in answers} == {"end", "limit"}
