@@ -204,7 +204,7 @@ def plan_stage(
     """Return one planned stage; `before` are the stages whose output it may read."""
     names = Names(stage.config).known
     in_file = read_yaml(config_file, stage.section, SECTIONS)[0] if config_file else {}
-    method = {"method": config.method} if config.method in stage.methods else {}
+    method = {"method": config.method} if config.method in stage.methods and "method" in names else {}
     given = method | {names.get(name, name): value for name, value in in_file.items()}
     given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
     starts = stage.starts_given(given)

@@ -166,7 +166,7 @@ class RewardPool:
 
     def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
         """Begin to score the responses of a prompt, and return at once; see `gather`."""
-        return self._loop.run(self._values_of_all(responses))
+        return self._loop.run(self._given_by_all(responses))
 
     def gather(self, handles: Sequence["Future[dict[str, list[Value]]]"]) -> list[dict[str, list[Value]]]:
         """Return for each handle of `submit` what each function, by name, says of each response; beats while it waits.
@@ -199,15 +199,15 @@ class RewardPool:
                 return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
         return signature.reason_against(function.args, self._columns)
 
-    async def _values_of_all(self, responses: Responses) -> dict[str, list[Value]]:
-        work = (self._values(function, responses) for function in self.functions)
+    async def _given_by_all(self, responses: Responses) -> dict[str, list[Value]]:
+        work = (self._given_by(function, responses) for function in self.functions)
         lists = await asyncio.gather(*work, return_exceptions=True)
         for values in lists:
             if isinstance(values, BaseException):
                 raise values
         return {function.name: values for function, values in zip(self.functions, lists, strict=True)}  # type: ignore[misc]
 
-    async def _values(self, function: RewardFunction, responses: Responses) -> list[Value]:
+    async def _given_by(self, function: RewardFunction, responses: Responses) -> list[Value]:
         values = await self._attempt(function, responses)
         if isinstance(values, list):
             return values

@@ -101,7 +101,7 @@ def test_advantages_without_values_are_the_discounted_rewards_to_come():
 def test_the_reward_model_has_the_flags_of_the_actor():
     """And of its own; with a critic those of the critic."""
     given = ["--actor_model_name_or_path", "a", "--actor_quantization", "int8", "--reward_model_zero_stage", "3"]
-    given += ["--method", "reinforce_pp"]
+    given += ["--method", "reinforce_pp", "--reward_model_name_or_path", "r"]
     config = parse(PPOConfig, given, section="ppo").config
     flags = config.flags_of(next(role for role in config.roles if role.name == "reward"))
     assert (flags.quantization, flags.zero_stage) == ("int8", 3)
