@@ -118,7 +118,6 @@ REFUSED = {
     "step3/llama2/7b_mixz": ["enable_mixed_precision_lora"],
     "step3/sweep": ["enable_test_mode", "test_stop_step"],
     "step3/single_gpu/6.7b_lora": ["per_device_generation_batch_size"],
-    "step3/single_gpu/1.3b": ["per_device_generation_batch_size"],
 }
 
 COMMON = """data_path data_split data_output_path per_device_train_batch_size num_train_epochs
