@@ -82,6 +82,10 @@ class PPOConfig(StageConfig):
     @classmethod
     def with_method(cls, layers: Layers, preset: str) -> Layers:
         """Put the defaults of the method below all that is given; a preset says how PPO trains, and its critic."""
+        layers = [
+            (origin, {flag: value for flag, value in values.items() if not is_auto(flag, value)})
+            for origin, values in layers
+        ]
         name = named_method(layers)
         method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
         given = {flag: value for _, values in layers for flag, value in values.items()}
@@ -227,6 +231,12 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _rewards_can_be_equal(self) -> Self:
+        if self.ppo.replace_equal_groups and self.has_reward_model:
+            raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _no_dropout(self) -> Self:
         # The ratio of the first update must be 1: forward passes have to be the same each time.
         for role in self.trained_roles:
@@ -278,6 +288,11 @@ class PPOConfig(StageConfig):
 def is_of_all_methods(flag: str) -> bool:
     """Tell whether a preset's value of a flag holds under each method: it is not of a critic, and no method's own."""
     return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in ("value_clip", "gae_lambda")
+
+
+def is_auto(flag: str, value: Any) -> bool:
+    """Tell whether a value says what holds without it."""
+    return flag == "missing_eos_penalty" and value == "auto"
 
 
 def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
@@ -151,6 +152,21 @@ class Responses(Rows):
     def narrowed(self, length: int, width: int) -> "Responses":
         """The first `length` positions of the sequences, the first `width` response tokens."""
         return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
+
+    def above(self, others: "Responses", pad_id: int) -> "Responses":
+        """These rows and then those of `others`, which had reward functions as well if these had."""
+        width = max(self.sampler_log_probs.shape[1], others.sampler_log_probs.shape[1])
+        length = max(self.sequences.shape[1], others.sequences.shape[1])
+        mine, more = (
+            replace(
+                one,
+                sequences=functional.pad(one.sequences, (0, length - one.sequences.shape[1]), value=pad_id),
+                sampler_log_probs=functional.pad(one.sampler_log_probs, (0, width - one.sampler_log_probs.shape[1])),
+            )
+            for one in (self, others)
+        )
+        added = iter(more.tensors("").values())
+        return mine.map(lambda tensor: torch.cat([tensor, next(added)]))
 
     def trimmed(self) -> "Responses":
         """Drop the columns that are padding in every row, up to a whole unit of lengths. Waits for the device."""

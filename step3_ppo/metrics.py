@@ -9,6 +9,11 @@ METRICS: dict[str, Metric] = SHARED | {
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
     "objective/entropy": Metric("mean entropy of the policy per response token", better=0),
     "objective/scores": Metric("mean raw score; of several rewards their weighted sum", "score", better=1),
+    "objective/sampled_scores": Metric(
+        "the same of all that was sampled, with replace_equal_groups: objective/scores leaves out those",
+        "score",
+        better=1,
+    ),
     "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip cut", "share"),
     "objective/rlhf_reward": Metric("mean over responses of the sum of their tokens' rewards", "score", better=1),
     "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0),
@@ -64,7 +69,18 @@ METRICS: dict[str, Metric] = SHARED | {
     "critic/learning_rate": Metric(
         "rate of the critic's first parameter group in this step", "number", "optimizer", better=0
     ),
-    "rows_masked": Metric("responses left out because their reward or values were not finite", "rows", "progress"),
+    "groups/equal": Metric(
+        "share of the prompts whose responses all have the same reward, before the KL penalty", "share", "completions"
+    ),
+    "groups/further_prompts": Metric(
+        "prompts that were sampled in the place of such, with replace_equal_groups", "number", "completions"
+    ),
+    "rows_masked": Metric(
+        "responses left out because their reward or values were not finite, or, with replace_equal_groups, because all "
+        "rewards of their prompt are equal",
+        "rows",
+        "progress",
+    ),
     "time/generate_s": Metric("seconds of sampling", "s", "speed"),
     "time/score_s": Metric("seconds of reference, reward, value and old log-probability passes", "s", "speed"),
     "time/train_s": Metric("seconds of the updates", "s", "speed"),

@@ -15,6 +15,7 @@ from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import (
     DEVIATION_EPSILON,
+    equal_groups,
     estimate_advantages,
     group_advantages,
     kl_estimate,
@@ -44,6 +45,7 @@ class Rewarded:
     kl_k3: (N, T) fp32, KL estimate k3.
     advantage_mean: mean of the advantages before whitening.
     advantage_std: standard deviation of the advantages before whitening.
+    equal_share: of groups with a response that counts, those whose rewards are all equal; NaN without groups.
     """
 
     experience: Experience
@@ -57,6 +59,7 @@ class Rewarded:
     kl_k3: Tensor
     advantage_mean: float
     advantage_std: float
+    equal_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +101,17 @@ def reward_responses(
     Args:
         judged: (N, R) fp32 raw scores of the reward models; those of functions are in `responses`.
     """
-    columns = [judged, scores.log_probs, scores.ref_log_probs]
-    columns += [] if scores.values is None else [scores.values]
-    finite = torch.stack([column.isfinite().reshape(len(column), -1).all(1) for column in columns]).all(0)
-    valid = responses.valid & finite & is_scored(responses, terms)
-    mask = responses.response_mask & valid.unsqueeze(1)
-    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns[1:])
-    values = rest[0] if rest else None
+    columns = [scores.log_probs, scores.ref_log_probs] + ([] if scores.values is None else [scores.values])
+    valid = is_scored(responses, judged, terms) & torch.stack([column.isfinite().all(1) for column in columns]).all(0)
     normalised, shaped, at_tokens = summed(responses, judged, valid, ppo, terms)
+    alike = equal_groups(shaped, valid, group_size=terms.group_size)
+    equal_share = alike[valid.view(-1, terms.group_size).any(1)].float().mean().item()
+    if ppo.replace_equal_groups and terms.group_size > 1:
+        valid = valid & ~alike.repeat_interleave(terms.group_size)
+        shaped = torch.where(valid, shaped, 0.0)
+    mask = responses.response_mask & valid.unsqueeze(1)
+    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns)
+    values = rest[0] if rest else None
     penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
     per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
     if at_tokens is not None:
@@ -133,15 +139,23 @@ def reward_responses(
         kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
         advantage_mean=mean.item(),
         advantage_std=variance.sqrt().item(),
+        equal_share=equal_share,
     )
 
 
-def is_scored(responses: Responses, terms: Terms) -> Tensor:
-    """(N,) bool, True = no call of a reward function failed, and some reward applies to the row."""
+def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
+    """(N,) bool, True = the row counts, each reward that gives it a score gives a finite one, and some reward does."""
+    counts = responses.valid & judged.isfinite().all(1)
     if (scored := responses.scored) is None:
-        return torch.ones_like(responses.valid)
-    applies = scored.applies.any(1) if not terms.models else torch.ones_like(responses.valid)
-    return applies & (scored.failures == 0).all(1)
+        return counts
+    applies = scored.applies.any(1) if not terms.models else counts
+    return counts & applies & (scored.failures == 0).all(1)
+
+
+def sequence_rewards(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Return the rewards of responses before the KL penalty, (N,), and which of them count, (N,) bool."""
+    valid = is_scored(responses, judged, terms)
+    return summed(responses, judged, valid, ppo, terms)[1], valid
 
 
 def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, Tensor]:

@@ -6,10 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
-from pipeline.data.batching import SFTBatch, num_steps, packed_sft_batch, rank_slices, rows_of_step, total_steps
+from pipeline.data.batching import SFTBatch, epoch_order, num_steps, packed_sft_batch, rank_slices, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.errors import EXIT_ENVIRONMENT, EnvironmentFault, InputError, Interrupted, RunError
@@ -26,6 +27,7 @@ from step3_ppo.experience import FunctionScores, Responses, gather_responses, pa
 if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
     from pipeline.generation.hybrid_engine import HybridEngine
 
+MAX_ROUNDS = 3  # of further prompts, in the place of those whose responses are all rewarded alike
 # Settings of transformers' `generate` in a model's generation_config.json, besides ids of tokens.
 SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
@@ -63,7 +65,8 @@ def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None
     if not functions:
         return None
     limits = {"timeout_s": rewards.reward_timeout_s, "max_failures": rewards.max_reward_failures}
-    made = RunFunctions(functions, num_workers=rewards.reward_workers, **limits)
+    workers, takes_tokens = rewards.reward_workers, not config.method.compares
+    made = RunFunctions(functions, num_workers=workers, takes_tokens=takes_tokens, **limits)
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
     made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
     return made
@@ -90,17 +93,33 @@ class Schedule:
     total_steps: int
     num_rollouts: int | None
 
-    def is_done(self, *, step: int, rollout: int) -> bool:
+    @property
+    def places_per_epoch(self) -> int:
+        """Places of an epoch's order of prompts; those behind its last prompt are padding of a rollout."""
+        return self.rollouts_per_epoch * self.prompts_per_rollout
+
+    def is_done(self, *, step: int, place: int) -> bool:
         """Tell whether the run ends: after `--max_steps`, else after the epochs.
 
         Rollouts that `--approx_kl_stop` cut short count like others.
-        """
-        return step >= self.total_steps or (self.num_rollouts is not None and rollout >= self.num_rollouts)
 
-    def prompts(self, *, seed: int, rollout: int, num_prompts: int) -> tuple[int, list[int | None]]:
-        """Return (epoch, prompt rows) of a rollout; None is padding of an epoch's last rollout."""
-        epoch, within = divmod(rollout, self.rollouts_per_epoch)
-        return epoch, rows_of_step(seed, epoch, within, num_prompts, self.prompts_per_rollout)
+        Args:
+            place: where the next rollout begins in the order of all epochs.
+        """
+        ends = self.num_rollouts is not None and place >= self.num_rollouts * self.prompts_per_rollout
+        return step >= self.total_steps or ends
+
+    def prompts(self, place: int, count: int, *, seed: int, num_prompts: int) -> tuple[int, list[int | None]]:
+        """Return (epoch, `count` prompt rows) from a place on; None is padding behind an epoch's last prompt."""
+        epoch, first = divmod(place, self.places_per_epoch)
+        rows = epoch_order(seed, epoch, num_prompts)[first : first + count].tolist()
+        return epoch, rows + [None] * (count - len(rows))
+
+    def behind(self, place: int, count: int, *, num_prompts: int) -> int:
+        """Return the place behind `count` prompts from `place` on: the next epoch's first if this one has no more."""
+        first = place % self.places_per_epoch
+        is_last = first + count >= num_prompts
+        return place - first + self.places_per_epoch if is_last else place + count
 
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Schedule:
@@ -282,3 +301,32 @@ class Sampler:
     def _prompt(self, row: int) -> Prompt:
         prompt = self.rows[row]
         return Prompt(prompt["prompt_ids"], prompt["prompt_id"])
+
+
+def replace_groups(
+    responses: Responses,
+    more: Callable[[int], Responses | None],
+    is_equal: Callable[[Responses], Tensor],
+    *,
+    group_size: int,
+    pad_id: int,
+) -> Responses:
+    """Replace groups that are rewarded alike by those of further prompts (DAPO, arXiv 2503.14476, section 3.2).
+
+    After `MAX_ROUNDS`, or where there are no further prompts, the others stay.
+
+    Args:
+        more: samples responses to so many further prompts; None: there are none.
+        is_equal: responses (N,) -> (N / group_size,) bool, True = to be replaced.
+    """
+    for _ in range(MAX_ROUNDS):
+        wanted = is_equal(responses).nonzero().flatten()
+        found = more(len(wanted)) if len(wanted) else None
+        if found is None:
+            break
+        # Where fewer prompts are left, the last ones stay.
+        given = found.valid.view(-1, group_size).any(1).nonzero().flatten()
+        both, index = responses.above(found, pad_id), torch.arange(len(responses.order), device=responses.order.device)
+        index.view(-1, group_size)[wanted[: len(given)]] = len(index) + index.view(-1, group_size)[given]
+        responses = replace(both.select(index), order=responses.order)
+    return responses

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -66,6 +66,14 @@ def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]
         failed = (responses.scored.failures[responses.valid] > 0).float().mean(0).tolist()
         found |= {f"reward_failures/{name}": share for name, share in zip(names, failed, strict=True)}
     return found
+
+
+def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, group_size: int) -> dict[str, float]:
+    """Return how many prompts have nothing to compare, and of what was `sampled` in their place; {} without groups."""
+    found = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
+    if sampled is None:
+        return found
+    return found | {"groups/further_prompts": sampled["further"], "objective/sampled_scores": sampled["score"]}
 
 
 def pass_metrics(

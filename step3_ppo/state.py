@@ -1,10 +1,12 @@
 """Everything of stage 3 that stays as it is (PPO), that evolves (State), and what a checkpoint holds of it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoints import checkpoint
@@ -15,17 +17,20 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
+from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
+from pipeline.rewards.pool import Failure
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import KINDS, Collected, Cut, Responses, Scores
+from step3_ppo.mathematics.estimators import equal_groups
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
-from step3_ppo.rewarding import Rewarded, Terms, reward_responses, spreads
-from step3_ppo.rollout import Sampler, Schedule, make_sampling
+from step3_ppo.rewarding import Rewarded, Terms, reward_responses, sequence_rewards, spreads
+from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -60,6 +65,10 @@ class State(Counters):
         if self.tallies.get("rollout") != self.rollout:
             self.tallies = {"rollout": self.rollout, "before": self.tallies.get("with", {}), "with": {}}
         self.tallies["with"] = {**self.tallies["with"], name: value}
+
+    def tallied_now(self, name: str) -> Any:
+        """Return a tally of the rollouts up to this one, which has noted it; None where it has not."""
+        return self.tallies.get("with", {}).get(name) if self.tallies.get("rollout") == self.rollout else None
 
     def finish_rollout(self) -> None:
         """Go on to the next rollout."""
@@ -140,15 +149,71 @@ class PPO:
             return None
         return self.functions.scoring(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
 
-    def count_failures(self, responses: Responses, scoring: RolloutScoring, state: State) -> None:
-        """Count the failed calls of a rollout. Raises Interrupted: see `RunFunctions.counted`."""
-        assert responses.scored is not None and self.functions is not None
-        columns = responses.scored.failures[responses.valid].unbind(1)
-        kinds = {
-            name: [KINDS[kind - 1] if kind else "" for kind in column.tolist()]
-            for name, column in zip(scoring.names, columns, strict=True)
-        }
-        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, kinds, scoring.failures))
+    def sample(self, state: State, *, batch_size: int) -> Responses:
+        """Sample the responses of a rollout, `batch_size` prompts at once on each rank. A collective.
+
+        Raises:
+            Interrupted: the run is to stop, or a reward function failed too often.
+        """
+        rows, seed, k = self.prompts.train, self.config.run.seed, self.config.sampling.num_samples_per_prompt
+        place, rounds = self.place(state), list[tuple[Responses, RolloutScoring | None]]()
+
+        def sample_next(count: int) -> Responses | None:
+            nonlocal place
+            if rounds and not place % self.schedule.places_per_epoch:
+                return None  # all prompts of the epoch are used
+            epoch, chosen = self.schedule.prompts(place, count, seed=seed, num_prompts=len(rows))
+            place = self.schedule.behind(place, count, num_prompts=len(rows))
+            sampler = self.sampler(rows, state, num_samples=k, batch_size=batch_size)
+            rounds.append((sampler.sample(chosen, RandomKey(seed, "rollout", epoch)), sampler.scoring))
+            return rounds[-1][0]
+
+        responses = sample_next(self.schedule.prompts_per_rollout)
+        assert responses is not None  # a rollout begins where its epoch has a prompt
+        if self.config.ppo.replace_equal_groups:
+            pad_id, is_equal = self.hybrid.vocabulary.pad_id, partial(self.equal_groups, state=state)
+            responses = replace_groups(responses, sample_next, is_equal, group_size=k, pad_id=pad_id)
+        self._count_sampled(rounds, state, place=place)
+        return responses
+
+    def place(self, state: State, *, behind: bool = False) -> int:
+        """Return where the rollout begins in the order of all epochs' prompts, or the next one `behind` it."""
+        counted = state.tallied_now("sampled") if behind else state.tallied("sampled")
+        place: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
+        return place
+
+    def equal_groups(self, responses: Responses, state: State) -> Tensor:
+        """(prompts,) bool, True = the functions' rewards of all responses to the prompt are equal."""
+        k = self.config.sampling.num_samples_per_prompt
+        judged = torch.zeros(len(responses.valid), 0, device=responses.valid.device)
+        terms = self.terms(responses, judged, state, group_size=k)
+        return equal_groups(*sequence_rewards(responses, judged, self.config.ppo, terms), group_size=k)
+
+    def _count_sampled(
+        self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, place: int
+    ) -> None:
+        """Note what was sampled for a rollout, the failed calls of functions and where the next rollout begins.
+
+        Args:
+            rounds: the responses to its prompts, then those to further ones, each with their calls.
+
+        Raises:
+            Interrupted: see `RunFunctions.counted`.
+        """
+        kinds, firsts, totals = dict[str, list[str]](), dict[str, Failure](), list[Tensor]()
+        for responses, scoring in rounds:
+            if scoring is None or responses.scored is None:
+                return
+            scored = responses.scored.select(responses.valid.nonzero().flatten())
+            for name, column in zip(scoring.names, scored.failures.unbind(1), strict=True):
+                kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
+            totals.append(scored.values @ scored.values.new_tensor(list(self.functions_by_name.values())))
+            firsts = scoring.failures | firsts
+        assert self.functions is not None
+        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, kinds, firsts))
+        if self.config.ppo.replace_equal_groups:
+            further = sum(len(one) for one in totals[1:]) // self.config.sampling.num_samples_per_prompt
+            state.tally("sampled", {"place": place, "further": further, "score": torch.cat(totals).mean().item()})
 
     def rewarded(
         self,
@@ -164,18 +229,26 @@ class PPO:
 
         is_counted: True = the rollout's scores count for the scale of those to come.
         """
+        terms = self.terms(responses, judged, state, group_size=group_size)
+        if is_counted and self.config.rewards.reward_scaling == "running":
+            state.tally("spreads", terms.spreads)
+        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, terms=terms)
+
+    def terms(self, responses: Responses, judged: Tensor, state: State, *, group_size: int) -> Terms:
+        """Return how raw scores (N, R) are summed."""
         # One that takes the constants of the first rollout does so for an evaluation before it.
         models = [
             one.fitted(judged[responses.valid, n]) if one.takes_first else one
             for n, one in enumerate(self.models.rewards)
         ]
-        terms = Terms(models, self.functions_by_name, group_size=group_size)
-        if (scaling := self.config.rewards.reward_scaling) != "none":
-            known = state.tallied("spreads") if scaling == "running" else None
-            terms = replace(terms, spreads=spreads(responses, judged, terms, known))
-            if scaling == "running" and is_counted:
-                state.tally("spreads", terms.spreads)
-        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, terms=terms)
+        terms, scaling = (
+            Terms(models, self.functions_by_name, group_size=group_size),
+            self.config.rewards.reward_scaling,
+        )
+        if scaling == "none":
+            return terms
+        known = state.tallied("spreads") if scaling == "running" else None
+        return replace(terms, spreads=spreads(responses, judged, terms, known))
 
     def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""

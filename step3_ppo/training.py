@@ -32,6 +32,7 @@ from step3_ppo.models.saving import save_models
 from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
+    group_metrics,
     pass_metrics,
     rollout_metrics,
     warn_of_rollout,
@@ -42,6 +43,11 @@ from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
 log = logging.getLogger(__name__)
+
+NOTHING_TO_LEARN = (
+    "step %d skipped: the rewards of all responses to each prompt are equal, also of further prompts; give prompts "
+    "that are neither too hard nor too easy, or a reward with more values (--replace_equal_groups)"
+)
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -58,7 +64,7 @@ def train(run: Run, config: PPOConfig) -> None:
     with ppo.functions or nullcontext(), course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while True:
             with course.halving.when_out_of_memory(state):
-                is_done = ppo.schedule.is_done(step=state.step, rollout=state.rollout)
+                is_done = ppo.schedule.is_done(step=state.step, place=ppo.place(state))
                 if is_done or course.evaluation_is_due(state):
                     evaluate(ppo, state, course)
                 if is_done:
@@ -111,15 +117,8 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     """
     course.begin("generate")
     beat("generate", state.step)
-    seed, sampling = ppo.config.run.seed, ppo.config.sampling
-    epoch, rows = ppo.schedule.prompts(seed=seed, rollout=state.rollout, num_prompts=len(ppo.prompts.train))
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
-    num_samples = sampling.num_samples_per_prompt
-    sampler = ppo.sampler(ppo.prompts.train, state, num_samples=num_samples, batch_size=size)
-    responses = sampler.sample(rows, RandomKey(seed, "rollout", epoch))
-    if sampler.scoring is not None:
-        ppo.count_failures(responses, sampler.scoring, state)
-    return responses
+    return ppo.sample(state, batch_size=size)
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
@@ -160,6 +159,7 @@ def reward(
     k = ppo.config.sampling.num_samples_per_prompt
     rewarded = ppo.rewarded(responses, scores, judged, state, group_size=k, is_counted=True)
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
+    metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
     warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
@@ -168,7 +168,7 @@ def reward(
         "time/generate_s": generate_s,
         "time/score_s": course.recorder.seconds("score"),
         "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
-        "epoch": (state.rollout + 1) / ppo.schedule.rollouts_per_epoch,
+        "epoch": ppo.place(state, behind=True) / ppo.schedule.places_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
@@ -225,7 +225,8 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         if not state.step:
             warn_of_sampler(metrics, dtype=weights_dtype(ppo.run))
         metrics |= rollout.metrics
-    state.count_step(stepped=update.stepped, engines=ppo.models.trained.values())
+    learnt = update.size.num_trained or not ppo.config.ppo.replace_equal_groups
+    state.count_step(stepped=update.stepped, is_bad=bool(learnt), engines=ppo.models.trained.values())
     seconds = course.recorder.seconds("train")
     metrics |= {
         "policy/first_ratio_error": math.nan if state.first_ratio_error is None else state.first_ratio_error,
@@ -237,8 +238,10 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         metrics |= training_mfu(update.flops, seconds=seconds, world_size=world.size, device=world.device)
     total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
     course.log(state, metrics, seconds=total, num_tokens=update.num_tokens, num_rows=update.size.num_rows)
-    if not update.stepped:
+    if not update.stepped and learnt:
         note_skipped(ppo, rollout, update, state)
+    elif not update.stepped:
+        log.warning(NOTHING_TO_LEARN, state.step)
 
 
 def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:

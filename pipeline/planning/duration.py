@@ -47,7 +47,7 @@ def pass_seconds(use: ModelUse, dtype: str, step: Pass, target: Target, *, hooke
     The host launches kernels, and if the model is `hooked` runs the hooks of gradients.
     """
     use = replace(use, on_cpu=target.is_cpu, trained=use.trained and not step.without_adapters)
-    kernels = count_pass(use, dtype, replace(step, times=1, without_adapters=False)).kernels
+    kernels = count_pass(use, dtype, step).kernels
     on_device = sum(times * kernel_seconds(kernel, target) for kernel, times in kernels.items())
     on_host = LAUNCH_S * sum(kernels.values())
     if step.trains and hooked:

@@ -5,7 +5,7 @@ places of kernels (stand_ins.py).
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from transformers import (
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import InputError
 from pipeline.kernels.fused_layers import class_in_place
 from pipeline.launching.scripts import launch_file
@@ -117,6 +118,12 @@ def saved_by_nf4(model: PreTrainedModel) -> int:
     return int(sum(layer.weight.numel() for layer in layers) * (model.dtype.itemsize - packed))
 
 
+# Flags of a model that change its weights or its passes.
+OF_SHAPE = {
+    "attn_implementation", "gradient_checkpointing", "lora_alpha", "lora_dim", "lora_module_name", "quantization",
+}  # fmt: skip
+
+
 @cache
 def shapes() -> dict[str, dict[str, Any]]:
     """Return launch/shapes.yaml: hub ids of known models, and the fields of their configurations that fix the shape."""
@@ -132,12 +139,23 @@ def planned_config(path: str) -> PretrainedConfig:
     return config
 
 
-@lru_cache(maxsize=64)
+def shape_of(use: ModelUse) -> ModelUse:
+    """Return the use without what changes neither its weights nor its passes: what is counted is remembered by it."""
+    kept = use.settings.model_dump(include=OF_SHAPE)
+    return replace(use, role="", averaged=False, settings=ModelConfig().model_copy(update=kept))
+
+
 def build(use: ModelUse, dtype: str) -> Any:
     """Build a model of a stage on the meta device, wrapped as in training: `CausalLM` or `TokenValueModel`.
 
     Raises InputError, EnvironmentFault: its config.json cannot be read, it is no decoder, or has no class for scores.
     """
+    return build_shape(shape_of(use), dtype)
+
+
+@lru_cache(maxsize=64)
+def build_shape(use: ModelUse, dtype: str) -> Any:
+    """Build a model by what `shape_of` returns."""
     config, settings = without_dropout(planned_config(use.path)), use.settings
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if use.has_values:
@@ -184,9 +202,14 @@ def with_lora(model: PreTrainedModel, use: ModelUse) -> Any:
     )
 
 
-@lru_cache(maxsize=64)
 def model_size(use: ModelUse, dtype: str) -> ModelSize:
     """Return the size of a model of a stage. Raises as `build` does."""
+    return size_of_shape(shape_of(use), dtype)
+
+
+@lru_cache(maxsize=64)
+def size_of_shape(use: ModelUse, dtype: str) -> ModelSize:
+    """Return the size of a model by what `shape_of` returns."""
     return ModelSize.of(build(use, dtype).model, quantization=use.settings.quantization)
 
 
@@ -195,7 +218,6 @@ def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
     return count_pass(use, dtype, work).peak
 
 
-@lru_cache(maxsize=256)
 def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     """Count the kernels of a pass, and the bytes that it holds beside weights and gradients, logits included.
 
@@ -204,6 +226,12 @@ def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     Raises:
         InputError: the model's forward pass depends on values, as those of some mixtures of experts do.
     """
+    return count_pass_of_shape(shape_of(use), dtype, replace(work, role="", times=1, without_adapters=False))
+
+
+@lru_cache(maxsize=256)
+def count_pass_of_shape(use: ModelUse, dtype: str, work: Pass) -> PassCount:
+    """Count a pass of a model by what `shape_of` returns."""
     try:
         return run_counted(use, dtype, work)
     except (RuntimeError, NotImplementedError) as error:

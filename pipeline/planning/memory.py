@@ -231,7 +231,7 @@ def phase_memory(
             earlier = states[work.role].gradients if work.accumulates else 0
             gradients[work.role] = states[work.role].buckets + earlier
         accumulates = work.accumulates or states[work.role].streams
-        measured = replace(work, accumulates=accumulates, times=1, without_adapters=False)
+        measured = replace(work, accumulates=accumulates)
         activations = peak_bytes(uses[work.role], dtype, measured)
         moments.append(PhaseMemory(resident, gradients, gathered=gathered, activations=activations))
     for number, role in enumerate(trained):  # models step in turn, and each releases its gathered weights

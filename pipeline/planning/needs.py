@@ -121,6 +121,7 @@ class StageNeeds:
     phases: passes by the names of phases (generate, score, train, evaluate).
     batch: lines of batch arithmetic.
     num_steps: number of rows or prompts -> optimizer steps of a run.
+    steps_at_most: they may be fewer, which only the run finds out.
     rollout: the buffers of generation; None for a stage that samples nothing.
     idle_states_leave: optimizer states are in host memory outside the training phase.
     steps_each: optimizer steps that the phases take.
@@ -130,6 +131,7 @@ class StageNeeds:
     phases: Mapping[str, Sequence[Pass]]
     batch: Sequence[str]
     num_steps: Callable[[int], int]
+    steps_at_most: bool = False
     rollout: Rollout | None = None
     idle_states_leave: bool = False
     steps_each: int = 1

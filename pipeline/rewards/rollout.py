@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import dist
 from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
-from pipeline.errors import Interrupted, RunError
+from pipeline.errors import InputError, Interrupted, RunError
 from pipeline.rewards.failures import RESPONSES, FailureWindow
-from pipeline.rewards.functions import RewardFunction
+from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 
@@ -23,9 +23,22 @@ class RunFunctions:
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], *, num_workers: int, timeout_s: float, max_failures: float
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        num_workers: int,
+        timeout_s: float,
+        max_failures: float,
+        takes_tokens: bool,
     ) -> None:
-        """Start no process yet. num_workers: processes of this rank. max_failures: see `--max_reward_failures`."""
+        """Start no process yet.
+
+        Args:
+            num_workers: processes of this rank.
+            max_failures: see `--max_reward_failures`.
+            takes_tokens: False = a function that gives each token a value is refused.
+        """
+        self._takes_tokens = takes_tokens
         self.weights = {function.name: function.weight for function in functions}
         self._pool = RewardPool(functions, num_workers=num_workers, timeout_s=timeout_s)
         self._window, self._is_conversation = FailureWindow(max_share=max_failures), False
@@ -65,7 +78,8 @@ class RunFunctions:
                 step=step,
             )
 
-        return RolloutScoring(self._pool, responses_of, num_samples=num_samples)
+        takes_tokens = self._takes_tokens
+        return RolloutScoring(self._pool, responses_of, num_samples=num_samples, takes_tokens=takes_tokens)
 
     def counted(
         self, before: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], firsts: Mapping[str, Failure]
@@ -96,15 +110,17 @@ class RolloutScoring:
     Args:
         responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
         num_samples: responses to each prompt.
+        takes_tokens: see `RunFunctions`.
 
     names: the functions, in order.
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
     """
 
-    def __init__(self, pool: RewardPool, responses_of: Any, *, num_samples: int) -> None:
+    def __init__(self, pool: RewardPool, responses_of: Any, *, num_samples: int, takes_tokens: bool) -> None:
         self.names = [function.name for function in pool.functions]
         self.failures: dict[str, Failure] = {}
         self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
+        self._takes_tokens = takes_tokens
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
@@ -119,10 +135,16 @@ class RolloutScoring:
         """Wait for the calls; return {place: {function: a value of each response}}.
 
         Raises:
-            InputError: a function returned what is no value.
+            InputError: a function returned what is no value, or what is none of this method.
             EnvironmentFault: no process can be started.
         """
-        return dict(zip(self._handles, self._pool.gather(list(self._handles.values())), strict=True))
+        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values())), strict=True))
+        for by_name in found.values() if not self._takes_tokens else ():
+            for name, values in by_name.items():
+                if any(isinstance(value, list) for value in values):
+                    words = "found a value for each token, which --method ppo and reinforce_pp take"
+                    raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
+        return found
 
 
 def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:

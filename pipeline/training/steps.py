@@ -55,15 +55,18 @@ class Counters:
         before, size = self.halved.get(phase, (asked, asked))
         return size if before == asked else asked
 
-    def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine]) -> None:
-        """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence."""
+    def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine], is_bad: bool = True) -> None:
+        """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence.
+
+        is_bad: False = nor is this one, if it was skipped.
+        """
         self.step += 1
         self.skipped_updates += not stepped
         settling = False
         for engine in engines:
             engine.is_stepping = False
             settling |= engine.loss_scale_can_fall
-        self.bad_in_a_row = 0 if stepped or settling else self.bad_in_a_row + 1
+        self.bad_in_a_row = 0 if stepped or settling else self.bad_in_a_row + is_bad
 
 
 def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[int], float]:

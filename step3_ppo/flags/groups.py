@@ -7,7 +7,7 @@ from pydantic import model_validator
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, Group
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
-from step3_ppo.flags.methods import MethodName
+from step3_ppo.flags.methods import METHODS, MethodName
 
 
 class PromptDataConfig(DataConfig):
@@ -189,6 +189,12 @@ class PPOCoefficients(Group):
     scale_by_group: bool = flag(
         True, "grpo: divide by the deviation of the rewards to the same prompt; false: not (Dr. GRPO)"
     )
+    replace_equal_groups: bool = flag(
+        False,
+        "grpo, rloo: prompts whose responses all have the same reward are replaced by the next ones, 3 times, and left "
+        "out after that (DAPO)",
+        other_tools="dynamic_sampling",
+    )
     group_baseline: bool = flag(False, "reinforce_pp: take the mean reward to the same prompt off first")
     kl_coef: float = flag(
         0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0, other_tools="init_kl_coef beta"
@@ -208,7 +214,8 @@ class PPOCoefficients(Group):
     )
     missing_eos_penalty: float = flag(
         1.0,
-        "Subtracted from the reward of a response that did not end; by default 0 where functions alone reward",
+        "Subtracted from the reward of a response that did not end, in deviations of a reward model's scores; auto: "
+        "1, and 0 where functions alone reward",
         ge=0,
     )
     normalise_scores: bool = flag(
@@ -234,6 +241,8 @@ class PPOCoefficients(Group):
             raise ValueError(f"{name}: with policy_loss cispo: it caps ratios at ratio_cap; leave it out")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: found {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
+        if self.replace_equal_groups and not METHODS[self.method].compares:
+            raise ValueError(f"replace_equal_groups: with method {self.method}: grpo and rloo have it; leave it out")
         if not self.scale_by_group and self.method != "grpo":
             raise ValueError(f"scale_by_group: with method {self.method}: only grpo scales so; leave it out")
         return self

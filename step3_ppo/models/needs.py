@@ -50,6 +50,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         rollout=buffers,
         steps_each=schedule.steps_per_rollout,
         num_steps=lambda prompts: make_schedule(config, num_prompts=prompts, world_size=ranks).total_steps,
+        steps_at_most=config.ppo.replace_equal_groups,
         idle_states_leave=config.sampling.offload_optimizer_during_rollout,
     )
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -203,13 +202,12 @@ def plan(file: Path) -> None:
     A plan that the file has stays as it is: its run may have been made since.
     """
     planned = read_peaks(file)
-    with tempfile.TemporaryDirectory() as folder:
-        for run in (run for run in RUNS if run.name not in planned):
-            planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", Path(folder))
-            memory = planner.memory(resolved)
-            planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
-            seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
-            planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
+    for run in (run for run in RUNS if run.name not in planned):
+        planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200")
+        memory = planner.memory(resolved)
+        planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
+        seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
+        planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
     write_json(file, planned)
 
 

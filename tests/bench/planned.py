@@ -3,11 +3,14 @@
 Measured are peaks of torch's allocator in GiB, from the reports in docs/benchmarks; the planner counts the same runs.
 """
 
+import atexit
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +193,21 @@ class PlannerOfThen(StagePlanner):
             return StagePlanner.seconds(self, resolved, plan)
 
 
-def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[StagePlanner, object]:
+@cache
+def shape_folder(shape: str) -> str:
+    """The folder of a shape's configuration, the same for all plans of a process: they remember passes by folder."""
+    folder = Path(tempfile.mkdtemp(prefix="shapes-"), shape)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    config_of(shape).save_pretrained(folder)
+    return str(folder)
+
+
+def planner_of(section: str, words: str, target: str) -> tuple[StagePlanner, object]:
     """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
     given = words.split()
     for place, word in enumerate(given):
         if place and given[place - 1].endswith("model_name_or_path"):
-            config_of(word).save_pretrained(folder / word)
-            given[place] = str(folder / word)
+            given[place] = shape_folder(word)
     stage = stage_of(section)
     hardware = parse_target(target)
     resolved = with_ranks(parse(stage.config, [*given, "--target", target], section=section), hardware.num_gpus)
@@ -207,9 +218,9 @@ def planner_of(section: str, words: str, target: str, folder: Path) -> tuple[Sta
     return PlannerOfThen(stage.needs, jsons_of, {}, hardware), resolved
 
 
-def planned(run: Run, folder: Path) -> float:
+def planned(run: Run) -> float:
     """The planned peak of a run, in GiB of tensors: of its phase, else of the highest."""
-    planner, resolved = planner_of(run.section, run.words, run.target, folder)
+    planner, resolved = planner_of(run.section, run.words, run.target)
     plan: MemoryPlan = planner.memory(resolved)
     return plan.phases[run.phase or plan.worst].total / GIB
 
@@ -217,18 +228,17 @@ def planned(run: Run, folder: Path) -> float:
 def table() -> list[str]:
     """The lines of the table in Markdown."""
     lines = ["| run | GPUs | phase | planned | measured | difference | from |", "|---|---|---|---|---|---|---|"]
-    with tempfile.TemporaryDirectory() as folder:
-        for run in RUNS:
-            value = planned(run, Path(folder))
-            cells = (run.name, run.target[0], run.phase or "highest", f"{value:.1f}", f"{run.measured:.1f}",
-                     f"{value - run.measured:+.1f}", run.source)  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+    for run in RUNS:
+        value = planned(run)
+        cells = (run.name, run.target[0], run.phase or "highest", f"{value:.1f}", f"{run.measured:.1f}",
+                 f"{value - run.measured:+.1f}", run.source)  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def planned_seconds(run: Run, folder: Path) -> list[float]:
+def planned_seconds(run: Run) -> list[float]:
     """The planned seconds of a run's phases, in the order of `Run.seconds`."""
-    planner, resolved = planner_of(run.section, run.words, run.target, folder)
+    planner, resolved = planner_of(run.section, run.words, run.target)
     seconds, _ = planner.seconds(resolved, planner.memory(resolved))
     return list(seconds.values())
 
@@ -252,26 +262,24 @@ def time_row(run: Run, seconds: Sequence[float]) -> str:
 def time_table() -> list[str]:
     """The lines of the table of times in Markdown: planned / measured seconds of each phase."""
     lines = ["| run | GPUs | generate | score | train |", "|---|---|---|---|---|"]
-    with tempfile.TemporaryDirectory() as folder:
-        return lines + [time_row(run, planned_seconds(run, Path(folder))) for run in timed_runs()]
+    return lines + [time_row(run, planned_seconds(run)) for run in timed_runs()]
 
 
-def shared_seconds(case: tuple[str, str, str, str, float], folder: Path) -> float:
+def shared_seconds(case: tuple[str, str, str, str, float]) -> float:
     """The planned seconds of one of SHARED, exchange between GPUs included."""
     phase, _, target, words, _ = case
-    planner, resolved = planner_of("ppo", words, target, folder)
+    planner, resolved = planner_of("ppo", words, target)
     seconds, _ = planner.seconds(resolved, planner.memory(resolved))
     return sum(seconds.values()) if phase == "step" else seconds[phase]
 
 
-def shared_row(case: tuple[str, str, str, str, float], folder: Path) -> str:
+def shared_row(case: tuple[str, str, str, str, float]) -> str:
     """The line of docs/scale.md for one of SHARED."""
     phase, name, _, _, measured = case
-    value = shared_seconds(case, folder)
+    value = shared_seconds(case)
     return f"| {phase} | {name} | {value:.2f} s | {measured:.2f} s | {value / measured - 1:+.0%} |"
 
 
 if __name__ == "__main__":
     print(*table(), "", *time_table(), "", sep="\n")
-    with tempfile.TemporaryDirectory() as made:
-        print(*(shared_row(case, Path(made)) for case in SHARED), sep="\n")
+    print(*map(shared_row, SHARED), sep="\n")

@@ -101,7 +101,7 @@ def t5(jobs: Jobs, figures: Figures) -> None:
     options, gpus = jobs.options, jobs.options.gpus[-1]
     jobs.make_models()
     words = f"--model_name_or_path {options.actor} --max_seq_len {options.seq_len} --zero_stage 3 {' '.join(ON_HOST)}"
-    planner, resolved = planner_of("sft", words, f"{gpus}xH200", jobs.folder)
+    planner, resolved = planner_of("sft", words, f"{gpus}xH200")
     for name, planned in zip(("expected", "high"), planner.memory(resolved).on_host, strict=True):
         figures.add(f"host memory, planned, {name}", planned / 2**30, "GiB")
     file = make_rows(jobs, "sft", mixed=True)

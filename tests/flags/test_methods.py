@@ -129,3 +129,11 @@ def test_the_chain_names_the_starts_of_the_models_that_there_are(words: str, exp
     names = {prefix: stage.stage.path_flag(prefix) for prefix in ("actor_", "critic_", "reward_model_")}
     assert {prefix: given[f"--{name}"] for prefix, name in names.items() if f"--{name}" in given} == expected
     assert ("--critic_zero_stage" in json.dumps(stage.argv)) is False
+
+
+@pytest.mark.parametrize(("words", "expected"), [((), 0.0), (("--reward_model_name_or_path", "r"), 1.0)])
+def test_auto_is_the_penalty_that_holds_where_none_is_given(tmp_path: Path, words: tuple[str, ...], expected: float):
+    (tmp_path / "own.yaml").write_text("missing_eos_penalty: auto\n")
+    for given in (["--missing_eos_penalty", "auto"], ["--config", str(tmp_path / "own.yaml")]):
+        found = resolved("--method", "grpo", "--reward_function", "exact_match", *words, *given)
+        assert found.config.ppo.missing_eos_penalty == expected

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import EOS, FUNCTIONS, PAD, llama, opt, poll_often, random_ids
+from support.marks import slow_but
 
 from pipeline.generation import device_work, generator
 from pipeline.generation.eager import EagerGenerator
@@ -14,7 +15,7 @@ from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, S
 from pipeline.generation.scheduler import ContinuousBatching
 from pipeline.generation.session import Finished, Room, Session, SessionSource, Ticket, Tokens
 
-BACKENDS = ("eager", *FUNCTIONS)
+BACKENDS = slow_but(["eager", "static"], ["eager", *FUNCTIONS])
 ENDS = frozenset({EOS, *range(20, 50)})
 ROOM = Room(num_slots=3, max_new_tokens=9, max_length=20)
 # Every kind of setting, each with a key of its own; more requests than slots, of unlike prompts and limits.

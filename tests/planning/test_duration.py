@@ -59,10 +59,10 @@ MISSED = {
 }
 
 
-def test_the_operations_of_phases_by_hand(tmp_path):
+def test_the_operations_of_phases_by_hand():
     """64 rows of 256 + 256 tokens on a device whose memory takes no time."""
     target = replace(H200, tb_per_s=1e9)
-    planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 2), "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 2), "1xH200")
     engines, plan = planner.jsons_of(resolved), planner.memory(resolved)
     seconds = phase_seconds(planner.needs(resolved), engines, plan, "bf16", target)
     prefill = 2 * WEIGHTS * 64 * 256 + 2 * HEAD * 64 + 2 * 24 * 2048 * 64 * 256**2
@@ -74,11 +74,11 @@ def test_the_operations_of_phases_by_hand(tmp_path):
     assert seconds["train"] == pytest.approx((actor + critic) / (989e12 * PRODUCTS), rel=1e-3)
 
 
-def test_an_optimizer_step_by_hand(tmp_path):
+def test_an_optimizer_step_by_hand():
     """Reads and writes 54 bytes a trained weight: of no other rank's, and of none in host memory."""
     seconds = []
     for words, gpus in (("", 1), ("", 4), ("--actor_offload_optimizer cpu --critic_offload_optimizer cpu", 1)):
-        planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 1, words), f"{gpus}xH200", tmp_path)
+        planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 1, words), f"{gpus}xH200")
         plan, engines = planner.memory(resolved), planner.jsons_of(resolved)
         seconds.append(phase_seconds(planner.needs(resolved), engines, plan, "bf16", planner.target)["train"])
     step = 54 * (1_315_758_080 + 331_196_416) / (4.8e12 * COPIES)
@@ -87,8 +87,8 @@ def test_an_optimizer_step_by_hand(tmp_path):
     assert seconds[1] - seconds[2] == pytest.approx(step / 4, rel=1e-6)
 
 
-def test_a_pass_takes_the_longer_of_its_kernels_and_of_their_launches(tmp_path):
-    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
+def test_a_pass_takes_the_longer_of_its_kernels_and_of_their_launches():
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200")
     needs = planner.needs(resolved)
     actor, step = needs.models[0], needs.phases["train"][0]
     kernels = count_pass(actor, "bf16", replace(step, times=1)).kernels
@@ -106,9 +106,9 @@ def test_a_pass_takes_the_longer_of_its_kernels_and_of_their_launches(tmp_path):
     assert hooked == pytest.approx(launched + 16 * 2 * 7 * 32 * HOOK_S)
 
 
-def test_adapters_add_four_kernels_to_a_layer_in_each_pass_where_they_are_on(tmp_path):
+def test_adapters_add_four_kernels_to_a_layer_in_each_pass_where_they_are_on():
     """Two products, a scaling and a sum, beside each of seven linear layers of 32."""
-    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200")
     needs = planner.needs(resolved)
     policy, reference, *_ = needs.phases["score"]
     assert policy.role == reference.role == "actor" and reference.without_adapters
@@ -124,9 +124,9 @@ def test_adapters_add_four_kernels_to_a_layer_in_each_pass_where_they_are_on(tmp
     assert slower > 1.2 * faster
 
 
-def test_decode_steps_by_hand(tmp_path):
+def test_decode_steps_by_hand():
     """A step reads weights without tables of embeddings, keys and values of 384 tokens on average, and has kernels."""
-    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), "1xH200")
     needs, plan = planner.needs(resolved), planner.memory(resolved)
     # All weights but the table of positions; its own is the head's.
     weights, cache = plan.sizes["actor"].num_bytes - 2050 * 2048 * 2, 384 * 24 * 2 * 2048 * 2
@@ -136,18 +136,18 @@ def test_decode_steps_by_hand(tmp_path):
     assert whole == pytest.approx(256 * ((weights + 64 * cache) / speed + kernels))
     in_two_rounds = decode_seconds(actor, "bf16", rollout, H200, slots=32)
     assert in_two_rounds == pytest.approx(2 * 256 * ((weights + 32 * cache) / speed + kernels))
-    planner, resolved = planner_of("ppo", LORA_7B + " --actor_quantization int8", "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", LORA_7B + " --actor_quantization int8", "1xH200")
     # Rotation, an activation, and of adapters that are not merged two products beside each of four.
     assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2 + 8)
-    planner, resolved = planner_of("ppo", LORA_7B, "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", LORA_7B, "1xH200")
     assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2)
 
 
 @pytest.mark.parametrize(
     "words", ["--merge_lora_for_generation false", "--actor_quantization nf4", "--generation_engine static"]
 )
-def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_transformers_modules(words, tmp_path):
-    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_transformers_modules(words):
+    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
     needs = planner.needs(resolved)
     step = Pass("actor", needs.rollout.slots, 1)
     kernels = sum(count_pass(needs.models[0], "bf16", step).kernels.values())
@@ -157,16 +157,16 @@ def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_
 
 
 @pytest.mark.parametrize("words, merged", [("", True), ("--actor_quantization int8", False)])
-def test_the_fused_backend_computes_prompts_with_merged_adapters_but_beside_codes(words, merged, tmp_path):
-    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+def test_the_fused_backend_computes_prompts_with_merged_adapters_but_beside_codes(words, merged):
+    planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
     assert planner.needs(resolved).phases["generate"][0].without_adapters == merged
 
 
-def test_int8_codes_are_read_at_a_speed_of_their_own(tmp_path):
+def test_int8_codes_are_read_at_a_speed_of_their_own():
     assert kernel_seconds(Kernel(0.0, 3_000, dequantises=True), H200) == pytest.approx(3e3 / (4.8e12 * DEQUANTISED))
     seconds = []
     for words in ("--merge_lora_for_generation false", "--actor_quantization int8"):
-        planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200", tmp_path)
+        planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
         needs = planner.needs(resolved)
         rollout = replace(needs.rollout, kernels_per_step=0)
         seconds.append(decode_seconds(needs.models[0], "bf16", rollout, H200, slots=64))
@@ -175,11 +175,11 @@ def test_int8_codes_are_read_at_a_speed_of_their_own(tmp_path):
     assert seconds[1] - seconds[0] == pytest.approx(longer, rel=0.05)  # adapters are counted along
 
 
-def test_hooks_and_waits_for_deepspeeds_python_by_hand(tmp_path):
+def test_hooks_and_waits_for_deepspeeds_python_by_hand():
     """OPT-1.3B and OPT-350M have 388 and 389 trained parameters; two micro-batches, 64 rows scored by 32."""
     seconds, hooks = [], []
     for stage, words in ((0, ""), (1, ""), (2, ""), (3, ""), (3, "--zero3_gather layers " + CHECKPOINTING)):
-        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage, words), FOUR, tmp_path)
+        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage, words), FOUR)
         needs, plan, engines = planner.needs(resolved), planner.memory(resolved), planner.jsons_of(resolved)
         gather = resolved.config.deepspeed.zero3_gather
         seconds.append(waiting_seconds(needs, engines, plan, "bf16", planner.target, gather=gather))
@@ -192,7 +192,7 @@ def test_hooks_and_waits_for_deepspeeds_python_by_hand(tmp_path):
     assert seconds[4] == pytest.approx(nothing | layers)
 
 
-def test_the_time_in_which_states_leave_and_come_back_by_hand(tmp_path):
+def test_the_time_in_which_states_leave_and_come_back_by_hand():
     """12 bytes of each trained weight go both ways at 50 GB/s, where that was measured."""
     constants = DeviceConstants("NVIDIA H200", "2026-11-22", 0, 0.0, 0.0, host_gb_per_s=50.0)
     moved = 2 * 12 * (1_315_758_080 + 331_196_416) / 50e9
@@ -201,7 +201,7 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand(tmp_path):
         ("--release_inference_cache true", 0.0, "for each rollout"),
         ("--offload_optimizer_during_rollout true", moved, ": 0.79 s in which optimizer states move to the host and"),
     ):
-        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200", tmp_path)
+        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
         needs, plan, known = planner.needs(resolved), planner.memory(resolved), replace(H200, measured=constants)
         assert states_seconds(needs, plan, H200) == 0.0, "not known"
         assert states_seconds(needs, plan, known) == pytest.approx(expected, rel=1e-3)
@@ -212,10 +212,10 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(TIMED)))])
-def test_times_are_within_20_percent_of_those_measured(tmp_path, number):
+def test_times_are_within_20_percent_of_those_measured(number):
     """And so says the page's table."""
     run = TIMED[number]
-    planned, phases = planned_seconds(run, tmp_path), ("generate", "score", "train")[-len(run.seconds) :]
+    planned, phases = planned_seconds(run), ("generate", "score", "train")[-len(run.seconds) :]
     for phase, value, measured in zip(phases, planned, run.seconds, strict=True):
         missed = MISSED.get((run.name, phase))
         assert value / measured == (pytest.approx(missed, abs=0.02) if missed else pytest.approx(1, abs=0.2)), phase
@@ -230,7 +230,7 @@ def test_the_phases_that_are_missed_are_of_runs_that_are_compared():
 def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("memory_gib: 24", encoding="utf-8")
-    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), str(file), tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), str(file))
     plan = planner.memory(resolved)
     engines = planner.jsons_of(resolved)
     assert phase_seconds(planner.needs(resolved), engines, plan, "bf16", parse_target(str(file))) == {}
@@ -245,8 +245,8 @@ def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
         ("--offload_optimizer_during_rollout true", True, False),  # then the line `rollout` has it
     ],
 )
-def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said, tmp_path):
-    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200", tmp_path)
+def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said):
+    planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
     needs, plan = planner.needs(resolved), planner.memory(resolved)
     line = time_lines(needs, plan, {"train": 1.0}, {}, num_steps=0, is_measured=is_measured)[0]
     assert line.endswith("; what offload adds is not counted") == is_said

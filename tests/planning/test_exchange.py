@@ -16,8 +16,8 @@ from pipeline.planning.memory import MemoryPlan
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
-def seconds_of(words: str, target: str, folder):
-    planner, resolved = planner_of("ppo", words, target, folder)
+def seconds_of(words: str, target: str):
+    planner, resolved = planner_of("ppo", words, target)
     return planner.seconds(resolved, planner.memory(resolved))
 
 
@@ -34,12 +34,12 @@ def test_a_ring_by_hand():
     assert Ring.of(parse_target("2xH200"), 2).reduce(1e9) == pytest.approx(3.2e-3, rel=0.02)
 
 
-def test_what_each_zero_stage_exchanges_by_hand(tmp_path):
+def test_what_each_zero_stage_exchanges_by_hand():
     """OPT-1.3B and 350M: 1.647e9 weights in bf16; 4 GPUs send 3/4 of them for each gather, twice that for a sum."""
     whole = 2 * (1_315_758_080 + 331_196_416) * 3 / 4 / (450e9 * LINKS)
     exchanged = []
     for stage in range(4):
-        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage), FOUR, tmp_path)
+        planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage), FOUR)
         needs, engines = planner.needs(resolved), planner.jsons_of(resolved)
         plan = MemoryPlan(
             {use.role: model_size(use, "bf16") for use in needs.models}, {}, {}, needs.rollout, 64, True, 0, 4, (0, 0)
@@ -55,14 +55,14 @@ def test_what_each_zero_stage_exchanges_by_hand(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: case[1])
-def test_times_of_several_gpus_are_within_10_percent_of_those_measured(tmp_path, case):
-    assert shared_seconds(case, tmp_path) == pytest.approx(case[-1], rel=0.1)
-    assert shared_row(case, tmp_path) in PAGE or not HAS_TESTED_TORCH
+def test_times_of_several_gpus_are_within_10_percent_of_those_measured(case):
+    assert shared_seconds(case) == pytest.approx(case[-1], rel=0.1)
+    assert shared_row(case) in PAGE or not HAS_TESTED_TORCH
 
 
 @pytest.mark.slow
-def test_weak_scaling_is_planned_as_it_was_measured(tmp_path):
-    one, four = (sum(seconds_of(ppo(OPT, 16, 4, 1), gpus, tmp_path)[0].values()) for gpus in (H200, FOUR))
+def test_weak_scaling_is_planned_as_it_was_measured():
+    one, four = (sum(seconds_of(ppo(OPT, 16, 4, 1), gpus)[0].values()) for gpus in (H200, FOUR))
     assert one / four == pytest.approx(1.542 / 1.560, abs=0.01)
     assert f"planned as {one / four:.1%}".replace("%", " %") in " ".join(PAGE.split())
 

@@ -27,7 +27,7 @@ def planned(folder: Path, words: str = WORDS, **target: object) -> tuple[StagePl
     """SFT of OPT-125M on the hardware of these fields, as a file describes it."""
     file = folder / "target.yaml"
     file.write_text(json.dumps(target), encoding="utf-8")
-    return planner_of("sft", words, str(file), folder)
+    return planner_of("sft", words, str(file))
 
 
 def memory(folder: Path, words: str = WORDS, **target: object):
@@ -121,7 +121,7 @@ def test_engines_are_made_one_after_another(tmp_path, critic):
     ways = f"--actor_offload_optimizer cpu --critic_offload_optimizer {critic} --pin_memory true --dtype bf16"
     words = f"{PPO} {ways} --actor_zero_stage 3 --critic_zero_stage 3"
     (tmp_path / "target.yaml").write_text("memory_gib: 80", encoding="utf-8")
-    planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"), tmp_path)
+    planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"))
     plan = planner.memory(resolved)
     held, last = plan.states, "actor" if critic == "none" else "critic"
     assert plan.host == held["actor"].host + held["critic"].host + 2 * plan.sizes[last].trained
@@ -131,7 +131,7 @@ def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(
     def plan_of(flags: str, **target: object) -> MemoryPlan:
         file = tmp_path / "target.yaml"
         file.write_text(json.dumps({"memory_gib": 80, **target}), encoding="utf-8")
-        planner, resolved = planner_of("ppo", f"{PPO} --enable_ema true {flags}", str(file), tmp_path)
+        planner, resolved = planner_of("ppo", f"{PPO} --enable_ema true {flags}", str(file))
         return planner.memory(resolved)
 
     for stage, averages in ((1, 4), (3, 4 / 2)):  # two machines with a half each, but for what is not partitioned
@@ -149,7 +149,7 @@ def test_of_processes_on_a_cpu_each_copies_its_partition_and_the_first_one_what_
     def plan_of(flags: str) -> MemoryPlan:
         words = f"{PPO} --enable_ema true --actor_zero_stage {stage} --critic_zero_stage {stage} {flags}"
         (tmp_path / "target.yaml").write_text("name: CPU\nmemory_gib: 80\ngpus: 2", encoding="utf-8")
-        planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"), tmp_path)
+        planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"))
         return planner.memory(resolved)
 
     plain, saved = (plan_of(f"--save_in_background {value}") for value in ("false", "true"))

@@ -74,10 +74,10 @@ def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, 
     assert f"\n  disk     {line}\n" in plan_of_qwen(tmp_path, monkeypatch, capsys, *words)
 
 
-def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints(tmp_path):
+def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints():
     """Beside 12 bytes of masters and moments a checkpoint has 4 of the average, whose model has a folder of its own."""
     words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --dtype bf16"
-    plain, average = (planner_of("ppo", f"{words} --enable_ema {way}", "1xH100", tmp_path) for way in ("false", "true"))
+    plain, average = (planner_of("ppo", f"{words} --enable_ema {way}", "1xH100") for way in ("false", "true"))
     without, counted = (
         outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config.run, saves_adapters=False)
         for planner, resolved in (plain, average)
@@ -88,14 +88,14 @@ def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints(tm
     assert without.checkpoint == 12 * sum(without.models) / 2 and counted.checkpoint == without.checkpoint + 4 * weights
 
 
-def test_one_of_a_thing_is_not_said_in_the_plural(tmp_path):
+def test_one_of_a_thing_is_not_said_in_the_plural():
     words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --per_device_generation_batch_size 1"
     for batches, said in (
         (1, "1 prompt x 1 sample = 1 response a rollout; 1 prompt at once on a rank"),
         (2, "2 prompts x 1 sample = 2 responses a rollout; 1 prompt at once on a rank"),
     ):
         more = f"--generation_batches {batches} --per_device_train_batch_size 1"
-        planner, resolved = planner_of("ppo", f"{words} {more}", "1xH100", tmp_path)
+        planner, resolved = planner_of("ppo", f"{words} {more}", "1xH100")
         assert planner.needs(resolved).batch[0].startswith(said)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bench.planned import LLAMA, planner_of, ppo
+from bench.planned import LLAMA, planner_of, ppo, shape_folder
 from support.marks import slow_but
 
 from pipeline.configuration.flag_table import flat_items
@@ -43,7 +43,7 @@ def planned(
     file = folder / "target.yaml"
     text = f"gpus: {gpus}\nmemory_gib: {memory_gib}\nhost_memory_gib: {host_gib}"
     file.write_text(text, encoding="utf-8")
-    return planner_of("sft", f"{WORDS} {more}", str(file), folder)
+    return planner_of("sft", f"{WORDS} {more}", str(file))
 
 
 def answers(memory_gib: float, folder: Path, **target: int) -> Answers:
@@ -65,7 +65,7 @@ def page(planner: StagePlanner, resolved: Resolved) -> list[str]:
 def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) -> tuple[bool, float]:
     """Whether the plan with the flags of these lines on the command line fits, and its expected GiB."""
     planner, _ = planned(memory_gib, folder, **target)
-    path = str(folder / "125m")
+    path = shape_folder("125m")
     words = [*WORDS.replace("125m", path).split(), "--target", str(folder / "target.yaml")]
     for line in lines:
         words += CHANGE.match(line)[1].split()
@@ -231,7 +231,7 @@ def test_an_answer_names_the_host_memory_that_it_takes_and_whether_the_host_has_
         planner, resolved = planned(2.6, tmp_path)
         if not known:
             file.write_text("memory_gib: 2.6", encoding="utf-8")
-            planner, resolved = planner_of("sft", WORDS, str(file), tmp_path)
+            planner, resolved = planner_of("sft", WORDS, str(file))
         lines = page(planner, resolved)
         assert any(line.startswith("    --offload true") for line in lines)
         host = "of its 64.0" if known else "whose memory is not known"
@@ -272,7 +272,7 @@ def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path)
     file = tmp_path / "target.yaml"
     checkpointing = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
     file.write_text("gpus: 4\nmemory_gib: 52\nhost_memory_gib: 400", encoding="utf-8")
-    planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file), tmp_path)
+    planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file))
     assert planner.memory(resolved).worst == "generate"
     same = Answers.of(planner, resolved).same
     assert [str(change.flags) for change in same.changes] == ["{'offload_optimizer_during_rollout': True}"]

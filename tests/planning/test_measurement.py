@@ -18,7 +18,7 @@ from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
 from pipeline.planning.counting import Kernel, PassCounter
-from pipeline.planning.measurement import build, count_pass, model_size, peak_bytes
+from pipeline.planning.measurement import build_shape, count_pass, count_pass_of_shape, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass
 from pipeline.planning.stand_ins import KeepsGate, KeepsInput, KeepsLogits
 
@@ -192,7 +192,7 @@ def test_fused_norms_keep_their_input_alone(folders, monkeypatch):
     plain = count_pass(use, "bf16", work)
     assert ROWS * LENGTH * SHAPE["hidden_size"] < MIN_ELEMENTS
     monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)
-    fused = count_pass.__wrapped__(use, "bf16", work)
+    fused = count_pass_of_shape.__wrapped__(use, "bf16", work)
     tokens, norms = ROWS * LENGTH * SHAPE["hidden_size"], 2 * SHAPE["num_hidden_layers"] + 1
     assert plain.peak - fused.peak > 3 * norms * tokens  # at least a rounded copy and a part of the fp32 ones for each
     assert sum(plain.kernels.values()) - sum(fused.kernels.values()) > 5 * norms
@@ -211,13 +211,13 @@ def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
     use = ModelUse("critic", str(folders / "llama"), ModelConfig(), has_values=True)
     work = Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
     monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)
-    fused = count_pass.__wrapped__(use, "bf16", work)
+    fused = count_pass_of_shape.__wrapped__(use, "bf16", work)
     with monkeypatch.context() as patch:
         patch.setattr(fused_layers, "GATED_MLPS", frozenset())
         patch.setattr(fused_layers, "ROTARY_ATTENTIONS", frozenset())
-        build.cache_clear()
-        of_norms = count_pass.__wrapped__(use, "bf16", work)
-    build.cache_clear()
+        build_shape.cache_clear()
+        of_norms = count_pass_of_shape.__wrapped__(use, "bf16", work)
+    build_shape.cache_clear()
     layers = SHAPE["num_hidden_layers"]
     activation = 2 * ROWS * LENGTH * tiny_config("llama", **SHAPE).intermediate_size
     assert of_norms.peak - fused.peak == layers * activation
@@ -236,7 +236,9 @@ def test_fused_norms_of_a_quantised_model_keep_their_input_in_fp32(folders, monk
 
     def peak(quantization: str) -> int:
         use = ModelUse("critic", str(folders / "llama"), ModelConfig(lora_dim=LORA, quantization=quantization), True)
-        return count_pass.__wrapped__(use, "bf16", Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)).peak
+        return count_pass_of_shape.__wrapped__(
+            use, "bf16", Pass("critic", ROWS, LENGTH, trains=True, accumulates=True)
+        ).peak
 
     assert peak("int8") == peak("none")
     monkeypatch.setattr(fused_layers, "MIN_ELEMENTS", 1)

@@ -1,7 +1,6 @@
 """Memory of states by hand-worked cases, real engines and DeepSpeed's own estimators; of runs by what was measured."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,9 +141,9 @@ def within(value: float, measured: float) -> bool:
 
 
 @pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, len(RUNS)))])
-def test_peaks_are_those_that_were_measured(tmp_path, number):
+def test_peaks_are_those_that_were_measured(number):
     """Within the larger of 5 % and 1 GiB."""
-    assert within(planned(RUNS[number], tmp_path), RUNS[number].measured)
+    assert within(planned(RUNS[number]), RUNS[number].measured)
 
 
 @of_tested_torch
@@ -154,8 +153,8 @@ def test_the_table_in_the_documents_is_the_scripts():
     assert "\n".join(table()) in text and "\n".join(time_table()) in text
 
 
-def plan_of(words: str, target: str, folder: Path):
-    planner, resolved = planner_of("ppo", words, target, folder)
+def plan_of(words: str, target: str):
+    planner, resolved = planner_of("ppo", words, target)
     return planner.memory(resolved)
 
 
@@ -163,32 +162,32 @@ def test_the_flag_alone_says_that_moments_have_8_bits(tmp_path):
     """DeepSpeed's key that lets it take such an optimizer is not the sign of one: a user's file may hold it, too."""
     (tmp_path / "ds.json").write_text('{"zero_allow_untested_optimizer": true}')
     words = ("", f"--deepspeed_config {tmp_path / 'ds.json'}", "--optimizer_states 8bit")
-    plain, file, rounded = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200", tmp_path) for more in words)
+    plain, file, rounded = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200") for more in words)
     assert file == plain
     for role, held in rounded.states.items():
         saved = (8 - 2 - 8 / 256) * plain.sizes[role].trained if plain.states[role].optimizer else 0
         assert held.optimizer == pytest.approx(plain.states[role].optimizer - saved, abs=1)
 
 
-def test_what_makes_room_for_what(tmp_path):
+def test_what_makes_room_for_what():
     """The KV cache: 24 layers x keys and values of 2,048 numbers in bf16; 64 slots x 512 tokens: 6 GiB."""
-    whole = plan_of(ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    whole = plan_of(ppo(OPT, 16, 4, 2), "1xH200")
     assert whole.phases["generate"].rollout == 6 * GIB and whole.keeps_rollout
     assert whole.phases["train"].rollout == 6 * GIB and whole.slots == 64
-    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB", tmp_path)  # less than a third of it is free beside the cache
+    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB")  # less than a third of it is free beside the cache
     assert not small.keeps_rollout and small.phases["train"].rollout == 0 and small.phases["generate"].rollout > 0
-    away = plan_of(ppo(OPT, 16, 4, 2, "--offload_optimizer_during_rollout true"), "1xH200", tmp_path)
+    away = plan_of(ppo(OPT, 16, 4, 2, "--offload_optimizer_during_rollout true"), "1xH200")
     states = sum(held.optimizer for held in away.states.values())
     assert whole.phases["generate"].states - away.phases["generate"].states == states == away.host
     assert away.phases["train"].states == whole.phases["train"].states
-    few = plan_of(ppo(OPT, 16, 4, 2), "1xRTX4090", tmp_path)  # states alone take more than it has
+    few = plan_of(ppo(OPT, 16, 4, 2), "1xRTX4090")  # states alone take more than it has
     assert few.slots == 1 and few.phases["generate"].total > 23.6 * GIB
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(tmp_path, stage):
+def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(stage):
     """Of gradients too: at the peak of training, buckets among them. The moving average is 4 bytes a weight."""
-    plan = plan_of(ppo(OPT, 16, 4, stage, "--enable_ema true"), FOUR, tmp_path)
+    plan = plan_of(ppo(OPT, 16, 4, stage, "--enable_ema true"), FOUR)
     lines = [line.replace(" -", " 0") for line in model_lines(plan)[5:]]
     cells = {line[2:19].rstrip(): [float(cell) for cell in line[19:].split()] for line in lines}
     shares = 4 if stage == 3 else 1
@@ -199,30 +198,28 @@ def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(tmp_path, sta
     assert float(phases["gradients"][2]) == pytest.approx(sum(cells["gradients"]), abs=0.02) and any(cells["gradients"])
 
 
-def test_epochs_have_their_plural(tmp_path):
-    planner, resolved = planner_of(
-        "ppo", ppo(OPT, 16, 4, 2, "--ppo_epochs 2 --old_log_probs trainer"), "1xH200", tmp_path
-    )
+def test_epochs_have_their_plural():
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2, "--ppo_epochs 2 --old_log_probs trainer"), "1xH200")
     assert planner.needs(resolved).batch[2] == "64 responses x 2 epochs / 64 rows = 2 optimizer steps a rollout"
 
 
-def test_a_moving_average_is_where_the_weights_are(tmp_path):
+def test_a_moving_average_is_where_the_weights_are():
     """A rank has its share of both at ZeRO stage 3, in host memory where the weights are offloaded."""
     words = "--enable_ema true --actor_offload_weights cpu"
     whole, shared, away = (
-        plan_of(ppo(OPT, 16, 4, stage, more), FOUR, tmp_path)
+        plan_of(ppo(OPT, 16, 4, stage, more), FOUR)
         for stage, more in ((2, "--enable_ema true"), (3, "--enable_ema true"), (3, words))
     )
-    bare = plan_of(ppo(OPT, 16, 4, 3, "--actor_offload_weights cpu"), FOUR, tmp_path)
+    bare = plan_of(ppo(OPT, 16, 4, 3, "--actor_offload_weights cpu"), FOUR)
     size = 4 * whole.sizes["actor"].trained
     assert (whole.states["actor"].average, shared.states["actor"].average) == (size, size // 4)
     assert away.states["actor"].average == 0 and away.host - bare.host == 4 * (size // 4)
 
 
-def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor(tmp_path):
+def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor():
     """64 rows of 50,272 logits in bf16, 6.1 MiB, 24 bytes each where the nucleus is drawn from; 2.8 MiB of a layer."""
-    plain, nucleus = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200", tmp_path) for more in ("", "--top_p 0.9"))
-    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB", tmp_path)  # whose cache is given back
+    plain, nucleus = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200") for more in ("", "--top_p 0.9"))
+    small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB")  # whose cache is given back
     assert {name: phase.graph // 2**20 for name, phase in plain.phases.items()} == dict.fromkeys(plain.phases, 20)
     assert {name: phase.graph // 2**20 for name, phase in small.phases.items()} == {
         "generate": 20,
@@ -234,10 +231,10 @@ def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor(tmp_path):
     assert nucleus.reserved("generate")[0] - plain.reserved("generate")[0] == 80 * 2**20
 
 
-def test_layers_are_gathered_where_the_weights_are_large(tmp_path):
+def test_layers_are_gathered_where_the_weights_are_large():
     """On 40 GB an eighth is less than Llama-7B's 12.6 GiB, so a thousand million elements are whole at a time."""
     from bench.planned import LLAMA
 
-    held = plan_of(ppo(LLAMA, 1, 4, 3), "4xA100-40GB", tmp_path).states["actor"]
+    held = plan_of(ppo(LLAMA, 1, 4, 3), "4xA100-40GB").states["actor"]
     assert held.gathered == 2 * 10**9
-    assert plan_of(ppo(LLAMA, 1, 4, 3), FOUR, tmp_path).states["actor"].gathered == pytest.approx(12.55 * GIB, rel=0.01)
+    assert plan_of(ppo(LLAMA, 1, 4, 3), FOUR).states["actor"].gathered == pytest.approx(12.55 * GIB, rel=0.01)

@@ -48,9 +48,9 @@ def test_the_cache_stays_with_a_third_free_at_first_and_later_with_what_an_updat
 
 
 @pytest.mark.parametrize("phase", ["generate", "score", "train"])
-def test_a_run_that_keeps_its_cache_is_planned_so(tmp_path, phase):
+def test_a_run_that_keeps_its_cache_is_planned_so(phase):
     """Llama-7B with LoRA, 64 rows of 256 + 1,024 on one H200: 132.45 GiB were measured where 80.1 were planned."""
-    planner, resolved = planner_of("ppo", LONG_7B, "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", LONG_7B, "1xH200")
     plan = planner.memory(resolved)
     measured = LONG_7B_MEASURED[phase]
     assert plan.phases[phase].total / GIB == pytest.approx(measured, abs=max(1.0, 0.05 * measured))
@@ -66,9 +66,7 @@ def test_a_run_that_keeps_its_cache_is_planned_so(tmp_path, phase):
         (False, False, "is given back before the update, and made again"),
     ],
 )
-def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_ones(
-    monkeypatch, tmp_path, first, later, line
-):
+def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_ones(monkeypatch, first, later, line):
     """With what is free at the end of a rollout: all but states, cache and copies, and CUDA's own; and what an update
     takes above them."""
     calls: list[tuple[int, int, int]] = []
@@ -78,7 +76,7 @@ def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_on
         return later if taken else first
 
     monkeypatch.setattr(memory, "keeps_cache", answer)
-    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200")
     plan = planner.memory(resolved)
     update, device = plan.phases["train"], planner.target.memory
     free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
@@ -92,7 +90,7 @@ def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it
     monkeypatch.setattr(memory, "keeps_cache", lambda free, device, *, taken: not taken)
     target = tmp_path / "small.yaml"
     target.write_text("memory_gib: 41", encoding="utf-8")
-    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), str(target), tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), str(target))
     plan = planner.memory(resolved)
     assert plan.phases["train"].rollout == 0 and not plan.keeps_rollout
 
@@ -152,8 +150,8 @@ def test_the_run_loads_the_models_that_the_plan_counts(monkeypatch, tmp_path, fr
     assert loaded == [use.role for use in needs(config, {}, "bf16", 1).models] == ["actor", "critic", *frozen]
 
 
-def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch, tmp_path):
-    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch):
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200")
     plain = planner.needs(resolved)
     schedule, options = step3_ppo.models.needs.make_schedule, step3_ppo.models.needs.generation_options
     assert plain.rollout.copied_bytes == 0 and plain.num_steps(640) == 10 * plain.steps_each == 10
@@ -241,9 +239,9 @@ SMALL = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m"
 
 
 @pytest.mark.parametrize("fit", slow_but([False], [False, True]))
-def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(monkeypatch, tmp_path, fit):
+def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(monkeypatch, fit):
     """It is asked with whole copies, a slot of 256 + 256 tokens, and what states and CUDA's own leave of a GPU."""
-    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3), "2xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3), "2xH200")
     whole, forced = (
         planner.memory(with_flags(resolved, {"rollout_weights": weights}, 2)) for weights in ("whole", "streamed")
     )
@@ -264,8 +262,8 @@ def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(m
 
 
 @pytest.mark.parametrize("words", ["--inference_tp_size 2", "--generation_engine static"])
-def test_weights_that_a_run_cannot_stream_are_planned_whole(tmp_path, words):
-    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, words), "2xH200", tmp_path)
+def test_weights_that_a_run_cannot_stream_are_planned_whole(words):
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, words), "2xH200")
     rollout = planner.needs(resolved).rollout
     assert rollout.gathers_per_step == 0 and rollout.as_decided(free=0) is rollout
 
@@ -275,7 +273,7 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
     file = tmp_path / "small.yaml"
     for gib, fills in ((139, False), (5, True)):
         file.write_text(f"memory_gib: {gib}", encoding="utf-8")
-        planner, resolved = planner_of("ppo", ppo(SMALL, 4, 16, 2), str(file), tmp_path)
+        planner, resolved = planner_of("ppo", ppo(SMALL, 4, 16, 2), str(file))
         plan = planner.memory(resolved)
         peak = plan.phases["generate"]
         cache = plan.slots * 512 * 12 * 2 * 768 * 2
@@ -284,8 +282,8 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
         assert plan.reserved("generate")[0] == pytest.approx(peak.total + rest + peak.graph + plan.besides[0], abs=1)
 
 
-def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan(tmp_path):
+def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan():
     """12 heads; a run would refuse it, and the ladder proposes it to nobody."""
-    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference_tp_size 5"), "5xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference_tp_size 5"), "5xH200")
     with pytest.raises(InputError, match="inference_tp_size 5: must divide the 12 heads of keys and values"):
         planner.needs(resolved)

@@ -91,9 +91,9 @@ def test_the_parts_of_a_plan_name_the_flag_beside_the_size(planned):
 
 
 @pytest.mark.slow
-def test_rows_of_the_cache_and_whether_it_stays_follow_the_limit(tmp_path):
+def test_rows_of_the_cache_and_whether_it_stays_follow_the_limit():
     """OPT-1.3B with a critic, on an H200 of which a run has 41 GiB."""
-    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200", tmp_path)
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), "1xH200")
     run = resolved.config.run.model_copy(update={"gpu_memory_gib": 41.0})
     limited = replace(resolved, config=resolved.config.model_copy(update={"run": run}))
     found, _ = stage_planner(stage_of("ppo"), limited, parse_target("1xH200"), {})

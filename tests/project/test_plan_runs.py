@@ -164,8 +164,8 @@ CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
 
 
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.name)
-def test_the_planner_still_says_what_was_planned(run: PlannedRun, tmp_path):
-    planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200", tmp_path)
+def test_the_planner_still_says_what_was_planned(run: PlannedRun):
+    planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200")
     found = {phase: peak.total / GIB for phase, peak in planner.memory(resolved).phases.items()}
     if run.name in MENDED:
         measured = peaks_in(MEASURED[run.name])

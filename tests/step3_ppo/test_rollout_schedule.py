@@ -65,19 +65,19 @@ def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
     assert found.rollouts_per_epoch == 3
     epochs = []
     for epoch in (0, 1):
-        planned = [found.prompts(seed=1, rollout=3 * epoch + n, num_prompts=10) for n in range(3)]
+        planned = [found.prompts(4 * (3 * epoch + n), 4, seed=1, num_prompts=10) for n in range(3)]
         assert [number for number, _ in planned] == [epoch] * 3
         rows = [row for _, chosen in planned for row in chosen]
         assert len(rows) == 12 and rows.count(None) == 2 and set(rows) == {*range(10), None}
         epochs.append(rows)
     assert epochs[0] != epochs[1]
-    assert found.prompts(seed=2, rollout=0, num_prompts=10) != found.prompts(seed=1, rollout=0, num_prompts=10)
+    assert found.prompts(0, 4, seed=2, num_prompts=10) != found.prompts(0, 4, seed=1, num_prompts=10)
 
 
 def test_a_run_ends_after_its_epochs_even_if_updates_were_cut_short():
     plan = make_schedule(config(), num_prompts=50, world_size=2)
-    assert not plan.is_done(step=3, rollout=plan.num_rollouts - 1)
-    assert plan.is_done(step=plan.num_rollouts, rollout=plan.num_rollouts)
+    assert not plan.is_done(step=3, place=plan.prompts_per_rollout * plan.num_rollouts - 1)
+    assert plan.is_done(step=plan.num_rollouts, place=plan.prompts_per_rollout * plan.num_rollouts)
     limited = make_schedule(config(max_steps=5), num_prompts=50, world_size=1)
-    assert not limited.is_done(step=4, rollout=1000)
-    assert limited.is_done(step=5, rollout=1)
+    assert not limited.is_done(step=4, place=10**6)
+    assert limited.is_done(step=5, place=1)

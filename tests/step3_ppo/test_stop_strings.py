@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from input_calls import Ending, call, stage_words
+from support.marks import slow
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoTokenizer
 
@@ -40,7 +41,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return samples_of(run_folder)
 
 
-@pytest.mark.parametrize("backend", ["eager", "static", "fused"])
+@pytest.mark.parametrize("backend", ["eager", "static", slow("fused")])
 def test_a_run_stops_its_responses_and_counts_them_as_finished(
     backend: str, folder: Path, plain: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from support.tiny_run import SCORE_MEAN, SCORE_STD, make_folder, read_metrics, w
 from support.worked_examples import copied_project
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
