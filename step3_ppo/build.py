@@ -96,7 +96,7 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
     if resumed is None:
         return state, None
     if state.step and any(one.takes_first for one in ppo.models.rewards):
-        ppo.models.normalise_by(*(state.score_constants or (0.0, 1.0)))  # an older version's run: raw scores
+        ppo.models.normalise_by(state.score_constants or [0.0, 1.0])  # an older version's run: raw scores
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])
     if not state.update:

@@ -4,12 +4,12 @@ import json
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
 from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on_nvme, offloads, training_json
-from pipeline.configuration.flag_table import OF_METHOD, Flag, Layers, flag
+from pipeline.configuration.flag_table import Flag, Layers, flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
@@ -20,8 +20,8 @@ from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, RewardConfig, SamplingConfig
-from step3_ppo.flags.methods import METHODS, SET_BY_METHODS, Method, named_method
-from step3_ppo.models.roles import Role, roles_without
+from step3_ppo.flags.methods import METHODS, Method, with_defaults
+from step3_ppo.models.roles import Role, folder_and_weight, roles_without
 
 LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PPOConfig.max_sequence_length`
 
@@ -37,6 +37,11 @@ class PPOConfig(StageConfig):
         kind="path",
         on_resume="model",
         aliases=("reward_model",),
+    )
+    more_reward_models: list[str] = flag(
+        [],
+        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward_model_*",
+        needs="a reward model",
     )
     reward_model_zero_stage: Literal["auto", "0", "1", "2", "3"] = flag(
         "auto",
@@ -81,22 +86,8 @@ class PPOConfig(StageConfig):
 
     @classmethod
     def with_method(cls, layers: Layers, preset: str) -> Layers:
-        """Put the defaults of the method below all that is given; a preset says how PPO trains, and its critic."""
-        layers = [
-            (origin, {flag: value for flag, value in values.items() if not is_auto(flag, value)})
-            for origin, values in layers
-        ]
-        name = named_method(layers)
-        method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
-        given = {flag: value for _, values in layers for flag, value in values.items()}
-        if given.get("reward_function") and not given.get("reward_model_name_or_path"):
-            settings["missing_eos_penalty"] = 0.0
-        settings |= method.settings
-        kept = [
-            (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
-            for origin, values in (layers if not method.has_critic else ())
-        ]
-        return ([(f"{OF_METHOD}{name}", settings)] if settings else []) + (kept or layers)
+        """Put the defaults of the method below all that is given."""
+        return with_defaults(layers, preset)
 
     def absent(self, flag: Flag) -> str:
         """Return the model that this run does not have and the flag is of ("a critic"), or ""."""
@@ -124,7 +115,8 @@ class PPOConfig(StageConfig):
     def roles(self) -> tuple[Role, ...]:
         """The models that the run needs, the actor first."""
         absent = {"critic": self.method.has_critic, "reward": self.has_reward_model}
-        return roles_without(*(name for name, is_there in absent.items() if not is_there))
+        num_further = len(self.more_reward_models)
+        return roles_without(*(name for name, is_there in absent.items() if not is_there), num_further=num_further)
 
     @property
     def trained_roles(self) -> list[Role]:
@@ -151,8 +143,16 @@ class PPOConfig(StageConfig):
 
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
+        if role.number:
+            return folder_and_weight(self.more_reward_models[role.number - 2])[0]
         path: str = getattr(self, role.path) if role.path else self.flags_of(role).model_name_or_path
         return path
+
+    def weight_of(self, role: Role) -> float:
+        """Return the weight of a reward model's score in the sum."""
+        if not role.number:
+            return self.rewards.reward_weight
+        return folder_and_weight(self.more_reward_models[role.number - 2])[1]
 
     def may_begin_head(self, role: Role) -> bool:
         """Tell whether a critic begins with a new head, where its start has none: no reward model is there to be it."""
@@ -166,7 +166,7 @@ class PPOConfig(StageConfig):
     def _is_served(self, role: Role) -> bool:
         """Tell whether switching the adapters of the trained model with the same flags gives this one."""
         twin = next((twin for twin in self.trained_roles if twin.flags == role.flags), None)
-        if twin is None or self.flags_of(twin) != self.flags_of(role):
+        if role.number or twin is None or self.flags_of(twin) != self.flags_of(role):
             return False
         return self.holds_start(twin) and self.start_of(role) == self.start_of(twin)
 
@@ -231,6 +231,12 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _weights_are_numbers(self) -> Self:
+        for entry in self.more_reward_models:
+            folder_and_weight(entry)
+        return self
+
+    @model_validator(mode="after")
     def _rewards_can_be_equal(self) -> Self:
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
@@ -285,19 +291,9 @@ class PPOConfig(StageConfig):
         return RolloutSize(**{field.name: values[field.name] for field in fields(RolloutSize)})
 
 
-def is_of_all_methods(flag: str) -> bool:
-    """Tell whether a preset's value of a flag holds under each method: it is not of a critic, and no method's own."""
-    return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in ("value_clip", "gae_lambda")
-
-
-def is_auto(flag: str, value: Any) -> bool:
-    """Tell whether a value says what holds without it."""
-    return flag == "missing_eos_penalty" and value == "auto"
-
-
 def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
     """Return the flags that were given to this model alone, by the names of ModelConfig's fields."""
-    if role.name != "reward":
+    if not role.is_reward_model:
         return {}
     offload = config.reward_model_offload_weights
     own = {

@@ -115,7 +115,8 @@ def judge_responses(
     if not models.rewards:
         return torch.zeros(len(responses.sequences), 0, device=responses.sequences.device)
     scores = over_all(responses, batches, compute, between)
-    models.release_gathered("reward")
+    for name in models.frozen.keys() - {"reference"}:
+        models.release_gathered(name)
     return torch.stack(scores, 1)
 
 

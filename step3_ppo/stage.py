@@ -57,11 +57,11 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     models: list[StartModel] = []
     for role in config.roles:
         # A frozen model without flags of its own starts from the files of a trained one.
-        has_own_start = role.path and (own_flags(config, role) or config.reward_model_name_or_path)
+        has_own_start = role.path and (role.number or own_flags(config, role) or config.reward_model_name_or_path)
         if not role.is_trained and not has_own_start:
             continue
         path, settings, prefix = config.start_of(role), config.flags_of(role), role.prefix or f"{role.flags}_"
-        flag = f"--{prefix}{'model_' * role.is_trained}name_or_path"
+        flag = "--more_reward_models" if role.number else f"--{prefix}{'model_' * role.is_trained}name_or_path"
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [partial(check_decoder, start, flag)]
         if role.is_trained:

@@ -22,6 +22,7 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
 from pipeline.rewards.pool import Failure
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions
+from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
@@ -44,7 +45,8 @@ class State(Counters):
     update: minibatches of the current rollout that are done; 0: a new rollout has to be sampled.
     first_ratio_error: ratio error of the current rollout's first update; None where that trained no policy.
     kl_coef: KL coefficient of the current rollout.
-    score_constants: mean and std of the first rollout's scores; None where the reward model brings its own.
+    score_constants: mean and std of the scores of each reward model, one of which takes them from the first rollout;
+        None where each brings its own.
     tallies: what is counted of rewards over rollouts, before and with rollout number `rollout`: one that is sampled
         again, because the run was stopped in its first update, is counted once.
     """
@@ -237,10 +239,7 @@ class PPO:
     def terms(self, responses: Responses, judged: Tensor, state: State, *, group_size: int) -> Terms:
         """Return how raw scores (N, R) are summed."""
         # One that takes the constants of the first rollout does so for an evaluation before it.
-        models = [
-            one.fitted(judged[responses.valid, n]) if one.takes_first else one
-            for n, one in enumerate(self.models.rewards)
-        ]
+        models = self.fitted(responses, judged)
         terms, scaling = (
             Terms(models, self.functions_by_name, group_size=group_size),
             self.config.rewards.reward_scaling,
@@ -252,15 +251,22 @@ class PPO:
 
     def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
-        first = self.models.rewards[0].fitted(judged[responses.valid, 0])
-        state.score_constants = [first.mean, first.std]
-        text = (
-            "--normalise_scores: the reward model has no mean and std of its scores: the first rollout's, %.4g and %.4g"
-        )
-        log.info(text, first.mean, first.std)
-        if not self.models.normalise_by(first.mean, first.std) or scores.values is None:
+        text = "--normalise_scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
+        first, *_ = rewards = self.fitted(responses, judged)
+        for one, before in zip(rewards, self.models.rewards, strict=True):
+            if before.takes_first:
+                log.info(text, one.name, one.mean, one.std)
+        state.score_constants = [value for one in rewards for value in (one.mean, one.std)]
+        if not self.models.normalise_by(state.score_constants) or scores.values is None:
             return scores
         return replace(scores, values=(scores.values - first.mean) / first.std)
+
+    def fitted(self, responses: Responses, judged: Tensor) -> list[WeightedReward]:
+        """Return the reward models; those that take the constants of the first rollout with those of these scores."""
+        return [
+            one.fitted(judged[responses.valid, n]) if one.takes_first else one
+            for n, one in enumerate(self.models.rewards)
+        ]
 
     def objectives(self, state: State, size: StepSize) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""

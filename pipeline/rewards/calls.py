@@ -90,6 +90,14 @@ def load(target: str, digest: str) -> Callable[..., Any]:
     return function
 
 
+def check_args(target: str, args: Mapping[str, Any], signature: Signature, *, in_rank: bool = False) -> None:
+    """Call a function of the box without responses, where it runs. Raises as `check_settings` does."""
+    if ".py:" not in target and signature.in_rank == in_rank:
+        from pipeline.rewards.box.table import check_settings
+
+        check_settings(target, args)
+
+
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return what a function takes. Raises RefusedError where it cannot be called by names."""
     try:

@@ -14,9 +14,19 @@ from typing import Any, Self, TypeVar
 
 from pipeline.configuration.redact import redacted
 from pipeline.data.turns import Message, split_tools
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.heartbeat import result_of
-from pipeline.rewards.calls import Call, FailureKind, Signature, answer_to, cause_of, checked_values, load
+from pipeline.rewards.calls import (
+    Call,
+    FailureKind,
+    RefusedError,
+    Signature,
+    answer_to,
+    cause_of,
+    check_args,
+    checked_values,
+    load,
+)
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
 
@@ -154,6 +164,7 @@ class RewardPool:
 
         Raises:
             InputError: functions that cannot be loaded or called; one line each.
+            EnvironmentFault: a judge's key is not in the environment.
         """
         self._columns = [*columns]
         errors = list[str]()
@@ -195,6 +206,11 @@ class RewardPool:
         if signature.in_rank:
             try:
                 self._in_rank[function.name] = load(function.target, function.digest)
+                check_args(function.target, function.args, signature, in_rank=True)
+            except RefusedError as error:
+                return redacted(str(error))
+            except EnvironmentFault:
+                raise
             except Exception as error:
                 return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
         return signature.reason_against(function.args, self._columns)

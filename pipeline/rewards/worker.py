@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.processes import end_with_parent
-from pipeline.rewards.calls import Call, Signature, answer_to, checked_values, load, signature_of
+from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, load, signature_of
 
 Loaded = dict[str, tuple[Callable[..., Any], Signature]]  # target -> function
 
@@ -47,6 +47,7 @@ def answered(request: Mapping[str, Any], loaded: Loaded) -> dict[str, Any]:
     try:
         if "call" not in request:
             loaded[target] = loaded_function(target, request["digest"])
+            check_args(target, request["args"], loaded[target][1])
             return {"signature": asdict(loaded[target][1])}
         function, signature = loaded[target]
         call = Call(**request["call"])

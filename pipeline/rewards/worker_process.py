@@ -48,7 +48,9 @@ class WorkerProcess:
         """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
         target = function.target
         if self._process is None or target not in self._loaded:
-            self._loaded[target] = await self.ask({"target": target, "digest": function.digest}, limit_s)
+            self._loaded[target] = await self.ask(
+                {"target": target, "digest": function.digest, "args": function.args}, limit_s
+            )
         return self._loaded[target]
 
     async def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:

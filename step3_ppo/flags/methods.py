@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
+
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
 
 
@@ -55,3 +57,30 @@ def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     """Return the method that layers of given flags, the strongest last, ask for; PPO where none does."""
     given = [str(values["method"]) for _, values in layers if "method" in values]
     return given[-1] if given else "ppo"
+
+
+def with_defaults(layers: Layers, preset: str) -> Layers:
+    """Put the defaults of the named method below all that is given; a preset says how PPO trains, and its critic.
+
+    A value of `missing_eos_penalty` that is `auto` is none.
+    """
+    layers = [
+        (origin, {flag: value for flag, value in values.items() if (flag, value) != ("missing_eos_penalty", AUTO)})
+        for origin, values in layers
+    ]
+    name = named_method(layers)
+    method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
+    given = {flag: value for _, values in layers for flag, value in values.items()}
+    if given.get("reward_function") and not given.get("reward_model_name_or_path"):
+        settings["missing_eos_penalty"] = 0.0
+    settings |= method.settings
+    kept = [
+        (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
+        for origin, values in (layers if not method.has_critic else ())
+    ]
+    return ([(f"{OF_METHOD}{name}", settings)] if settings else []) + (kept or layers)
+
+
+def is_of_all_methods(flag: str) -> bool:
+    """Tell whether a preset's value of a flag holds under each method: it is not of a critic, and no method's own."""
+    return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in ("value_clip", "gae_lambda")

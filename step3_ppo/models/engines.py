@@ -1,9 +1,10 @@
 """The engines of stage 3: what learns under training engines, what is only read as frozen ones."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,10 +66,20 @@ class Models:
             for engine in self.named().values()
         )
 
-    def normalise_by(self, mean: float, std: float) -> bool:
-        """Take these constants for the reward model's scores, and for a critic without its own: then return True."""
-        self.rewards[0] = replace(self.rewards[0], mean=mean, std=std, takes_first=False)
-        if self.critic is None or (self.critic.module.score_mean, self.critic.module.score_std) != (0.0, 1.0):
+    def normalise_by(self, constants: Sequence[float]) -> bool:
+        """Take mean and std of the scores of each reward model; a critic without its own takes those of the first.
+
+        Returns True where the critic takes them: not where the first reward model has brought them.
+        """
+        is_first = self.rewards[0].takes_first
+        for n, (mean, std) in enumerate(zip(constants[::2], constants[1::2], strict=True)):
+            self.rewards[n] = replace(self.rewards[n], mean=mean, std=std, takes_first=False)
+        mean, std, *_ = constants
+        if (
+            not is_first
+            or self.critic is None
+            or (self.critic.module.score_mean, self.critic.module.score_std) != (0.0, 1.0)
+        ):
             return False
         self.critic.module.score_mean, self.critic.module.score_std = mean, std
         return True
@@ -89,10 +100,10 @@ class Models:
                 yield self.actor
 
     @contextmanager
-    def reward_model(self) -> Iterator[Any]:
-        """Open the model of raw scores: one of its own, or the critic as it was before training."""
-        if "reward" in self.frozen:
-            yield self.frozen["reward"]
+    def reward_model(self, name: str) -> Iterator[Any]:
+        """Open a model of raw scores by its role's name: one of its own, or the critic as it was before training."""
+        if name in self.frozen:
+            yield self.frozen[name]
         else:
             critic = self.trained["critic"]
             with critic.module.start_model():
@@ -105,12 +116,12 @@ class Sources:
 
     starts: role -> files of the model that it starts from, also where no engine of its own is made.
     tokenizer: tokenizer of the models that learn.
-    reward_tokenizer: None where the reward model reads the actor's own tokens.
+    reward_tokenizers: role of a reward model -> its tokenizer; None where it reads the actor's own tokens.
     """
 
     starts: dict[str, ModelSource]
     tokenizer: PreTrainedTokenizerBase
-    reward_tokenizer: PreTrainedTokenizerBase | None
+    reward_tokenizers: dict[str, PreTrainedTokenizerBase | None]
 
 
 def make_sources(run: Run, config: PPOConfig) -> Sources:
@@ -125,19 +136,22 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
     starts = {role.name: checked[config.start_of(role)] for role in config.roles}
     rendering = (config.data.template, config.data.chat_template_kwargs)
     tokenizer = prepare_tokenizer(starts["actor"], *rendering)
-    if "reward" not in starts:
-        return Sources(starts, tokenizer, None)
-    reward_tokenizer = separate_tokenizer(starts["reward"], tokenizer, *rendering)
-    if reward_tokenizer is None:
-        check_positions(starts["reward"], config.max_sequence_length, LENGTH_FLAGS)
-    return Sources(starts, tokenizer, reward_tokenizer)
+    of_rewards = {
+        role.name: separate_tokenizer(starts[role.name], tokenizer, *rendering)
+        for role in config.roles
+        if role.is_reward_model
+    }
+    for name, own in of_rewards.items():
+        if own is None:
+            check_positions(starts[name], config.max_sequence_length, LENGTH_FLAGS)
+    return Sources(starts, tokenizer, of_rewards)
 
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
-    if config.has_reward_model:
-        models.rewards.append(scoring_model(config, models, sources))
+    rewards = [role for role in config.roles if role.is_reward_model]
+    models.rewards.extend(scoring_model(config, models, sources, role) for role in rewards)
     for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:
@@ -152,14 +166,15 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     return models
 
 
-def scoring_model(config: PPOConfig, models: Models, sources: Sources) -> WeightedReward:
-    """Return the reward model as a reward, with the constants that stage 2 stored in its folder, if any."""
-    start = sources.starts["reward"].config
+def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Role) -> WeightedReward:
+    """Return a reward model as a reward, with the constants that stage 2 stored in its folder, if any."""
+    start = sources.starts[role.name].config
     constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
     mean, std = constants or (0.0, 1.0)
-    model = RewardModel(models.reward_model, sources.reward_tokenizer, num_positions(start))
-    weight = config.rewards.reward_weight
-    return WeightedReward("reward model", model, weight=weight, mean=mean, std=std, takes_first=constants is None)
+    opened = partial(models.reward_model, role.name)
+    model = RewardModel(opened, sources.reward_tokenizers[role.name], num_positions(start))
+    settings = {"weight": config.weight_of(role), "mean": mean, "std": std}
+    return WeightedReward(role.title, model, takes_first=constants is None, **settings)
 
 
 def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:

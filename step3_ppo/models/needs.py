@@ -118,7 +118,9 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
         passes.append(Pass("critic", rows, length, times=times))
     if not config.has_reward_model:
         return passes
-    return [*passes, Pass(reward, rows, length, times=times, without_adapters=reward == "critic")]
+    passes.append(Pass(reward, rows, length, times=times, without_adapters=reward == "critic"))
+    further = [role.title for role in config.roles if role.number]
+    return passes + [Pass(title, rows, length, times=times) for title in further]
 
 
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:

@@ -1,6 +1,7 @@
 """The roles of stage 3: which models a run has, where each comes from, which flags it has, what is saved of it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Role:
     path: the attribute of PPOConfig that names the model it starts from; empty: the path in its ModelConfig.
     card: heading of the model card in its folder, behind the method's name; empty where it is only read.
     has_values: True = it has a scalar head.
+    number: of the reward models that --more_reward_models names, from 2; 0: of no further model.
     """
 
     name: str
@@ -23,6 +25,12 @@ class Role:
     path: str = ""
     card: str = ""
     has_values: bool = False
+    number: int = 0
+
+    @property
+    def is_reward_model(self) -> bool:
+        """True for each model whose scores are rewards."""
+        return self.prefix == REWARD_PREFIX
 
     @property
     def is_trained(self) -> bool:
@@ -30,14 +38,36 @@ class Role:
         return bool(self.card)
 
 
+REWARD_PREFIX = "reward_model_"
+REWARD = Role("reward", "reward model", "critic", prefix=REWARD_PREFIX, path="reward_path", has_values=True)
 ROLES = (
     Role("actor", "actor", "actor", card="-tuned model"),
     Role("critic", "critic", "critic", card=" critic", has_values=True),
     Role("reference", "reference", "actor"),
-    Role("reward", "reward model", "critic", prefix="reward_model_", path="reward_path", has_values=True),
+    REWARD,
 )
 
 
-def roles_without(*names: str) -> tuple[Role, ...]:
-    """Return the roles of a run that has none of these models, the actor's first."""
-    return tuple(role for role in ROLES if role.name not in names)
+def roles_without(*names: str, num_further: int = 0) -> tuple[Role, ...]:
+    """Return the roles of a run that has none of these models, but further reward models; the actor's first."""
+    further = [
+        replace(REWARD, name=f"reward_{n}", title=f"{REWARD.title} {n}", number=n) for n in range(2, 2 + num_further)
+    ]
+    return (*(role for role in ROLES if role.name not in names), *further)
+
+
+def folder_and_weight(entry: str) -> tuple[str, float]:
+    """Return the folder or hub id of an entry of --more_reward_models, and its weight.
+
+    Raises ValueError for a weight that is no finite number.
+    """
+    folder, colon, text = entry.rpartition(":")
+    if not folder or "/" in text:
+        return entry, 1.0
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ValueError(f"more_reward_models: {entry}: found the weight {text!r}; a finite number is right, as in 0.5")
+    return folder, weight

@@ -7,9 +7,9 @@ import sys
 import pytest
 from support.source_tree import ROOT
 
-from pipeline.errors import InputError
 from pipeline.rewards.box.instructions import CHECKS
 from pipeline.rewards.box.table import BOX, check_settings, settings_of
+from pipeline.rewards.calls import RefusedError
 
 
 def test_the_box_holds_every_function_by_its_name():
@@ -37,23 +37,18 @@ def test_a_function_ignores_other_columns(name):
 @pytest.mark.parametrize(
     ("name", "settings", "told"),
     [
-        (
-            "maths_answer",
-            {},
-            "maths_answer: not in the box; did you mean math_answer?; it has math_answer, exact_match",
-        ),
         ("format_match", {"patern": "a"}, "no setting 'patern'; did you mean pattern?; it has pattern"),
-        ("title", {"words": 3}, "title: no setting 'words'; it has no settings"),
-        ("format_match", {"pattern": "("}, "format_match: {'pattern': '('}: missing ), unterminated subpattern"),
+        ("title", {"words": 3}, "no setting 'words'; it has no settings"),
+        ("format_match", {"pattern": "("}, "{'pattern': '('}: missing ), unterminated subpattern"),
         ("exact_match", {"pattern": "("}, "missing ), unterminated subpattern"),
-        ("regex_match", {"pattern": 5}, "regex_match: {'pattern': 5}: first argument must be string"),
-        ("number_of_words", {"at_least": "a"}, "number_of_words: {'at_least': 'a'}: '<=' not supported"),
-        ("overlong", {}, "overlong: needs max_length"),
-        ("judge", {"model": "m"}, "judge: url is no "),
+        ("regex_match", {"pattern": 5}, "{'pattern': 5}: first argument must be string"),
+        ("number_of_words", {"at_least": "a"}, "{'at_least': 'a'}: '<=' not supported"),
+        ("overlong", {}, "needs max_length"),
+        ("judge", {"model": "m"}, "url is no "),
     ],
 )
 def test_what_cannot_run_is_told_before_a_run(name, settings, told):
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(RefusedError) as raised:
         check_settings(name, settings)
     assert told in str(raised.value)
 

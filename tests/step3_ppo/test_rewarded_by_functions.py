@@ -65,7 +65,8 @@ def trained(folder: Path, out: Path, *functions: str, **changes: Any) -> int:
     } | changes  # fmt: skip
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     with undone_afterwards():
-        return main([*words, "--reward_function", *(f"{folder}/rewards.py:{name}" for name in functions)])
+        entries = (name if name.startswith("{") else f"{folder}/rewards.py:{name}" for name in functions)
+        return main([*words, "--reward_function", *entries])
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -75,7 +76,8 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.mark.parametrize("method", ["ppo", "grpo", "rloo", "reinforce_pp"])
 def test_functions_alone_reward_with_each_method(folder, tmp_path, method):
     changes = {"num_samples_per_prompt": 4} if method in ("grpo", "rloo") else {}
-    assert trained(folder, tmp_path, "length", "tokens:0.5", "odd", method=method, **changes) == 0
+    more = () if changes else ("tokens:0.5",)
+    assert trained(folder, tmp_path, "length", *more, "odd", method=method, **changes) == 0
     lines = [line for line in read_metrics(tmp_path / "runs/ppo") if "step_s" in line]
     assert len(lines) == 3 and all(line["reward_failures/length"] == 0 for line in lines)
     assert all(line["reward/odd"] == 1.0 for line in lines if line["reward/odd"] is not None)
@@ -88,6 +90,21 @@ def test_a_wrong_value_ends_the_run_with_2_and_all_saved(folder, tmp_path, capsy
     (line,) = errors(capsys)
     assert "wrong" in line and "'good'" in line and "prompt" in line
     assert (tmp_path / "runs/ppo/checkpoints/step-0").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"name": "format_match", "args": {"patern": "a"}}, "no setting 'patern'; did you mean pattern?"),
+        ({"name": "regex_match", "args": {"pattern": "("}}, "missing ), unterminated subpattern"),
+        ({"name": "overlong"}, "needs max_length"),
+    ],
+)
+def test_wrong_settings_of_the_box_are_told_before_the_start(folder, tmp_path, capsys, entry, reason):
+    assert trained(folder, tmp_path, "length", json.dumps(entry)) == 2
+    (line,) = errors(capsys)
+    assert line.startswith(f"error: --reward_function {entry['name']}: ") and reason in line
+    assert not (tmp_path / "runs/ppo/checkpoints").exists()
 
 
 def test_failures_end_the_run_with_2_and_their_first_cause(folder, tmp_path, capsys):
