@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,8 @@ EMPTY_WARNING = 0.5  # share of responses without a word above which the log say
 # Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
 NEGATIVE_KL_WARNING = -1.0
 # Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+# Its mean over tokens has grown where it is above both; chosen by hand.
+DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 log = logging.getLogger(__name__)
@@ -114,6 +116,41 @@ def warn_of_sampler(metrics: dict[str, float], *, dtype: torch.dtype) -> None:
             "--old_log_probs trainer",
             error,
         )
+
+
+def warn_of_equal_rewards(step: int) -> None:
+    """Log that a step with --replace_equal_groups has nothing to compare."""
+    log.warning(
+        "step %d skipped: the rewards of all responses to each prompt are equal, also of further prompts; give prompts "
+        "that are neither too hard nor too easy, or a reward with more values (--replace_equal_groups)",
+        step,
+    )
+
+
+def warn_of_drift(error: float, known: Sequence[float] | None, *, step: int) -> Sequence[float] | None:
+    """Log once that the mean difference of sampler and trainer has grown far beyond that of the first rollout.
+
+    Args:
+        error: `policy/sampler_mean_error` of this rollout; NaN where it has none.
+        known: what this function returned for the rollout before.
+
+    Returns:
+        The difference of the first rollout, and 1 where it has grown beyond bounds since, else 0.
+    """
+    first, was_grown = known or (error, 0)
+    if not math.isfinite(error):
+        return known
+    is_grown = error > max(DRIFT_FACTOR * first, DRIFT_BOUND)
+    if is_grown and not was_grown:
+        log.warning(
+            "step %d: sampler and trainer differ by %.3f nats a token, by %.3f in the first rollout "
+            "(policy/sampler_mean_error): responses are less and less those of the policy that learns; give "
+            "--off_policy_weights token_truncate",
+            step,
+            error,
+            first,
+        )
+    return first, int(is_grown)
 
 
 def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:

@@ -35,6 +35,8 @@ from step3_ppo.rollout_metrics import (
     group_metrics,
     pass_metrics,
     rollout_metrics,
+    warn_of_drift,
+    warn_of_equal_rewards,
     warn_of_rollout,
     warn_of_sampler,
 )
@@ -43,11 +45,6 @@ from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
 log = logging.getLogger(__name__)
-
-NOTHING_TO_LEARN = (
-    "step %d skipped: the rewards of all responses to each prompt are equal, also of further prompts; give prompts "
-    "that are neither too hard nor too easy, or a reward with more values (--replace_equal_groups)"
-)
 
 
 def train(run: Run, config: PPOConfig) -> None:
@@ -225,6 +222,8 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         if not state.step:
             warn_of_sampler(metrics, dtype=weights_dtype(ppo.run))
         metrics |= rollout.metrics
+        error = metrics.get("policy/sampler_mean_error", math.nan)
+        state.tally("sampler_drift", warn_of_drift(error, state.tallied("sampler_drift"), step=state.step))
     learnt = update.size.num_trained or not ppo.config.ppo.replace_equal_groups
     state.count_step(stepped=update.stepped, is_bad=bool(learnt), engines=ppo.models.trained.values())
     seconds = course.recorder.seconds("train")
@@ -241,7 +240,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
     if not update.stepped and learnt:
         note_skipped(ppo, rollout, update, state)
     elif not update.stepped:
-        log.warning(NOTHING_TO_LEARN, state.step)
+        warn_of_equal_rewards(state.step)
 
 
 def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:
