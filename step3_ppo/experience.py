@@ -13,7 +13,7 @@ predicted at the position before.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from torch.nn import functional
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from pipeline.rewards.calls import FailureKind
+from pipeline.rewards.calls import KINDS
 from pipeline.rewards.pool import Failure, Value
 from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
 from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
-
-KINDS = get_args(FailureKind)
 
 
 class Rows:

@@ -152,10 +152,11 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
     return counts & applies & (scored.failures == 0).all(1)
 
 
-def sequence_rewards(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return the rewards of responses before the KL penalty, (N,), and which of them count, (N,) bool."""
+def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> Tensor:
+    """(N / group_size,) bool, True = the rewards before the KL penalty of all responses to the prompt are equal."""
     valid = is_scored(responses, judged, terms)
-    return summed(responses, judged, valid, ppo, terms)[1], valid
+    _, shaped, _ = summed(responses, judged, valid, ppo, terms)
+    return equal_groups(shaped, valid, group_size=terms.group_size)
 
 
 def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, Tensor]:

@@ -109,11 +109,11 @@ class Schedule:
         ends = self.num_rollouts is not None and place >= self.num_rollouts * self.prompts_per_rollout
         return step >= self.total_steps or ends
 
-    def prompts(self, place: int, count: int, *, seed: int, num_prompts: int) -> tuple[int, list[int | None]]:
-        """Return (epoch, `count` prompt rows) from a place on; None is padding behind an epoch's last prompt."""
+    def prompts(self, place: int, count: int, *, seed: int, num_prompts: int) -> tuple[RandomKey, list[int | None]]:
+        """Return (key of the epoch, `count` prompt rows) from a place on; None is padding behind its last prompt."""
         epoch, first = divmod(place, self.places_per_epoch)
         rows = epoch_order(seed, epoch, num_prompts)[first : first + count].tolist()
-        return epoch, rows + [None] * (count - len(rows))
+        return RandomKey(seed, "rollout", epoch), rows + [None] * (count - len(rows))
 
     def behind(self, place: int, count: int, *, num_prompts: int) -> int:
         """Return the place behind `count` prompts from `place` on: the next epoch's first if this one has no more."""

@@ -17,20 +17,16 @@ from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
-from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
-from pipeline.rewards.pool import Failure
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions
-from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import KINDS, Collected, Cut, Responses, Scores
-from step3_ppo.mathematics.estimators import equal_groups
+from step3_ppo.experience import Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
-from step3_ppo.rewarding import Rewarded, Terms, reward_responses, sequence_rewards, spreads
+from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.updater import Updater
 
@@ -164,10 +160,10 @@ class PPO:
             nonlocal place
             if rounds and not place % self.schedule.places_per_epoch:
                 return None  # all prompts of the epoch are used
-            epoch, chosen = self.schedule.prompts(place, count, seed=seed, num_prompts=len(rows))
+            key, chosen = self.schedule.prompts(place, count, seed=seed, num_prompts=len(rows))
             place = self.schedule.behind(place, count, num_prompts=len(rows))
             sampler = self.sampler(rows, state, num_samples=k, batch_size=batch_size)
-            rounds.append((sampler.sample(chosen, RandomKey(seed, "rollout", epoch)), sampler.scoring))
+            rounds.append((sampler.sample(chosen, key), sampler.scoring))
             return rounds[-1][0]
 
         responses = sample_next(self.schedule.prompts_per_rollout)
@@ -186,10 +182,9 @@ class PPO:
 
     def equal_groups(self, responses: Responses, state: State) -> Tensor:
         """(prompts,) bool, True = the functions' rewards of all responses to the prompt are equal."""
-        k = self.config.sampling.num_samples_per_prompt
-        judged = torch.zeros(len(responses.valid), 0, device=responses.valid.device)
-        terms = self.terms(responses, judged, state, group_size=k)
-        return equal_groups(*sequence_rewards(responses, judged, self.config.ppo, terms), group_size=k)
+        judged = responses.sampler_log_probs[:, :0]  # no reward model scores them
+        terms = self.terms(responses, judged, state, group_size=self.config.sampling.num_samples_per_prompt)
+        return rewarded_alike(responses, judged, self.config.ppo, terms)
 
     def _count_sampled(
         self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, place: int
@@ -202,17 +197,15 @@ class PPO:
         Raises:
             Interrupted: see `RunFunctions.counted`.
         """
-        kinds, firsts, totals = dict[str, list[str]](), dict[str, Failure](), list[Tensor]()
+        failures, totals = list[tuple[RolloutScoring, Tensor]](), list[Tensor]()
         for responses, scoring in rounds:
             if scoring is None or responses.scored is None:
                 return
             scored = responses.scored.select(responses.valid.nonzero().flatten())
-            for name, column in zip(scoring.names, scored.failures.unbind(1), strict=True):
-                kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
+            failures.append((scoring, scored.failures))
             totals.append(scored.values @ scored.values.new_tensor(list(self.functions_by_name.values())))
-            firsts = scoring.failures | firsts
         assert self.functions is not None
-        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, kinds, firsts))
+        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, failures))
         if self.config.ppo.replace_equal_groups:
             further = sum(len(one) for one in totals[1:]) // self.config.sampling.num_samples_per_prompt
             state.tally("sampled", {"place": place, "further": further, "score": torch.cat(totals).mean().item()})
@@ -239,7 +232,7 @@ class PPO:
     def terms(self, responses: Responses, judged: Tensor, state: State, *, group_size: int) -> Terms:
         """Return how raw scores (N, R) are summed."""
         # One that takes the constants of the first rollout does so for an evaluation before it.
-        models = self.fitted(responses, judged)
+        models = self.models.fitted(judged[responses.valid])
         terms, scaling = (
             Terms(models, self.functions_by_name, group_size=group_size),
             self.config.rewards.reward_scaling,
@@ -252,7 +245,7 @@ class PPO:
     def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
         text = "--normalise_scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
-        first, *_ = rewards = self.fitted(responses, judged)
+        first, *_ = rewards = self.models.fitted(judged[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):
             if before.takes_first:
                 log.info(text, one.name, one.mean, one.std)
@@ -260,13 +253,6 @@ class PPO:
         if not self.models.normalise_by(state.score_constants) or scores.values is None:
             return scores
         return replace(scores, values=(scores.values - first.mean) / first.std)
-
-    def fitted(self, responses: Responses, judged: Tensor) -> list[WeightedReward]:
-        """Return the reward models; those that take the constants of the first rollout with those of these scores."""
-        return [
-            one.fitted(judged[responses.valid, n]) if one.takes_first else one
-            for n, one in enumerate(self.models.rewards)
-        ]
 
     def objectives(self, state: State, size: StepSize) -> list[Objective]:
         """Return what the next step trains: the critic alone in its warm-up."""

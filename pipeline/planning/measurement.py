@@ -141,8 +141,8 @@ def planned_config(path: str) -> PretrainedConfig:
 
 def shape_of(use: ModelUse) -> ModelUse:
     """Return the use without what changes neither its weights nor its passes: what is counted is remembered by it."""
-    kept = use.settings.model_dump(include=OF_SHAPE)
-    return replace(use, role="", averaged=False, settings=ModelConfig().model_copy(update=kept))
+    flags = use.settings.model_dump(include=OF_SHAPE)
+    return replace(use, role="", averaged=False, settings=ModelConfig().model_copy(update=flags))
 
 
 def build(use: ModelUse, dtype: str) -> Any:

@@ -13,9 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from pipeline.errors import InputError
 
 FailureKind = Literal["raised", "timed out", "worker died", "no connection"]
+KINDS = get_args(FailureKind)
 OURS = ("prompts", "completions", "completion_ids")
 # Arguments of TRL that concern its trainer: `trainer_state.global_step` is the step, what is logged is dropped.
 TRAINERS = ("trainer_state", "log_extra", "log_metric")
@@ -91,11 +94,19 @@ def load(target: str, digest: str) -> Callable[..., Any]:
 
 
 def check_args(target: str, args: Mapping[str, Any], signature: Signature, *, in_rank: bool = False) -> None:
-    """Call a function of the box without responses, where it runs. Raises as `check_settings` does."""
+    """Call a function of the box without responses, where it runs.
+
+    Raises:
+        RefusedError: a setting that it refuses, or a package that it needs.
+        EnvironmentFault: a judge whose key is not in the environment.
+    """
     if ".py:" not in target and signature.in_rank == in_rank:
         from pipeline.rewards.box.table import check_settings
 
-        check_settings(target, args)
+        try:
+            check_settings(target, args)
+        except InputError as error:
+            raise RefusedError(str(error).removeprefix(f"reward function {target}: ")) from error
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

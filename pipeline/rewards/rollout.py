@@ -5,12 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
 from pipeline.errors import InputError, Interrupted, RunError
+from pipeline.rewards.calls import KINDS
 from pipeline.rewards.failures import RESPONSES, FailureWindow
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
@@ -81,19 +83,21 @@ class RunFunctions:
         takes_tokens = self._takes_tokens
         return RolloutScoring(self._pool, responses_of, num_samples=num_samples, takes_tokens=takes_tokens)
 
-    def counted(
-        self, before: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], firsts: Mapping[str, Failure]
-    ) -> dict[str, Any]:
+    def counted(self, before: Mapping[str, Any], failures: Sequence[tuple["RolloutScoring", Tensor]]) -> dict[str, Any]:
         """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
 
         Args:
-            kinds: of each function the kinds of its failures, "" for a response with a value.
-            firsts: the first failure of each function that has any.
+            failures: of each round of a rollout its calls, and (n, F) int64 of its responses, 0 = no failure, else
+                1 + the place in KINDS of its kind.
 
         Raises:
             Interrupted: with an error, where a function failed too often.
         """
-        after = {}
+        after, kinds, firsts = dict[str, Any](), dict[str, list[str]](), dict[str, Failure]()
+        for scoring, numbers in failures:
+            firsts = scoring.failures | firsts
+            for name, column in zip(scoring.names, numbers.unbind(1), strict=True):
+                kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
         for name, found in kinds.items():
             counts = {RESPONSES: len(found)} | {kind: found.count(kind) for kind in sorted(set(found) - {""})}
             after[name] = self._window.after(before.get(name, []), counts)

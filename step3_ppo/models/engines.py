@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
@@ -65,6 +66,13 @@ class Models:
             uses_packed_attention(base_model(engine.module.get_submodule("model")).config)
             for engine in self.named().values()
         )
+
+    def fitted(self, judged: Tensor) -> list[WeightedReward]:
+        """Return the rewards by models; those that take the constants of the first rollout with those of raw scores.
+
+        judged: (n, R) fp32.
+        """
+        return [one.fitted(judged[:, n]) if one.takes_first else one for n, one in enumerate(self.rewards)]
 
     def normalise_by(self, constants: Sequence[float]) -> bool:
         """Take mean and std of the scores of each reward model; a critic without its own takes those of the first.

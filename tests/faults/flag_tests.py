@@ -112,6 +112,7 @@ TWINS: dict[str, Twin] = {
     "ppo.loss_aggregation": Twin("sequence_mean"),
     "ppo.method": Twin("rloo", both=GROUPS),
     "ppo.missing_eos_penalty": Twin(4.0),
+    "ppo.more_reward_models": Twin("@other-scorer"),
     "ppo.normalise_scores": Twin("false"),
     "ppo.num_samples_per_prompt": Twin(2, "metrics"),
     "ppo.old_log_probs": Twin("sampler", "metrics"),
@@ -126,6 +127,9 @@ TWINS: dict[str, Twin] = {
     "ppo.policy_ratio": Twin("sequence", both=CLIPPED),
     "ppo.ppo_epochs": Twin(2, both={"max_steps": 2}),
     "ppo.ratio_cap": Twin(0.5, both={"policy_loss": "cispo"}),
+    "ppo.replace_equal_groups": Twin(
+        "true", "metrics", both=GROUPS | {"reward_model_name_or_path": None, "reward_function": "repetition"}
+    ),
     "ppo.reward_clip": Twin(0.01),
     "ppo.reward_function": Twin("repetition", "metrics"),
     "ppo.reward_scaling": Twin("batch"),

@@ -26,13 +26,22 @@ CLOCK = ("time", "_s", "_per_s", "mfu", "_gib")  # ends of names of times, rates
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A stage's run with all that evolves in it: `folder` holds the inputs of tests/support/tiny_run.py."""
+    """A stage's run with all that evolves in it.
+
+    stage: its section.
+    folder: the inputs of tests/support/tiny_run.py.
+    steps: optimizer steps.
+    ranks: processes.
+    more: further words of its command line.
+    method: of stage 3; those without a critic have the function `length` of `rewards.py` for a reward model.
+    """
 
     stage: str
     folder: Path
     steps: int = 8
     ranks: int = 1
     more: tuple[object, ...] = ()
+    method: str = "ppo"
 
     def words(self, out: str) -> list[str]:
         flags: dict[str, object] = {
@@ -57,6 +66,9 @@ class Story:
             }
         else:
             flags["model_name_or_path"] = self.folder / "base"
+        if self.method != "ppo":
+            flags = {name: value for name, value in flags.items() if not name.startswith("critic_")}
+            flags |= {"method": self.method, "reward_function": f"{self.folder}/rewards.py:length"}
         return [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(map(str, self.more))
 
     def run_dir(self, out: str) -> Path:

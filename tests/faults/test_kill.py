@@ -46,6 +46,25 @@ def test_a_killed_run_goes_on_exactly(folder, stage, count):
     check(tell(kill_and_compare, stage, folder, count=count))
 
 
+REWARDS = """
+def length(completions):
+    return [float(len(text) > 14) for text in completions]
+"""
+METHODS = {
+    "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
+    "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
+    "reinforce_pp": "--reward_scaling batch",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_whose_reward_is_a_function_goes_on_exactly(folder, method):
+    (folder / "rewards.py").write_text(REWARDS)
+    story = Story("ppo", folder, method=method, more=tuple(METHODS[method].split()))
+    check(kill_and_compare(story, 2, 7))
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
     """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""

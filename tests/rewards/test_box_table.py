@@ -7,9 +7,9 @@ import sys
 import pytest
 from support.source_tree import ROOT
 
+from pipeline.errors import InputError
 from pipeline.rewards.box.instructions import CHECKS
 from pipeline.rewards.box.table import BOX, check_settings, settings_of
-from pipeline.rewards.calls import RefusedError
 
 
 def test_the_box_holds_every_function_by_its_name():
@@ -48,7 +48,7 @@ def test_a_function_ignores_other_columns(name):
     ],
 )
 def test_what_cannot_run_is_told_before_a_run(name, settings, told):
-    with pytest.raises(RefusedError) as raised:
+    with pytest.raises(InputError) as raised:
         check_settings(name, settings)
     assert told in str(raised.value)
 

@@ -113,9 +113,9 @@ def test_an_epoch_visits_each_prompt_once_however_many_are_replaced(further):
             break
         for count in (4, further[number % 4]):
             if count and (count == 4 or place % 12):
-                epoch, chosen = schedule.prompts(place, count, seed=3, num_prompts=10)
+                key, chosen = schedule.prompts(place, count, seed=3, num_prompts=10)
                 assert len(chosen) == count and chosen[0] is not None
-                seen.setdefault(epoch, []).extend(row for row in chosen if row is not None)
+                seen.setdefault(key.epoch, []).extend(row for row in chosen if row is not None)
                 place = schedule.behind(place, count, num_prompts=10)
     assert all(len(rows) == len(set(rows)) for rows in seen.values())
     assert all(sorted(seen[epoch]) == list(range(10)) for epoch in list(seen)[:-1]) and len(seen) > 1

@@ -66,7 +66,7 @@ def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
     epochs = []
     for epoch in (0, 1):
         planned = [found.prompts(4 * (3 * epoch + n), 4, seed=1, num_prompts=10) for n in range(3)]
-        assert [number for number, _ in planned] == [epoch] * 3
+        assert [key.epoch for key, _ in planned] == [epoch] * 3
         rows = [row for _, chosen in planned for row in chosen]
         assert len(rows) == 12 and rows.count(None) == 2 and set(rows) == {*range(10), None}
         epochs.append(rows)

@@ -13,7 +13,6 @@ from pipeline.rewards.box.instructions import CHECKS, instructions
 from pipeline.rewards.box.judge import judge
 from pipeline.rewards.box.reasoning import reasoning_gym
 from pipeline.rewards.box.texts import reward_of_text
-from pipeline.rewards.calls import RefusedError
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     math_answer, exact_match, regex_match, reasoning_gym, format_match, tags, length, overlong, repetition, language,
@@ -32,19 +31,17 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Call a function of the box without responses.
 
     Raises:
-        RefusedError: a setting that it refuses, or a package that it needs.
+        InputError: a setting that it refuses, or a package that it needs.
         EnvironmentFault: a judge whose key is not in the environment.
     """
     known = settings_of(BOX[name])
     for setting in settings:
         if setting not in known:
             right = f"it has {', '.join(known)}" if known else "it has no settings"
-            raise RefusedError(f"no setting {setting!r}{nearest(setting, known)}; {right}")
+            raise InputError(f"reward function {name}: no setting {setting!r}{nearest(setting, known)}; {right}")
     try:
         scores = BOX[name](prompts=[], completions=[], completion_ids=[], **settings)
         if inspect.iscoroutine(scores):
             asyncio.run(scores)
-    except InputError as error:
-        raise RefusedError(str(error).removeprefix(f"reward function {name}: ")) from error
     except (TypeError, ValueError, re.error) as error:
-        raise RefusedError(f"{dict(settings)}: {error}") from error
+        raise InputError(f"reward function {name}: {dict(settings)}: {error}") from error

@@ -1,0 +1,57 @@
+"""Methods without a critic, and reward functions, give the same on 1 and 2 ranks, each of which scores its prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from stage_runs import Story, metrics, run_well
+from support.tiny_run import make_folder
+
+pytestmark = pytest.mark.slow
+
+# Each call appends its rank, its prompt and its values to a file.
+REWARDS = """
+import json
+import os
+def length(prompts, completions, completion_ids, trainer_state):
+    values = [float(len(text) > 14) for text in completions]
+    line = [os.getppid(), trainer_state.global_step, prompts[0], completion_ids, values]
+    with open(__file__ + ".calls", "a") as file:
+        file.write(json.dumps(line) + "\\n")
+    return values
+"""
+WORDS = {
+    "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
+    "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
+    "reinforce_pp": "--reward_scaling running --eval_samples_per_prompt 2",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("ranks-functions"))
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.mark.parametrize("method", WORDS)
+def test_one_rank_and_two(folder, method):
+    """The same rollouts, of which each rank's workers have scored a part; numbers up to rounding."""
+    lines, calls, file = [], [], folder / "rewards.py.calls"
+    for ranks in (1, 2):
+        cut = f"--rollout_batch_size 16 --gradient_accumulation_steps {4 // ranks} --actor_zero_stage 2"
+        story = Story("ppo", folder, 4, ranks, (*WORDS[method].split(), *cut.split()), method)
+        file.unlink(missing_ok=True)
+        run_well(story, f"{method}-{ranks}")
+        lines.append(metrics(story.run_dir(f"{method}-{ranks}")))
+        calls.append([json.loads(line) for line in file.read_text().splitlines()])
+    one, two = calls
+    assert sorted(call[1:] for call in one) == sorted(call[1:] for call in two)
+    assert len({call[0] for call in one}) == 1 and len({call[0] for call in two}) == 2
+    assert len(lines[0]) == len(lines[1]) and any("loss/policy" in line for line in lines[0])
+    for mine, theirs in zip(*lines, strict=True):
+        assert mine.keys() - {"micro_batch_size"} == theirs.keys() - {"micro_batch_size"}
+        for name in mine.keys() - {"micro_batch_size", "stage"}:
+            assert theirs[name] == (
+                pytest.approx(mine[name], rel=1e-4, abs=1e-6) if mine[name] is not None else None
+            ), name
