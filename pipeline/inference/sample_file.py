@@ -1,15 +1,22 @@
-"""The file of `rlhf sample`: JSON lines that a later call goes on with, or standard output."""
+"""The file of `rlhf sample`: JSON lines that a later call goes on with, or standard output.
 
+Each of several ranks writes a part beside the file; the rank that ends last joins them.
+"""
+
+import heapq
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import InputError
+from pipeline.errors import EnvironmentFault, InputError
 from pipeline.files import read_object, refused_by_disk, write_json
+from pipeline.run.lock import lock_held
 
 NUMBER = "number"  # column of a row: which of the prompts it is of, from 1
+IS_WHOLE = "is_whole"  # of the settings of a file that several ranks have written
 ANEW = "name another --output, or give --overwrite to begin anew"
 
 
@@ -51,13 +58,58 @@ def open_samples(file: Path | None, settings: Mapping[str, Any], *, overwrite: b
     with refused_by_disk(file):
         if overwrite:
             file.unlink(missing_ok=True)
-        settings_file = file.with_name(f"{file.name}.settings.json")
+        settings_file = settings_of(file)
         if not file.exists() or not file.stat().st_size:
             write_json(settings_file, settings)
             file.touch()
             return SampleFile(file)
         check_settings(file, settings_file, settings)
         return without_torn_row(file)
+
+
+def settings_of(file: Path) -> Path:
+    """Return the file of the settings that a file was begun with."""
+    return file.with_name(f"{file.name}.settings.json")
+
+
+def part_of(file: Path, rank: int, size: int) -> Path:
+    """Return the file that one of `size` ranks writes."""
+    return file.with_name(f"{file.name}.part-{rank + 1}-of-{size}")
+
+
+def is_joined(file: Path, settings: Mapping[str, Any]) -> bool:
+    """Tell whether ranks have written all of a file before. Raises InputError where it was begun in another way."""
+    if not file.exists():
+        return False
+    check_settings(file, settings_of(file), settings)
+    return bool(read_object(settings_of(file)).get(IS_WHOLE))
+
+
+def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int) -> int:
+    """Note that a rank's part is whole; join all where it is the last one. Returns the number of rows then, else 0.
+
+    Raises EnvironmentFault where the disk refuses.
+    """
+    parts, whole = [part_of(file, one, size) for one in range(size)], {**settings, IS_WHOLE: True}
+    with refused_by_disk(file), ExitStack() as stack:
+        write_json(settings_of(parts[rank]), whole)
+        try:
+            stack.enter_context(lock_held(file, file.with_name(f".{file.name}.lock"), "--output"))
+        except EnvironmentFault:  # of two that end together, the other joins them
+            return 0
+        if not all(read_object(settings_of(part)).get(IS_WHOLE) for part in parts):
+            return 0
+        lines = [stack.enter_context(part.open("rb")) for part in parts]
+        joined, count = file.with_name(f".{file.name}.writing"), 0
+        with joined.open("wb") as stream:
+            for line in heapq.merge(*lines, key=number_of):
+                count += stream.write(line) > 0
+        write_json(settings_of(file), whole)
+        joined.replace(file)
+        for part in parts:
+            settings_of(part).unlink()
+            part.unlink()
+        return count
 
 
 def check_settings(file: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:

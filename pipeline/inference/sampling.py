@@ -128,7 +128,7 @@ def sample(
     batch_size: int,
     seed: int,
 ) -> Iterator[tuple[SamplePrompt, list[SampledAnswer], dict[str, list[Value]]]]:
-    """Yield in order each prompt behind the `first` ones with its answers, and the values of each function for them.
+    """Yield in order each prompt with a number above `first`, its answers, and the values of each function for them.
 
     An answer depends on the seed, its prompt and its number alone, up to rounding.
 
@@ -142,7 +142,11 @@ def sample(
     sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k)
     longest = max(len(one.tokens.ids) for one in data.prompts)
     session = chat_model.sessions().session(Room(num_slots, num_new, longest + num_new))
-    rest, begun, of_ticket = deque(data.prompts[first:]), deque[Begun](), dict[int, Begun]()
+    rest, begun, of_ticket = (
+        deque(one for one in data.prompts if one.number > first),
+        deque[Begun](),
+        dict[int, Begun](),
+    )
     while rest or begun:
         while rest and len(session.waiting) < num_slots:
             begun.append(one := Begun(rest.popleft()))

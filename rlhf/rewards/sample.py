@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +19,7 @@ from pipeline.data.selection import parse_column_map
 from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.sample_file import SampleFile, open_samples
+from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, part_of
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
 from pipeline.models.paths import check_language_model
 from pipeline.rendezvous import num_ranks
@@ -45,7 +46,10 @@ class SampleConfig(Group):
         0, "Tokens of a prompt, longer ones are left out; 0: as many as --max_new_tokens leaves", ge=0
     )
     output: str = flag(
-        "", "File of JSON lines, which the same command goes on with; none: standard output", kind="path"
+        "",
+        "File of JSON lines, which the same command goes on with, and which the ranks of torchrun write together; none: "
+        "standard output",
+        kind="path",
     )
     overwrite: bool = flag(False, "Begin --output anew")
     write_as: RowLayout = flag(
@@ -87,18 +91,23 @@ def run(argv: list[str], prog: str) -> None:
     if not config.model or not config.data:
         name = "data" if config.model else "model"
         raise InputError(f"--{name}: missing; for example: {prog} output/sft --data FILE")
-    if num_ranks() > 1:
-        raise InputError(f"found {num_ranks()} ranks; this program is one process: start it without torchrun")
+    if (size := num_ranks()) > 1 and not config.output:
+        raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
     functions = parse_reward_functions([entry_of(text) for text in config.reward_function])
     column_map = parse_column_map(config.column_map)
+    from pipeline.dist import pick_device, read_environment
     from pipeline.inference.answers import resolve_dtype
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
+    rank, _, local_rank = read_environment()
+    pick_device(local_rank)
+
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
     data = read_prompts(config.data, ModelSource(config.model), column_map=column_map, **lengths)
     print_notes(data.notes)
+    num_prompts = len(data.prompts)
     settings = {
         "model": model_fingerprint(config.model),
         "prompts": data.digest,
@@ -109,14 +118,24 @@ def run(argv: list[str], prog: str) -> None:
     }
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     file = Path(config.output).expanduser() if config.output else None
+    if file and size > 1:
+        settings |= {"ranks": size}
+        if config.overwrite:
+            file.unlink(missing_ok=True)
+        elif is_joined(file, settings):
+            return
+        data = replace(data, prompts=data.prompts[rank::size])
+    whole, file = file, part_of(file, rank, size) if file and size > 1 else file
     lock = lock_held(file, file.with_name(f".{file.name}.lock"), "--output") if file else nullcontext()
     with pool, lock:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)
         if samples.last:
-            print(f"{file}: going on behind prompt {samples.last} of {len(data.prompts)}", file=sys.stderr)
-        if samples.last < len(data.prompts):
+            print(f"{file}: going on behind prompt {samples.last} of {num_prompts}", file=sys.stderr)
+        if data.prompts and samples.last < data.prompts[-1].number:
             write_rows(config, data, pool, samples)
+    if whole and size > 1 and (count := join_parts(whole, settings, rank=rank, size=size)):
+        print(f"{whole}: {counted(count, 'row')} of {size} ranks", file=sys.stderr)
 
 
 def entry_of(text: str) -> Any:
@@ -148,8 +167,8 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
         causes = dict(reversed(failures)) | causes
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()
-            print(f"{prompt.number} of {len(data.prompts)} prompts", file=sys.stderr, flush=True)
-    num_new, num_prompts = samples.num_rows - num_before, len(data.prompts) - first
+            print(f"prompt {prompt.number}, up to {data.prompts[-1].number}", file=sys.stderr, flush=True)
+    num_new, num_prompts = samples.num_rows - num_before, sum(one.number > first for one in data.prompts)
     print(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written", file=sys.stderr)
     print_notes(f"{counted(count, 'prompt')} without a row: {reason}" for reason, count in reasons.items())
     print_notes(
