@@ -23,6 +23,7 @@ from pipeline.models.loading import default_device
 from pipeline.models.partitions import has_shards_on_disk, local_range, local_share
 from pipeline.models.paths import read_adapter_config
 from pipeline.models.weight_files import ADAPTER_WEIGHTS, weight_files
+from pipeline.rendezvous import num_ranks
 
 # Share of a GPU's free memory for weights; the rest is for the KV cache and activations. Chosen by hand.
 WEIGHTS_SHARE = 0.8
@@ -64,8 +65,8 @@ def on_devices(model: M, path: str) -> M:
 def memory_limits() -> dict[int | str, int]:
     """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
     count = torch.cuda.device_count() if dist.has_gpu() else 0
-    free = (memory_of(torch.device("cuda", n))[0] for n in range(count))
-    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * size) for n, size in enumerate(free)}
+    own = [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)  # the others are of other ranks
+    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * memory_of(torch.device("cuda", n))[0]) for n in own}
     return gpus | {"cpu": sys.maxsize}
 
 

@@ -47,8 +47,8 @@ class SampleConfig(Group):
     )
     output: str = flag(
         "",
-        "File of JSON lines, which the same command goes on with, and which the ranks of torchrun write together; none: "
-        "standard output",
+        "File of JSON lines, which the same command goes on with, and ranks of torchrun write together; none: standard "
+        "output",
         kind="path",
     )
     overwrite: bool = flag(False, "Begin --output anew")
