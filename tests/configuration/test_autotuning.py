@@ -157,7 +157,7 @@ def test_a_search_that_cannot_be_is_one_line(tmp_path):
         assert not (tmp_path / str(number) / "out/runs/sft/automatic.yaml").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_real_search_on_the_cpu(tmp_path, tiny_folders):
     write_program(tmp_path / "bin" / "pdsh", "#!/bin/sh\n")  # with which it looks for processes that are left over
     rows = [{"prompt": f"Question {number}?", "response": f"Answer {number}."} for number in range(40)]

@@ -142,7 +142,7 @@ def test_the_split_gives_each_step_its_own_prompts(three_steps, real_data):
     assert len(held_out) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_reward_model_learns_gpt4s_preferences(real_data, tmp_path):
     """Accuracy on unseen prompts, every row scored; beside it what rules without a model reach."""
     save_opt(tmp_path / "random", real_data, positions=1024)

@@ -127,7 +127,7 @@ def test_choice_is_that_of_lists_of_records(stage, tmp_path):
     assert (counts["prompt repeated"] > 3) is (stage == "ppo")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_memory_grows_by_few_bytes_a_row(bpe_folder, tmp_path):
     (program := tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     peaks = []

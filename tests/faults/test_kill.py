@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from stage_runs import Story, chain, kill_and_compare, regroup, stop_and_compare
-from support.marks import slow
+from support.marks import rare_but, slow
 from support.tiny_run import make_folder
 
 Work = Callable[[Story, int, int], dict[str, Any]]
@@ -57,15 +57,14 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", rare_but(["grpo"], METHODS))
 def test_a_killed_run_whose_reward_is_a_function_goes_on_exactly(folder, method):
     (folder / "rewards.py").write_text(REWARDS)
     story = Story("ppo", folder, method=method, more=tuple(METHODS[method].split()))
     check(kill_and_compare(story, 2, 7))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
     """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""
     found = tell(stop_and_compare, "ppo", folder, count=5, more="--gradient_accumulation_steps 4 --ppo_epochs 4")

@@ -50,7 +50,7 @@ def assert_same_model(job: RankRun, expected: RankRun) -> None:
     assert max((found[name] - other[name]).abs().max().item() for name in other) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_job_starts_again_from_its_last_checkpoint(tmp_path: Path, data: Path, plain: RankRun, monkeypatch) -> None:
     """Rank 1 fails in the third step; --overwrite was for the first start."""
     monkeypatch.setenv("OUT_OF_MEMORY", "1:2:3")
@@ -64,7 +64,7 @@ def test_a_job_starts_again_from_its_last_checkpoint(tmp_path: Path, data: Path,
     assert state["halved"] == {"train": [4, 2]}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_job_without_a_checkpoint_starts_over_once_per_halving(
     tmp_path: Path, data: Path, plain: RankRun, monkeypatch
 ) -> None:

@@ -51,7 +51,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
         each.clean_up()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize(("number", "word"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_host_that_waits_says_so_and_stops_at_once(host: Host, number: int, word: int) -> None:
     job = host(number)
@@ -63,7 +63,7 @@ def test_a_host_that_waits_says_so_and_stops_at_once(host: Host, number: int, wo
     assert "stopped before the first step, with nothing to save; the same command starts again" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
     jobs = [host(0), host(1, waits=False)]
     assert [job.ended(time.monotonic(), START_S).code for job in jobs] == [0, 0], "".join(job.stderr for job in jobs)

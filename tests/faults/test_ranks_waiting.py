@@ -12,7 +12,7 @@ from support.tiny_run import make_folder
 PREPARATION_S = 9.0
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_ranks_wait_for_data_longer_than_both_timeouts(tmp_path: Path) -> None:
     """This process holds the lock of the cache, as another run that prepares the same data would."""
     data = make_folder(tmp_path)

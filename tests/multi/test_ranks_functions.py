@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from stage_runs import Story, metrics, run_well
+from support.marks import rare_but
 from support.tiny_run import make_folder
-
-pytestmark = pytest.mark.slow
 
 # Each call appends its rank, its prompt and its values to a file.
 REWARDS = """
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", WORDS)
+@pytest.mark.parametrize("method", rare_but(["grpo"], WORDS))
 def test_one_rank_and_two(folder, method):
     """The same rollouts, of which each rank's workers have scored a part; numbers up to rounding."""
     lines, calls, file = [], [], folder / "rewards.py.calls"

@@ -6,6 +6,7 @@ import runpy
 
 import pytest
 from bench.planned import planner_of
+from support.marks import rare_but
 from support.source_tree import ROOT
 
 from pipeline.configuration.flags import load_yaml
@@ -32,7 +33,7 @@ PUBLISHED = {
 PRESETS = ROOT / "launch" / "presets"
 PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_plans.py"))
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MAKER["HARDWARE"] if name != "japanese"]
+SLOW = rare_but(["350m", "1.3b", "llama-2-7b"], [name for name in MAKER["HARDWARE"] if name != "japanese"])
 
 
 def test_known_shapes_have_the_published_numbers_of_parameters():

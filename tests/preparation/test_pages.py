@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.marks import of_tested_torch, slow_but
+from support.marks import of_tested_torch, rare_but
 from support.source_tree import ROOT
 
 from pipeline import hub
@@ -29,10 +29,13 @@ CASES = {
     "auto_fit": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto_fit",
     "auto_fit_any": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto_fit any",
 }
+QUICK = ("fits", "asked_for")
 
 
 @of_tested_torch
-@pytest.mark.parametrize("name", slow_but(["fits", "asked_for"], CASES))
+@pytest.mark.parametrize(
+    "name", [*QUICK, *rare_but(["explained", "whole"], [name for name in CASES if name not in QUICK])]
+)
 def test_a_dry_run_prints_a_page_that_a_person_has_read(name, tmp_path, monkeypatch, capsys):
     """No hub is reached, no device was measured, and bitsandbytes, which is optional, is not there."""
 

@@ -289,7 +289,7 @@ class LLM:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_row_beside_vllm_compares_rates_of_the_same_work(tmp_path):
     """vLLM is played by a module that takes a known time; the real one needs a GPU."""
     (tmp_path / "site").mkdir()
@@ -303,7 +303,7 @@ def test_the_row_beside_vllm_compares_rates_of_the_same_work(tmp_path):
     assert figures["this project over vLLM, batch 4"] == pytest.approx(ratio)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_row_of_data_prepares_as_many_rows_for_each_core(tmp_path):
     words = ("--rows", "2600", "--cores", "1,2", "--repeats", "1")
     found = json.loads(run_row("data", tmp_path, *words).splitlines()[-1])

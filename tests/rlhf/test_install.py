@@ -34,7 +34,7 @@ def test_a_step_runs_from_a_folder_far_from_the_checkout(wheel, tmp_path):
     tiny_step([sys.executable, "-m", "rlhf"], work, **where)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_empty_environment(wheel, tmp_path):
     """pip brings all that a step needs, at the tested versions."""
     folder, work = tmp_path / "venv", tmp_path / "work"

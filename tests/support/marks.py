@@ -19,6 +19,11 @@ def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in quick else slow(case) for case in cases]
 
 
+def rare_but(slower: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """`cases` as parameters: those in `slower` marked slow, all others as ones that only `make test-faults` runs."""
+    return [slow(case) if case in slower else pytest.param(case, marks=pytest.mark.faults) for case in cases]
+
+
 def slow(case: Any) -> Any:
     """A parameter, or a tuple of them, that only `make test-slow` runs."""
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
