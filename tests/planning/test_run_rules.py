@@ -145,7 +145,7 @@ def test_the_run_loads_the_models_that_the_plan_counts(monkeypatch, tmp_path, fr
     config = config.replace(ppo=config.ppo.replace(normalise_scores=False).model_dump())
     run = SimpleNamespace(world=SimpleNamespace(device=None))
     start = SimpleNamespace(base=None, config=PretrainedConfig())
-    sources = Sources({role.name: start for role in ROLES}, tokenizer=None, reward_tokenizer=None)  # type: ignore
+    sources = Sources({role.name: start for role in ROLES}, tokenizer=None, reward_tokenizers={"reward": None})  # type: ignore
     step3_ppo.models.engines.make_models(run, config, sources)
     assert loaded == [use.role for use in needs(config, {}, "bf16", 1).models] == ["actor", "critic", *frozen]
 

@@ -227,7 +227,7 @@ def test_a_reward_model_of_the_actors_tokens_has_positions_for_whole_sequences(
         config = ppo_config(trained_folders).replace(reward_model_name_or_path=folder)
         run = make_run(world, tmp_path, config)
         if positions == 24:
-            assert make_sources(run, config).reward_tokenizer is None
+            assert make_sources(run, config).reward_tokenizers == {"reward": None}
     with pytest.raises(InputError, match=r"--max_prompt_seq_len \+ --max_answer_seq_len 24: the model .* 23 positions"):
         make_sources(run, config)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -73,7 +74,7 @@ def make_models(folders, *, reward_tokenizer=None, actor: nn.Module | None = Non
         "rewards": [],
     }
     made = Models(**(settings | changes))
-    reward = RewardModel(made.reward_model, reward_tokenizer)
+    reward = RewardModel(partial(made.reward_model, "reward"), reward_tokenizer)
     made.rewards.append(WeightedReward("reward model", reward, weight=1.0, mean=0.5, std=2.0))
     return made
 
