@@ -38,11 +38,6 @@ class PPOConfig(StageConfig):
         on_resume="model",
         aliases=("reward_model",),
     )
-    more_reward_models: list[str] = flag(
-        [],
-        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward_model_*",
-        needs="a reward model",
-    )
     reward_model_zero_stage: Literal["auto", "0", "1", "2", "3"] = flag(
         "auto",
         "ZeRO stage of the reward model: 3 partitions its weights, others nothing; auto: the critic's",
@@ -115,7 +110,7 @@ class PPOConfig(StageConfig):
     def roles(self) -> tuple[Role, ...]:
         """The models that the run needs, the actor first."""
         absent = {"critic": self.method.has_critic, "reward": self.has_reward_model}
-        num_further = len(self.more_reward_models)
+        num_further = len(self.rewards.more_reward_models)
         return roles_without(*(name for name, is_there in absent.items() if not is_there), num_further=num_further)
 
     @property
@@ -144,7 +139,7 @@ class PPOConfig(StageConfig):
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
         if role.number:
-            return folder_and_weight(self.more_reward_models[role.number - 2])[0]
+            return folder_and_weight(self.rewards.more_reward_models[role.number - 2])[0]
         path: str = getattr(self, role.path) if role.path else self.flags_of(role).model_name_or_path
         return path
 
@@ -152,7 +147,7 @@ class PPOConfig(StageConfig):
         """Return the weight of a reward model's score in the sum."""
         if not role.number:
             return self.rewards.reward_weight
-        return folder_and_weight(self.more_reward_models[role.number - 2])[1]
+        return folder_and_weight(self.rewards.more_reward_models[role.number - 2])[1]
 
     def may_begin_head(self, role: Role) -> bool:
         """Tell whether a critic begins with a new head, where its start has none: no reward model is there to be it."""
@@ -232,7 +227,7 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _weights_are_numbers(self) -> Self:
-        for entry in self.more_reward_models:
+        for entry in self.rewards.more_reward_models:
             folder_and_weight(entry)
         return self
 

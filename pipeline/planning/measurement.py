@@ -118,12 +118,6 @@ def saved_by_nf4(model: PreTrainedModel) -> int:
     return int(sum(layer.weight.numel() for layer in layers) * (model.dtype.itemsize - packed))
 
 
-# Flags of a model that change its weights or its passes.
-OF_SHAPE = {
-    "attn_implementation", "gradient_checkpointing", "lora_alpha", "lora_dim", "lora_module_name", "quantization",
-}  # fmt: skip
-
-
 @cache
 def shapes() -> dict[str, dict[str, Any]]:
     """Return launch/shapes.yaml: hub ids of known models, and the fields of their configurations that fix the shape."""
@@ -141,7 +135,9 @@ def planned_config(path: str) -> PretrainedConfig:
 
 def shape_of(use: ModelUse) -> ModelUse:
     """Return the use without what changes neither its weights nor its passes: what is counted is remembered by it."""
-    flags = use.settings.model_dump(include=OF_SHAPE)
+    flags = use.settings.model_dump(include={
+        "attn_implementation", "gradient_checkpointing", "lora_alpha", "lora_dim", "lora_module_name", "quantization",
+    })  # fmt: skip
     return replace(use, role="", averaged=False, settings=ModelConfig().model_copy(update=flags))
 
 

@@ -1,6 +1,7 @@
 """Answers of a model to the prompts of files, as JSON lines: `rlhf sample output/sft --data prompts.jsonl -n 8`."""
 
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -96,13 +97,14 @@ def run(argv: list[str], prog: str) -> None:
     check_language_model(config.model, "--model")
     functions = parse_reward_functions([entry_of(text) for text in config.reward_function])
     column_map = parse_column_map(config.column_map)
-    from pipeline.dist import pick_device, read_environment
+    from pipeline.dist import pick_device
     from pipeline.inference.answers import resolve_dtype
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
-    rank, _, local_rank = read_environment()
-    pick_device(local_rank)
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    if size > 1:
+        pick_device(local_rank)
 
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
     data = read_prompts(config.data, ModelSource(config.model), column_map=column_map, **lengths)

@@ -110,6 +110,11 @@ class RewardConfig(Group):
         "also name, weight and args of each",
     )
     reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
+    more_reward_models: list[str] = flag(
+        [],
+        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward_model_*",
+        needs="a reward model",
+    )
     reward_scaling: Literal["none", "batch", "running"] = flag(
         "none", "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum"
     )

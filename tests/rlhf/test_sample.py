@@ -384,41 +384,6 @@ def test_a_model_without_a_cache_of_a_decoder_and_ranks_are_refused(folder, mode
     assert "--output: missing, and 2 ranks cannot share standard output" in capsys.readouterr().err
 
 
-def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
-    """Two processes after each other, the first one stopped within its part; the file is that of one process."""
-    reward = ("--reward", "f.py:length", "-n", 2)
-    alone, _ = sampled(capsys, model, *reward, "--output", "alone.jsonl")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def of_rank(rank: int, *words: object, code: int = 0) -> str:
-        monkeypatch.setenv("RANK", str(rank))
-        flags = ["--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32", *map(str, (*reward, *words))]
-        assert main([model, *flags, "--output", "two.jsonl"]) == code, capsys.readouterr().err
-        return capsys.readouterr().err
-
-    assert "3 rows of 3 prompts written" in of_rank(0) and not Path("two.jsonl").exists()
-    part = Path("two.jsonl.part-1-of-2")
-    lines = part.read_bytes().splitlines(keepends=True)
-    assert [json.loads(line)["number"] for line in lines] == [1, 3, 5]
-    part.write_bytes(b"".join(lines[:2]) + lines[2][:9])  # as of a rank that was killed
-    Path("two.jsonl.part-1-of-2.settings.json").write_text(
-        Path("two.jsonl.part-1-of-2.settings.json").read_text().replace("is_whole", "was_whole")
-    )
-    of_rank(1)
-    assert not Path("two.jsonl").exists(), "the other part is torn"
-    shown = of_rank(0)
-    assert "going on behind prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
-    both = [json.loads(line) for line in Path("two.jsonl").read_text().splitlines()]
-    assert plain(both) == plain(alone) and log_probs(both) == pytest.approx(log_probs(alone), abs=1e-4)
-    assert sorted(path.name for path in Path().glob("*two.jsonl*part*")) == []
-    monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
-    for rank in (0, 1):
-        of_rank(rank)
-    assert "begun with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "begun with ranks 2, now 3" in of_rank(2, code=2)
-
-
 def test_logits_that_are_not_finite_end_with_2(folder, model, bpe_folder, capsys):
     made = LlamaForCausalLM(tiny_config())
     torch.nn.init.constant_(made.lm_head.weight, 1e38)

@@ -49,7 +49,8 @@ def scores_of(folder: str, loop: PPOLoop, responses: Any) -> torch.Tensor:
 
 
 def loop_with(world: Any, folder: Path, folders: Any, entries: list[str], **ppo: Any) -> PPOLoop:
-    config = ppo_config(folders, gamma=1.0, gae_lambda=1.0, **ppo).replace(more_reward_models=entries)
+    config = ppo_config(folders, gamma=1.0, gae_lambda=1.0, **ppo)
+    config = config.replace(rewards=config.rewards.replace(more_reward_models=entries).model_dump())
     return loop_on_random_prompts(world, folder, config)
 
 

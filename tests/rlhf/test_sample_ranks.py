@@ -1,0 +1,77 @@
+"""`rlhf sample` on several ranks: parts that are gone on with, and joined."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.in_process import undone_afterwards
+from support.scripted_model import save, tiny_config
+from transformers import LlamaForCausalLM
+
+from rlhf.rewards.sample import main
+
+FLAGS = ("--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32")
+QUESTIONS = ["one", "two", "three", "one", "four"]  # one of them twice
+
+
+@pytest.fixture(scope="module")
+def model(bpe_folder, tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    return save(LlamaForCausalLM(tiny_config()), bpe_folder, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the command, with questions and a reward function."""
+    monkeypatch.chdir(tmp_path)
+    Path("f.py").write_text("def length(completions):\n    return [len(text) for text in completions]\n")
+    Path("q.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    with undone_afterwards():
+        yield tmp_path
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def close_to(answer: dict[str, Any]) -> dict[str, Any]:
+    """The last bits of a log-probability depend on what is computed beside it."""
+    return answer | {"log_prob": pytest.approx(answer["log_prob"], abs=1e-4)}
+
+
+def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
+    """Two processes after each other, the first one stopped within its part; the file is that of one process."""
+    reward = ("--reward", "f.py:length", "-n", 2)
+    assert main([model, *FLAGS, *map(str, reward), "--output", "alone.jsonl"]) == 0, capsys.readouterr().err
+    alone = rows_of("alone.jsonl")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def of_rank(rank: int, *words: object, code: int = 0) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        flags = [*FLAGS, *map(str, (*reward, *words)), "--output", "two.jsonl"]
+        assert main([model, *flags]) == code, capsys.readouterr().err
+        return capsys.readouterr().err
+
+    assert "3 rows of 3 prompts written" in of_rank(0) and not Path("two.jsonl").exists()
+    part = Path("two.jsonl.part-1-of-2")
+    lines = part.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["number"] for line in lines] == [1, 3, 5]
+    part.write_bytes(b"".join(lines[:2]) + lines[2][:9])  # as of a rank that was killed
+    Path("two.jsonl.part-1-of-2.settings.json").write_text(
+        Path("two.jsonl.part-1-of-2.settings.json").read_text().replace("is_whole", "was_whole")
+    )
+    of_rank(1)
+    assert not Path("two.jsonl").exists(), "the other part is torn"
+    shown = of_rank(0)
+    assert "going on behind prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
+    both = rows_of("two.jsonl")
+    assert both == [row | {"answers": [close_to(one) for one in row["answers"]]} for row in alone]
+    assert sorted(path.name for path in Path().glob("*two.jsonl*part*")) == []
+    monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
+    for rank in (0, 1):
+        of_rank(rank)
+    assert "begun with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "begun with ranks 2, now 3" in of_rank(2, code=2)
