@@ -24,6 +24,9 @@ MODEL_FILES = {
 RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
 # Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
+    "groups/equal",  # several responses to a prompt: test_equal_groups.py
+    "groups/further_prompts",
+    "objective/sampled_scores",
     "policy/weights_cut",
     "policy/weights_rejected",
     "loss/kl",
