@@ -139,15 +139,17 @@ class PPOConfig(StageConfig):
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
         if role.number:
-            return folder_and_weight(self.rewards.more_reward_models[role.number - 2])[0]
+            return self._further_model(role)[0]
         path: str = getattr(self, role.path) if role.path else self.flags_of(role).model_name_or_path
         return path
 
     def weight_of(self, role: Role) -> float:
         """Return the weight of a reward model's score in the sum."""
-        if not role.number:
-            return self.rewards.reward_weight
-        return folder_and_weight(self.rewards.more_reward_models[role.number - 2])[1]
+        return self._further_model(role)[1] if role.number else self.rewards.reward_weight
+
+    def _further_model(self, role: Role) -> tuple[str, float]:
+        """Return the folder or hub id of a further reward model, and its weight."""
+        return folder_and_weight(self.rewards.more_reward_models[role.number - 2])
 
     def may_begin_head(self, role: Role) -> bool:
         """Tell whether a critic begins with a new head, where its start has none: no reward model is there to be it."""

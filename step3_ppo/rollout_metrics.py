@@ -22,9 +22,9 @@ EMPTY_WARNING = 0.5  # share of responses without a word above which the log say
 # Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
 NEGATIVE_KL_WARNING = -1.0
 # Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
-# Its mean over tokens has grown where it is above both; chosen by hand.
-DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
+# The mean difference of a token has grown where it is above this times the first rollout's, and these nats; by hand.
+DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 
 log = logging.getLogger(__name__)
 

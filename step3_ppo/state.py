@@ -233,10 +233,8 @@ class PPO:
         """Return how raw scores (N, R) are summed."""
         # One that takes the constants of the first rollout does so for an evaluation before it.
         models = self.models.fitted(judged[responses.valid])
-        terms, scaling = (
-            Terms(models, self.functions_by_name, group_size=group_size),
-            self.config.rewards.reward_scaling,
-        )
+        terms = Terms(models, self.functions_by_name, group_size=group_size)
+        scaling = self.config.rewards.reward_scaling
         if scaling == "none":
             return terms
         known = state.tallied("spreads") if scaling == "running" else None

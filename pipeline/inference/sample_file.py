@@ -6,7 +6,7 @@ Each of several ranks writes a part beside the file; the rank that ends last joi
 import heapq
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,11 @@ def settings_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.settings.json")
 
 
+def output_held(file: Path) -> AbstractContextManager[None]:
+    """Hold a file for this process alone. Raises EnvironmentFault where another one writes it."""
+    return lock_held(file, file.with_name(f".{file.name}.lock"), "--output")
+
+
 def part_of(file: Path, rank: int, size: int) -> Path:
     """Return the file that one of `size` ranks writes."""
     return file.with_name(f"{file.name}.part-{rank + 1}-of-{size}")
@@ -94,7 +99,7 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
     with refused_by_disk(file), ExitStack() as stack:
         write_json(settings_of(parts[rank]), whole)
         try:
-            stack.enter_context(lock_held(file, file.with_name(f".{file.name}.lock"), "--output"))
+            stack.enter_context(output_held(file))
         except EnvironmentFault:  # of two that end together, the other joins them
             return 0
         if not all(read_object(settings_of(part)).get(IS_WHOLE) for part in parts):

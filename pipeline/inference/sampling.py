@@ -142,11 +142,8 @@ def sample(
     sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k)
     longest = max(len(one.tokens.ids) for one in data.prompts)
     session = chat_model.sessions().session(Room(num_slots, num_new, longest + num_new))
-    rest, begun, of_ticket = (
-        deque(one for one in data.prompts if one.number > first),
-        deque[Begun](),
-        dict[int, Begun](),
-    )
+    rest = deque(one for one in data.prompts if one.number > first)
+    begun, of_ticket = deque[Begun](), dict[int, Begun]()
     while rest or begun:
         while rest and len(session.waiting) < num_slots:
             begun.append(one := Begun(rest.popleft()))

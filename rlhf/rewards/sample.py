@@ -20,14 +20,13 @@ from pipeline.data.selection import parse_column_map
 from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, part_of
+from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
 from pipeline.models.paths import check_language_model
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.functions import parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.run.entry import command_flags, run_command
-from pipeline.run.lock import lock_held
 
 if TYPE_CHECKING:
     from pipeline.inference.sampling import PromptData
@@ -128,7 +127,7 @@ def run(argv: list[str], prog: str) -> None:
             return
         data = replace(data, prompts=data.prompts[rank::size])
     whole, file = file, part_of(file, rank, size) if file and size > 1 else file
-    lock = lock_held(file, file.with_name(f".{file.name}.lock"), "--output") if file else nullcontext()
+    lock = output_held(file) if file else nullcontext()
     with pool, lock:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)
