@@ -3,7 +3,7 @@
 from pipeline.training.metrics import SUPERVISED, Metric
 
 METRICS: dict[str, Metric] = SUPERVISED | {
-    "eval_perplexity": Metric("exp of eval_loss", "number"),
+    "eval_perplexity": Metric("exp of eval_loss", "number", title="held-out perplexity"),
     "eval_bleu": Metric(
         "corpus BLEU of greedy answers to all held-out prompts by sacrebleu's defaults, 0 to 100; references are the "
         "tokenised responses, decoded",

@@ -5,18 +5,24 @@ from collections.abc import Iterable
 from pipeline.training.metrics import SHARED, Metric
 
 METRICS: dict[str, Metric] = SHARED | {
-    "objective/kl": Metric("mean over sequences of the sum of log pi - log pi_ref (k1) over tokens", better=0),
+    "objective/kl": Metric(
+        "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens", better=0, title="KL to the reference"
+    ),
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
-    "objective/entropy": Metric("mean entropy of the policy per response token", better=0),
-    "objective/scores": Metric("mean raw score; of several rewards their weighted sum", "score", better=1),
+    "objective/entropy": Metric("mean entropy of the policy per response token", better=0, title="entropy"),
+    "objective/scores": Metric(
+        "mean raw score; of several rewards their weighted sum", "score", better=1, title="score"
+    ),
     "objective/sampled_scores": Metric(
         "the same of all that was sampled, with replace_equal_groups: objective/scores leaves out those",
         "score",
         better=1,
     ),
     "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip cut", "share"),
-    "objective/rlhf_reward": Metric("mean over responses of the sum of their tokens' rewards", "score", better=1),
-    "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0),
+    "objective/rlhf_reward": Metric(
+        "mean over responses of the sum of their tokens' rewards", "score", better=1, title="reward with KL penalty"
+    ),
+    "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0, title="KL coefficient"),
     "policy/ratio_mean": Metric("mean over response tokens of new over old probability", "number", "policy", better=0),
     "policy/ratio_max": Metric("largest of these ratios", "number", "policy", better=0),
     "policy/first_ratio_error": Metric(
@@ -37,22 +43,36 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "policy/weights_cut": Metric("share of tokens whose off-policy weight was cut or is 0", "share", "policy"),
     "policy/weights_rejected": Metric("share of responses whose off-policy weights are all 0", "share", "policy"),
-    "policy/clipfrac": Metric("share of tokens whose clipped objective is the smaller", "share", "policy", better=0),
-    "policy/approx_kl": Metric("estimate of KL(old || new) per token", "nats", "policy", better=0),
-    "loss/policy": Metric("clipped policy loss per response token, without loss/kl, loss/ptx", "number", better=0),
+    "policy/clipfrac": Metric(
+        "share of tokens whose clipped objective is the smaller", "share", "policy", better=0, title="clipped tokens"
+    ),
+    "policy/approx_kl": Metric(
+        "estimate of KL(old || new) per token", "nats", "policy", better=0, title="KL of the update"
+    ),
+    "loss/policy": Metric(
+        "clipped policy loss per response token, without loss/kl, loss/ptx", "number", better=0, title="policy loss"
+    ),
     "loss/kl": Metric("KL of the loss (kl_in_loss) per response token, times kl_coef", better=0),
-    "loss/value": Metric("value loss per response token", "squared score"),
+    "loss/value": Metric("value loss per response token", "squared score", title="value loss"),
     "loss/ptx": Metric("language-model loss per token of the ptx text"),
     "value/clipfrac": Metric(
         "share of response tokens whose clipped value loss was larger", "share", "value", better=0
     ),
     "value/explained_variance": Metric(
-        "1 - Var(returns - values) / Var(returns) over tokens", "number", "value", better=1
+        "1 - Var(returns - values) / Var(returns) over tokens",
+        "number",
+        "value",
+        better=1,
+        title="explained variance of the critic",
     ),
     "advantages/mean": Metric("mean of the advantages before whitening", "score", "value", better=0),
     "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
-    "completions/mean_length": Metric("mean response tokens, EOS included", "tokens", "completions", better=0),
-    "completions/truncated_fraction": Metric("share of responses cut at max_answer_seq_len", "share", "completions"),
+    "completions/mean_length": Metric(
+        "mean response tokens, EOS included", "tokens", "completions", better=0, title="response length"
+    ),
+    "completions/truncated_fraction": Metric(
+        "share of responses cut at max_answer_seq_len", "share", "completions", title="responses cut"
+    ),
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
     ),
@@ -81,9 +101,11 @@ METRICS: dict[str, Metric] = SHARED | {
         "rows",
         "progress",
     ),
-    "time/generate_s": Metric("seconds of sampling", "s", "speed"),
-    "time/score_s": Metric("seconds of reference, reward, value and old log-probability passes", "s", "speed"),
-    "time/train_s": Metric("seconds of the updates", "s", "speed"),
+    "time/generate_s": Metric("seconds of sampling", "s", "speed", title="sampling"),
+    "time/score_s": Metric(
+        "seconds of reference, reward, value and old log-probability passes", "s", "speed", title="scoring"
+    ),
+    "time/train_s": Metric("seconds of the updates", "s", "speed", title="updates"),
     "generate_tokens_per_s": Metric("response tokens sampled per second, all ranks", "tokens/s", "speed", better=1),
     "memory/generate_gib": Metric("as memory/train_gib, while the rollout was sampled", "GiB", "memory"),
     "memory/score_gib": Metric("as memory/train_gib, while it was scored", "GiB", "memory"),

@@ -37,6 +37,11 @@ def environment_file(run_dir: Path) -> Path:
     return run_dir / "env.json"
 
 
+def rows_file(run_dir: Path) -> Path:
+    """Return the file of what a run trains on: counts and lengths of its rows, and some of them."""
+    return run_dir / "rows.json"
+
+
 def automatic_file(run_dir: Path) -> Path:
     """Return the preset that --auto_fit, --auto_batch and --autotuning write: the flags that they chose for a run."""
     return run_dir / "automatic.yaml"

@@ -27,15 +27,20 @@ MetricGroup = Literal["objective", "policy", "value", "completions", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a number of a run says: its meaning with its reduction, its unit, the numbers that it is shown with.
+    """What a number of a run says.
 
+    meaning: what it is, with its reduction over rows and ranks.
+    unit: what it is counted in.
+    group: the numbers that it is shown with.
     better: 1 where higher is better, -1 where lower is, 0 where neither is.
+    title: its name in words, where people see it; empty: the name itself.
     """
 
     meaning: str
     unit: Unit = "nats"
     group: MetricGroup = "objective"
     better: Literal[-1, 0, 1] = -1
+    title: str = ""
 
 
 # Metrics of every stage. `eval_` in front of a name: the same on held-out rows.
@@ -51,29 +56,47 @@ SHARED: dict[str, Metric] = {
         "progress",
         better=0,
     ),
-    "step_s": Metric("seconds of the step", "s", "speed"),
+    "step_s": Metric("seconds of the step", "s", "speed", title="time of a step"),
     "tokens_per_s": Metric(
-        "real tokens of the step (stage 3: with prompts and ptx), all ranks", "tokens/s", "speed", better=1
+        "real tokens of the step (stage 3: with prompts and ptx), all ranks",
+        "tokens/s",
+        "speed",
+        better=1,
+        title="tokens per second",
     ),
-    "samples_per_s": Metric("rows of the step (stage 3: real responses), all ranks", "rows/s", "speed", better=1),
+    "samples_per_s": Metric(
+        "rows of the step (stage 3: real responses), all ranks", "rows/s", "speed", better=1, title="rows per second"
+    ),
     "mfu": Metric(
         "matrix work of the step's forward and backward passes on real tokens (stage 3: of the update's), without "
         "gradients of frozen weights, over what the devices could do; absent where unknown",
         "share",
         "speed",
         better=1,
+        title="model FLOPs utilisation",
     ),
-    "gpu_memory_gib": Metric("peak memory allocated on rank 0's device since the last line", "GiB", "memory"),
+    "gpu_memory_gib": Metric(
+        "peak memory allocated on rank 0's device since the last line", "GiB", "memory", title="peak GPU memory"
+    ),
     "gpu_reserved_gib": Metric("peak memory that torch's allocator held there, in whole blocks", "GiB", "memory"),
-    "host_memory_gib": Metric("peak resident memory of rank 0's process since it was started", "GiB", "memory"),
+    "host_memory_gib": Metric(
+        "peak resident memory of rank 0's process since it was started", "GiB", "memory", title="peak host memory"
+    ),
     "memory/train_gib": Metric("peak memory allocated there during the update; GPU only", "GiB", "memory"),
 }
 # Metrics of the stages that train one model on rows.
 SUPERVISED: dict[str, Metric] = SHARED | {
-    "loss": Metric("training loss of the step: the mean over all trained tokens (stage 2: pairs) of all ranks"),
-    "eval_loss": Metric("mean loss over all held-out tokens (stage 2: pairs)"),
-    "grad_norm": Metric("L2 norm of the whole gradient before clipping", "number", "optimizer", better=0),
-    "learning_rate": Metric("rate of the first parameter group in this step", "number", "optimizer", better=0),
+    "loss": Metric(
+        "training loss of the step: the mean over all trained tokens (stage 2: pairs) of all ranks",
+        title="training loss",
+    ),
+    "eval_loss": Metric("mean loss over all held-out tokens (stage 2: pairs)", title="held-out loss"),
+    "grad_norm": Metric(
+        "L2 norm of the whole gradient before clipping", "number", "optimizer", better=0, title="gradient norm"
+    ),
+    "learning_rate": Metric(
+        "rate of the first parameter group in this step", "number", "optimizer", better=0, title="learning rate"
+    ),
 }
 
 
