@@ -16,6 +16,7 @@ from rlhf.rewards.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
 from step2_reward.config import RewardConfig, RewardEvalConfig  # noqa: E402
+from step3_dpo.config import DPOConfig  # noqa: E402
 from step3_ppo.config import PPOConfig  # noqa: E402
 
 INTRODUCTION = """# Configuration
@@ -62,6 +63,7 @@ PARTS = (
     ("Stage 1, section `sft`", SFTConfig),
     ("Stage 2, section `reward`", RewardConfig),
     ("Stage 3, section `ppo`", PPOConfig),
+    ("Stage 3 by DPO or IPO, section `dpo`", DPOConfig),
     ("`python -m step2_reward.eval`", RewardEvalConfig),
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "rlhf", "demo", "docs")
+FOLDERS = ("pipeline", "step1_sft", "step2_reward", "step3_ppo", "step3_dpo", "rlhf", "demo", "docs")
 INTRODUCTION = """# Files
 
 Every Python file with its first sentence, without the tests, made by `make reference` from the docstrings: edit those,

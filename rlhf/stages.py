@@ -4,12 +4,14 @@ from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from step1_sft.stage import STAGE as SFT
 from step2_reward.stage import STAGE as REWARD
+from step3_dpo.stage import STAGE as DPO
 from step3_ppo.stage import STAGE as PPO
 
 STAGES: tuple[Stage, ...] = (
     SFT,
     REWARD,
     PPO,
+    DPO,
 )
 # The sections of a YAML file: that of `rlhf train`, then one of each stage.
 SECTIONS = ("train", *(stage.section for stage in STAGES))
@@ -50,6 +52,5 @@ def stages_of_method(method: str) -> dict[int, Stage]:
 
 
 def word_of(stage: Stage) -> str:
-    """Return how a launch script calls a stage: by its number, or by its section where several share that."""
-    several = sum(other.number == stage.number for other in STAGES) > 1
-    return stage.section if several else str(stage.number)
+    """Return how a launch script calls a stage: by its number, or by its section where that is another one's."""
+    return str(stage.number) if stage_of_step(str(stage.number)) is stage else stage.section

@@ -216,6 +216,7 @@ def plan_stage(
     if config_file:
         argv += ["--config", config_file]
     following = chained_flags(stage, starts, config, before) | (method if method != {"method": METHODS[0]} else {})
+    following |= {flag: "false" for number, flag in stage.gives_up.items() if number in config.step}
     following |= known.flags if known else {}
     replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
     for name, value in (replaceable | inherited_flags(starts, config)).items():

@@ -39,7 +39,7 @@ class RewardConfig(SupervisedConfig):
     reward_loss: Literal["last_token", "per_token"] = flag(
         "last_token",
         "Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens",
-        refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "there is no DPO stage"),
+        refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "DPO is --step 3 --method dpo"),
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
     keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="output")

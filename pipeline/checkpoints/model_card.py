@@ -52,7 +52,7 @@ def model_documents(
     config, base = run.resolved.config, model.model_name_or_path
     # Without a quantised base, a model with a score head is saved whole.
     adapter = model.quantization != "none" or (config.deepspeed.save_adapter_only and not scores)
-    settings = config.model_dump()
+    settings = {"stage": run.stage.section} | config.model_dump()
     for flag in flag_table(type(config)).values():
         if flag.kind in ("path", "written path"):
             group = settings[flag.path[0]] if len(flag.path) > 1 else settings

@@ -71,9 +71,12 @@ class Stage:
     config: the class of its flags.
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
     shares: the places of --data_split whose prompts it trains on.
+    shares_of: configuration -> those of a run whose flags leave some out; None: `shares`.
+    gives_up: number of another stage -> flag that `rlhf train` sets to false where both run in one command.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
     outputs: configuration -> model folders that it writes; later stages start from the first.
+    runs_by_section: its run's folder is named by the section, not by the output.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
     loop: () imports and returns its loop, which is called with (run, configuration).
@@ -102,6 +105,9 @@ class Stage:
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
     methods: tuple[str, ...] = ()
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
+    shares_of: Callable[[Any], tuple[int, ...]] | None = None
+    gives_up: Mapping[int, str] = field(default_factory=dict)
+    runs_by_section: bool = False
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True
     reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
@@ -120,10 +126,10 @@ class Stage:
         """The command of one rank, as its user types it."""
         return f"python -m {self.package}.main"
 
-    @property
-    def row_options(self) -> dict[str, Any]:
-        """The options of its rows: their kind, the shares that it takes, and its name in messages about them."""
-        return {"rows": self.rows, "shares": self.shares, "title": self.section}
+    def row_options(self, config: StageConfig) -> dict[str, Any]:
+        """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
+        shares = self.shares if self.shares_of is None else self.shares_of(config)
+        return {"rows": self.rows, "shares": shares, "title": self.section}
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""
@@ -142,4 +148,6 @@ class Stage:
     def usual_run_folder(self, run: RunConfig) -> Path:
         """Return the folder of a run of this output that names none by --run_dir."""
         output = Path(run.output_dir)
-        return output / "runs" / self.section if self.folder == "." else output.parent / "runs" / output.name
+        if self.folder == ".":
+            return output / "runs" / self.section
+        return output.parent / "runs" / (self.section if self.runs_by_section else output.name)

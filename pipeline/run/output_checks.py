@@ -12,7 +12,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
 from pipeline.errors import InputError
 from pipeline.files import check_replaceable, has_config, read_object
-from pipeline.marks import RUN_LOCK
+from pipeline.marks import OURS, RUN_LOCK
 from pipeline.run.earlier_runs import RUN_FILES
 from pipeline.run.layout import environment_file
 from pipeline.run.outcome import supervisor_name
@@ -86,7 +86,13 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         except InputError as error:
             yield str(error).replace("--", dashes, 1)
             continue
-        if has_config(folder) and not started and not config.run.overwrite:
+        maker = read_object(folder / OURS).get("stage", stage.section)
+        if has_config(folder) and maker != stage.section and not config.run.overwrite:
+            yield (
+                f"{dashes}output_dir: {folder} holds a model of {maker}, this is {stage.section}; "
+                "name another folder, or give --overwrite to replace it"
+            )
+        elif has_config(folder) and not started and not config.run.overwrite:
             yield (
                 f"{dashes}output_dir: {folder} holds the model of another run than that of {run_dir}; "
                 "name another folder, or give --overwrite to replace it"

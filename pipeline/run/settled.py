@@ -52,7 +52,7 @@ def data_of(stage: Stage, config: StageConfig, *, seq2seq: bool = False) -> list
     """
     flags, length = config.data, getattr(config, "max_sequence_length", None)
     turns = {"train_turns": "last"} if seq2seq and hasattr(flags, "train_turns") else {}
-    data = [options_of(flags, **stage.row_options, **turns)]
+    data = [options_of(flags, **stage.row_options(config), **turns)]
     if text := getattr(flags, "unsupervised_data_path", None):
         given = {"mixture": flags.mixture, "data_output_path": flags.data_output_path}
         source = DataConfig(data_path=text, eval_fraction=0.0, **given)

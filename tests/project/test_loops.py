@@ -10,6 +10,7 @@ MAX_LOOP_LINES = 40
 ALGORITHM = {
     "step1_sft": ["accumulate_gradients", "step_together"],
     "step2_reward": ["accumulate_gradients", "step_together"],
+    "step3_dpo": ["accumulate_gradients", "step_together"],
     "step3_ppo": ["sample", "score", "judge", "reward", "step_objectives", "adapt_kl"],
 }
 

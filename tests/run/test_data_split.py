@@ -15,7 +15,7 @@ from pipeline.errors import InputError
 from pipeline.run import run as run_module
 from pipeline.run.entry import read_flags
 from pipeline.run.run import Run, begin
-from pipeline.run.settled import resolve_splits
+from pipeline.run.settled import data_of, resolve_splits
 from pipeline.run.stop_request import StopRequest
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
@@ -43,6 +43,17 @@ def splits(steps: str, *words: str) -> dict[str, str]:
 
 
 COMMON = ("--data-path", "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("steps", "split", "shares"),
+    [("123", "2,4,4", (2,)), ("13", "2,4,4", (1, 2)), ("23", "0,4,4", (2,)), ("3", "none", (1, 2))],
+)
+def test_dpo_takes_the_share_of_step_2_where_that_does_not_run(steps, split, shares):
+    plan = make_plan([*TINY, "--step", *steps, *COMMON, "--method", "dpo"], prog="train.py")
+    assert {planned.resolved.config.data.data_split for planned in plan.chosen} == {split}
+    (options,) = data_of(plan.chosen[-1].stage, plan.chosen[-1].resolved.config)
+    assert (options.title, options.rows, options.shares) == ("dpo", "pairs", shares)
 
 
 @pytest.mark.parametrize(

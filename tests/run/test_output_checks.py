@@ -15,10 +15,11 @@ from rlhf.stages import stage_of
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step2_reward.config import RewardConfig
+from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main as ppo_main
 
-CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 
 
 def model(folder: Path) -> Path:
@@ -114,6 +115,22 @@ def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft"}))
     assert problems({"sft": words}) == [], "the run that made it"
+
+
+@pytest.mark.parametrize(("made", "now"), [("ppo", "dpo"), ("dpo", "ppo")])
+def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made, now):
+    """Also where both have run in this output folder, so that the run's own folder is known."""
+    folder = model(tmp_path / "actor")
+    (folder / OURS).write_text(json.dumps({"stage": made}))
+    words = f"--output_dir {folder if now == 'dpo' else tmp_path}"
+    for name in ("ppo", "dpo"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name}))
+    (line,) = problems({now: words})
+    assert line.startswith(f"--output_dir: {folder} holds a model of {made}, this is {now}") and "--overwrite" in line
+    assert problems({now: f"{words} --overwrite"}) == []
+    (folder / OURS).write_text(json.dumps({"stage": now}))
+    assert problems({now: words}) == []
 
 
 def test_a_folder_of_other_files_is_refused_by_the_flag_that_names_it(tmp_path):

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("step1_sft", "step2_reward", "step3_ppo")
+STAGES = ("step1_sft", "step2_reward", "step3_ppo", "step3_dpo")
 PACKAGES = ("pipeline", *STAGES, "launch", "rlhf")  # all that is installed
 
 

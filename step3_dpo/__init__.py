@@ -1,0 +1,1 @@
+"""Stage 3 by direct preference optimisation: no reward model, no samples."""

@@ -1,0 +1,57 @@
+"""The flags of stage 3 by DPO or IPO."""
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pipeline.configuration.ds_config import Json, Placement, frozen_json
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.configuration.run_flags import RunConfig
+from pipeline.configuration.stage import SupervisedConfig
+
+
+class ComparisonDataConfig(DataConfig):
+    """Data"""
+
+    max_seq_len: int = flag(
+        512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
+    )
+    long_pairs: Literal["drop", "truncate_left"] = flag(
+        "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
+    )
+    take_reward_share: bool = flag(
+        True,
+        "Take step 2's share of --data_split too; train.py gives false where step 2 runs in the same command",
+    )
+
+
+class DPOConfig(SupervisedConfig):
+    """Stage 3 by DPO or IPO: a policy from pairs of responses, without a reward model."""
+
+    model: ModelConfig = ModelConfig(learning_rate=1e-6)
+    data: ComparisonDataConfig = ComparisonDataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    run: RunConfig = RunConfig(output_dir="output/actor")
+    method: Literal["dpo", "ipo"] = flag(
+        "dpo",
+        "dpo: logistic loss on the difference of log-ratios; ipo: squared distance of it from 1 / (2 beta)",
+        other_tools="loss_type pref_loss",
+    )
+    beta: float = flag(0.1, "How far the policy is held to the reference", gt=0, other_tools="pref_beta")
+    label_smoothing: float = flag(0.0, "dpo: share of pairs whose preference is taken for wrong (cDPO)", ge=0, lt=0.5)
+    ipo_log_ratios: Literal["mean", "sum"] = flag(
+        "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"
+    )
+
+    @model_validator(mode="after")
+    def _options_that_do_not_go_together(self) -> Self:
+        if self.method == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing: needs --method dpo, found ipo")
+        return self
+
+    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+        """Return the DeepSpeed JSONs of the model and of its reference, which is read before the model is loaded."""
+        reference = frozen_json(self.deepspeed, self.model, placement, offload=False, role="reference")
+        return super().engine_jsons(origins, placement) | {"reference": reference}

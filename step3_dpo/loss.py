@@ -1,0 +1,37 @@
+"""Losses of direct preference optimisation: pure, fp32, and sums that the caller divides by the total weight.
+
+Shapes: B pairs. A log-ratio is log pi - log pi_ref of a whole response, its tokens summed (IPO: by default their mean).
+A weight of 0 marks a pair that only fills the batch: whatever stands in it, NaN included, it adds nothing.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from pipeline.tensor_ops import masked_sum
+
+
+def dpo_loss(chosen: Tensor, rejected: Tensor, weights: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """sum_i w_i * -((1 - e) log sigmoid(beta d_i) + e log sigmoid(-beta d_i)), d = chosen - rejected log-ratios (B,).
+
+    Rafailov et al. 2023, equation 7; label smoothing e, the share of pairs whose label is wrong: Mitchell 2023 (cDPO).
+    """
+    scaled, counted = _differences(chosen, rejected, weights)
+    losses = -(1 - label_smoothing) * logsigmoid(beta * scaled) - label_smoothing * logsigmoid(-beta * scaled)
+    return masked_sum(weights.float() * losses, counted)
+
+
+def ipo_loss(chosen: Tensor, rejected: Tensor, weights: Tensor, *, beta: float) -> Tensor:
+    """sum_i w_i * (d_i - 1 / (2 beta))**2, d = chosen - rejected log-ratios (B,).
+
+    Azar et al. 2023, equation 17, with tau = beta.
+    """
+    difference, counted = _differences(chosen, rejected, weights)
+    return masked_sum(weights.float() * (difference - 1 / (2 * beta)).square(), counted)
+
+
+def _differences(chosen: Tensor, rejected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the differences (B,) fp32, 0 where a pair does not count, and which ones count (B,) bool."""
+    assert chosen.dim() == 1 and chosen.shape == rejected.shape == weights.shape, (chosen.shape, rejected.shape)
+    counted = weights > 0
+    return torch.where(counted, chosen.float() - rejected.float(), 0), counted

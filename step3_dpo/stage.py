@@ -1,0 +1,87 @@
+"""Stage 3 by DPO as an object: a policy from pairs of responses, in the place of PPO."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipeline.configuration.stage import Stage, Start
+from step3_dpo.config import DPOConfig
+
+if TYPE_CHECKING:
+    from pipeline.checkpoints.offline import OfflineCheckpoint
+    from pipeline.engine.start_models import StartModel
+    from pipeline.planning.needs import StageNeeds
+    from pipeline.run.run import Run
+
+
+def loop() -> "Callable[[Run, DPOConfig], None]":
+    """Import and return the loop of the stage."""
+    from step3_dpo.training import train
+
+    return train
+
+
+def start_models(config: DPOConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
+    """Return the start model with its checks.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+    """
+    from pipeline.engine.start_models import StartModel, check_settings, package_checks
+    from pipeline.models.paths import check_language_model
+    from pipeline.models.source import ModelSource, check_decoder, check_positions
+
+    flag, path = "--model_name_or_path", config.model.model_name_or_path
+    start = ModelSource(base_of_output.get(path, path))
+    fits = [
+        partial(check_decoder, start, flag),
+        partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
+        partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora),
+    ]
+    packages = package_checks(config.model, config.optimizer, config.deepspeed)
+    return [StartModel(flag, path, start, check_language_model, packages, fits)]
+
+
+def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
+    """Return what a rank needs, for the planner."""
+    from step3_dpo.needs import needs
+
+    return needs(config, base_of_output, dtype, ranks)
+
+
+def shares_of(config: DPOConfig) -> tuple[int, ...]:
+    """Return the places of --data_split whose pairs a run takes."""
+    return STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
+
+
+def export(checkpoint: "OfflineCheckpoint") -> None:
+    """Write the model folder of a checkpoint."""
+    from pipeline.models.source import ModelSource, prepare_tokenizer
+    from step3_dpo.training import save_module
+
+    config: DPOConfig = checkpoint.run.resolved.config
+    module = checkpoint.language_model("model", config.model)
+    source, data = ModelSource(config.model.model_name_or_path), config.data
+    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
+    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
+
+
+STAGE = Stage(
+    number=3,
+    methods=("dpo", "ipo"),
+    section="dpo",
+    title="direct preference optimisation",
+    package="step3_dpo",
+    config=DPOConfig,
+    rows="pairs",
+    shares=(1, 2),
+    shares_of=shares_of,
+    gives_up={2: "take_reward_share"},
+    starts={"": Start("actor", "sft")},
+    runs_by_section=True,
+    reached={"eval_accuracy": 1, "eval_margin": 1},
+    loop=loop,
+    start_models=start_models,
+    needs=needs,
+    export=export,
+)
