@@ -65,6 +65,9 @@ METRICS: dict[str, Metric] = SHARED | {
         better=1,
         title="explained variance of the critic",
     ),
+    "advantages/lambda": Metric(
+        "mean over responses of the lambda of their advantages, with lambda_alpha", "number", "value", better=0
+    ),
     "advantages/mean": Metric("mean of the advantages before whitening", "score", "value", better=0),
     "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
     "completions/mean_length": Metric(

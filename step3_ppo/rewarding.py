@@ -15,6 +15,7 @@ from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import (
     DEVIATION_EPSILON,
+    adaptive_lambda,
     equal_groups,
     estimate_advantages,
     group_advantages,
@@ -232,7 +233,10 @@ def advantages_of(
     if ppo.group_baseline:
         baseline = shaped - group_advantages(shaped, valid, group_size=group_size, scale=False)
         rewards = rewards - token_rewards(baseline, torch.zeros_like(rewards), mask, kl_coef=0.0)
-    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+    own = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha) if ppo.lambda_alpha else ppo.gae_lambda
+    of_returns = ppo.gae_lambda if ppo.returns_lambda < 0 else ppo.returns_lambda
+    lambdas = {"gae_lambda": own, "returns_lambda": of_returns}
+    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, **lambdas)
 
 
 def off_policy_weights(ppo: PPOCoefficients, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.metrics import finite
 from step3_ppo.experience import Experience, Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.mathematics.estimators import explained_variance
+from step3_ppo.mathematics.estimators import adaptive_lambda, explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
 from step3_ppo.rewarding import Rewarded, off_policy_weights
 
@@ -37,7 +37,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
     finished = responses.finished.float()
-    found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
+    found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
     found |= reward_metrics(responses, rewarded)
     return found | {
         "objective/kl": mean_of(kl, valid),
@@ -174,13 +174,17 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo
     return {"objective/entropy": mean_of(scores.entropy, mask)} | numbers
 
 
-def value_metrics(experience: Experience) -> dict[str, float]:
-    """Return the metrics of the critic before the updates; {} without one."""
+def value_metrics(experience: Experience, ppo: PPOCoefficients) -> dict[str, float]:
+    """Return the metrics of the critic before the updates, and the mean lambda if it is adaptive; {} without one."""
     if (targets := experience.targets) is None:
         return {}
     mask = experience.response_mask
     errors = moments(targets.returns - targets.values, mask)
-    return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
+    found = {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
+    if not ppo.lambda_alpha:
+        return found
+    lambdas = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha).squeeze(1)
+    return found | {"advantages/lambda": mean_of(lambdas, mask.any(1))}
 
 
 def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:

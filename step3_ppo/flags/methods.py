@@ -83,4 +83,5 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
 
 def is_of_all_methods(flag: str) -> bool:
     """Tell whether a preset's value of a flag holds under each method: it is not of a critic, and no method's own."""
-    return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in ("value_clip", "gae_lambda")
+    of_critic = ("value_clip", "gae_lambda", "returns_lambda", "lambda_alpha")
+    return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in of_critic

@@ -18,8 +18,9 @@ from step3_dpo.metrics import METRICS
 
 NUM_STEPS, BETA, RATE = 5, 0.5, 2e-3
 ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
-WAYS = {  # name -> ranks and flags that change how a step is cut up, and no number
+WAYS = {  # name -> ranks and flags: how a step is cut up, and the method
     "whole": (1, {"per_device_train_batch_size": 32}),
+    "ipo": (1, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "method": "ipo"}),
     "zero 3": (2, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "zero_stage": 3}),
 }
 
@@ -92,15 +93,18 @@ def test_losses_are_those_of_a_loop_in_torch(trained: Trained, name: str) -> Non
         for *sides, start in pairs:
             with torch.no_grad():
                 known = [response_log_prob(reference, ids, start) for ids in sides]
-            chosen, rejected = (
-                response_log_prob(model, ids, start) - ref for ids, ref in zip(sides, known, strict=True)
-            )
-            total = total - logsigmoid(BETA * (chosen - rejected)) / len(pairs)
+            ratios = [response_log_prob(model, ids, start) - ref for ids, ref in zip(sides, known, strict=True)]
+            if name == "ipo":
+                chosen, rejected = (ratio / (len(ids) - start) for ratio, ids in zip(ratios, sides, strict=True))
+                total = total + (chosen - rejected - 1 / (2 * BETA)) ** 2 / len(pairs)
+            else:
+                total = total - logsigmoid(BETA * (ratios[0] - ratios[1])) / len(pairs)
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
         expected.append(total.item())
-    assert expected[0] == pytest.approx(0.693147, abs=1e-4) and expected[-1] < 0.6
+    assert expected[0] == pytest.approx(1.0 if name == "ipo" else 0.693147, abs=1e-4)
+    assert expected[-1] < 0.9 * expected[0]
     assert trained.losses(name) == pytest.approx(expected, abs=2e-4)
 
 

@@ -13,7 +13,7 @@ from pipeline.rewards.rows import WeightedReward
 from step3_ppo.experience import Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.rewarding import Terms, reward_responses
-from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
+from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics, value_metrics
 
 
 def rows_of(lengths: list[int], finished: list[bool], valid: list[bool] | None = None) -> Responses:
@@ -106,6 +106,34 @@ def chosen(outputs: Outputs, rows: torch.Tensor) -> Outputs:
     width = max(LENGTHS[n] for n in rows)
     columns = (getattr(outputs.scores, field.name)[rows, :width] for field in fields(Scores))
     return Outputs(Scores(*columns), outputs.judged[rows])
+
+
+def sums(errors: list[float], decay: float) -> list[float]:
+    """The discounted sum from each token on."""
+    return [sum(decay ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+def test_the_critic_learns_returns_of_a_lambda_of_its_own():
+    """VC-PPO and VAPO: lambda 1 for the returns, for the advantages one that depends on the response's length."""
+    responses, outputs = rows_of(LENGTHS, [True] * 5), random_scores(LENGTHS)
+    for settings, of_advantages, of_returns in (
+        ({"gae_lambda": 0.8, "returns_lambda": 1.0}, lambda length: 0.8, 1.0),
+        ({"gae_lambda": 0.8, "returns_lambda": 0.0}, lambda length: 0.8, 0.0),
+        ({"gae_lambda": 0.8, "lambda_alpha": 0.5}, lambda length: max(0.0, 1 - 1 / (0.5 * length)), 0.8),
+    ):
+        found = rewarded(responses, outputs, kl_coef=0.0, gamma=0.9, **settings)
+        for n, length in enumerate(LENGTHS):
+            values = [*outputs.scores.values[n, :length].tolist(), 0.0]
+            errors = [0.9 * values[t + 1] - values[t] for t in range(length)]
+            errors[-1] += outputs.judged[n].item()
+            advantages = sums(errors, 0.9 * of_advantages(length))
+            returns = [s + v for s, v in zip(sums(errors, 0.9 * of_returns), values, strict=False)]
+            np.testing.assert_allclose(found.experience.advantages[n, :length], advantages, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found.experience.targets.returns[n, :length], returns, rtol=1e-4, atol=1e-5)
+    lambdas = [max(0.0, 1 - 1 / (0.5 * length)) for length in LENGTHS]
+    measured = value_metrics(found.experience, PPOCoefficients(lambda_alpha=0.5))
+    assert measured["advantages/lambda"] == pytest.approx(sum(lambdas) / 5)
+    assert "advantages/lambda" not in value_metrics(found.experience, PPOCoefficients())
 
 
 def test_experience_equals_a_slow_loop():
