@@ -56,6 +56,7 @@ class Course:
         )
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
+        run.contents.update(fingerprint.inputs, **fingerprint.hashes)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
         self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote
