@@ -127,15 +127,11 @@ def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
         yield [f"reward function {code(function.name)}", code(about + args), identity("", function.digest)]
     if licence:
         yield ["licence of the base", code(", ".join(licence.values())), ""]
-    made_by = read_object(environment_file(run.folder))
-    versions = {"python": made_by.get("python")} | made_by.get("versions", {})
-    if made_by:
-        names = ", ".join(f"{name} {version}" for name, version in versions.items())
-        yield [
-            "versions",
-            code(names),
-            f"commit {code(made_by['commit'])} of rlhf-pipeline" if made_by["commit"] else "",
-        ]
+    environment = read_object(environment_file(run.folder))
+    versions = {"python": environment.get("python"), **environment.get("versions", {})}
+    commit = f"commit {code(environment['commit'])} of rlhf-pipeline" if environment.get("commit") else ""
+    if environment:
+        yield ["versions", code(", ".join(f"{name} {version}" for name, version in versions.items())), commit]
 
 
 def identity(path: str, content: str) -> str:

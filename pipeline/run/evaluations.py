@@ -42,9 +42,9 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
 def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """Return the samples of the last evaluation up to `step`, in order; [] where a stage writes none."""
     file = run_dir / "samples.jsonl"
-    # Not splitlines: a sample may hold other characters that end a line to it.
-    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
-    rows = [row for row in map(json.loads, filter(None, lines)) if row["step"] <= step]
+    # Not splitlines: a sample may hold other characters that end a line to it. What has no end was cut short.
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    rows = [row for row in map(json.loads, lines) if row["step"] <= step]
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 

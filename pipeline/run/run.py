@@ -68,7 +68,7 @@ LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
     "evaluate": ("per_device_eval_batch_size", "max_seq_len"),
     "save": (),
 }
-QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "compilers")
+QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "httpx", "httpx2", "filelock", "compilers")
 
 
 class StderrHandler(logging.StreamHandler[Any]):
