@@ -1,13 +1,17 @@
-"""Ids of hub repositories with their revisions, the commits that were read of them, and the client's offline mode."""
+"""Repositories of the hub: ids with revisions, commits that were read, the client's offline mode, uploads of models."""
 
 import functools
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from pipeline.errors import EnvironmentFault
+from pipeline.heartbeat import result_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONNECT_TIMEOUT_S = 5.0
@@ -66,3 +70,46 @@ def go_offline_without_network() -> None:
     if not is_reachable():
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
+
+
+def check_push(repository: str) -> None:
+    """Raise EnvironmentFault where --push_to_hub could not upload to a `repository`; an empty one asks for nothing."""
+    from huggingface_hub import constants, get_token
+
+    if not repository:
+        return
+    reason = ""
+    if constants.HF_HUB_OFFLINE:
+        reason = "the hub's client is in offline mode (HF_HUB_OFFLINE)"
+    elif not is_reachable():
+        reason = f"the hub cannot be reached ({constants.ENDPOINT})"
+    elif not get_token():
+        reason = "there is no token of the hub: run `hf auth login`, or set HF_TOKEN"
+    if reason:
+        raise EnvironmentFault(f"--push_to_hub {repository}: {reason}; without the flag the model stays on the disk")
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a model folder to a `repository`, which is made private where there is none; return its address.
+
+    Raises EnvironmentFault, with the command that uploads it by hand, for whatever the client or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        client = HfApi()
+        made = client.create_repo(repository, private=True, exist_ok=True)
+        message = f"Upload {folder.name} by rlhf-pipeline"
+        work = client.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, commit_message=message, run_as_future=True
+        )
+        result_of(work)
+    except Exception as error:  # the client's, its HTTP library's, or the disk's
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        by_hand = shlex.join(["hf", "upload", repository, str(folder), ".", "--private"])
+        raise EnvironmentFault(
+            f"--push_to_hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"
+        ) from error
+    return str(made)

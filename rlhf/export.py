@@ -68,8 +68,9 @@ def write_int8(path: str, output: Path) -> str:
     The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first.
     Raises InputError for an adapter, a run, weights of fewer bits, and for an output that exists.
     """
-    from pipeline.checkpoints.model_card import settings_document, shareable
+    from pipeline.checkpoints.model_card import settings_document
     from pipeline.checkpoints.model_folder import save_model
+    from pipeline.checkpoints.shared_names import shareable
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.lora import STORED_INT8_ENTRY
     from pipeline.models.source import ModelSource

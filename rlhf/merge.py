@@ -166,8 +166,9 @@ def write_merged(
 
     Of a base that is stored as codes, the values of the codes.
     """
-    from pipeline.checkpoints.model_card import example, saved_settings, shareable
+    from pipeline.checkpoints.model_card import example, saved_settings
     from pipeline.checkpoints.model_folder import save_model
+    from pipeline.checkpoints.shared_names import shareable
     from pipeline.models.lora import dequantise
 
     documents, stored = saved_settings(source.path), source.stored_quantization

@@ -143,6 +143,11 @@ class PPOConfig(StageConfig):
         path: str = getattr(self, role.path) if role.path else self.flags_of(role).model_name_or_path
         return path
 
+    @property
+    def start_paths(self) -> dict[str, str]:
+        """Folders and hub ids of the models; the reference is the start of the actor."""
+        return {f"{role.name} model": self.start_of(role) for role in self.roles if role.name != "reference"}
+
     def weight_of(self, role: Role) -> float:
         """Return the weight of a reward model's score in the sum."""
         return self._further_model(role)[1] if role.number else self.rewards.reward_weight

@@ -302,11 +302,9 @@ def fingerprint_of(
     config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
-    # The reference is the start of the actor.
-    roles = [role for role in config.roles if role.name != "reference"]
     found = run_fingerprint(
         config,
-        models={f"{role.name} model": config.start_of(role) for role in roles},
+        models=config.start_paths,
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
         ranks=ranks,
     )

@@ -1,23 +1,41 @@
 """The documents beside saved weights: a model card (README.md) and training_config.json. They are meant to be shared.
 
-So they name files and folders of this machine by their last component only; ids of a hub stay whole.
+So they name files and folders of this machine by their last components only; ids of a hub stay whole.
 """
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from pipeline.configuration.flag_table import flag_table
+from pipeline.checkpoints.card_results import curve, evaluation_table, results, sample_blocks
+from pipeline.checkpoints.shared_names import (
+    FOLDERS,
+    card_of,
+    code,
+    data_name,
+    licence_of,
+    shareable,
+    shareable_flags,
+    table,
+)
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
+from pipeline.configuration.stage import StageConfig
 from pipeline.data.sources import hub_id, is_local, parse_path
+from pipeline.files import read_object
 from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
-from pipeline.run.evaluations import evaluations
+from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 
+# Flags that a resumed run may change, and that say all the same how long the model was trained.
+LENGTHS = ("num_train_epochs", "max_steps")
 # The lines of an example after its imports. {auto} is the class that loads the model.
 LOAD = """
 folder = "."  # this folder, or its id on a hub
@@ -45,37 +63,97 @@ def model_documents(
     Args:
         model: the flags of the model that was trained.
         kind: the heading of the card.
-        step: the optimizer step whose weights these are; later evaluations are not the model's.
+        step: the optimizer step whose weights these are; later metrics and samples are not the model's.
         scores: True for a model with a score head, False for a language model.
         seq2seq: True for an encoder-decoder model.
     """
-    config, base = run.resolved.config, model.model_name_or_path
+    config, base, shared = run.resolved.config, model.model_name_or_path, shareable_flags(run.resolved.config)
     # Without a quantised base, a model with a score head is saved whole.
     adapter = model.quantization != "none" or (config.deepspeed.save_adapter_only and not scores)
-    settings = {"stage": run.stage.section} | config.model_dump()
-    for flag in flag_table(type(config)).values():
-        if flag.kind in ("path", "written path"):
-            group = settings[flag.path[0]] if len(flag.path) > 1 else settings
-            group[flag.path[-1]] = shareable(group[flag.path[-1]])
-    inputs = [path for paths in values_by_rule(config, "data").values() for path, _ in map(parse_path, paths)]
-    inputs += values_by_rule(config, "model").values()
-    settings["commits"] = {path: commits_read[path] for path in inputs if path in commits_read}
-    sources = [with_commit(path) for path in config.data.data_path]
+    task = "text-classification" if scores else "text2text-generation" if seq2seq else "text-generation"
+    method, parent = shared.get("method", ""), card_of(base)
+    is_known = not is_local(base) or (Path(base).expanduser() / OURS).is_file()
     data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-classification" if scores else "text2text-generation" if seq2seq else "text-generation",
-        base_model=None if is_local(base) else split_revision(base)[0],
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=task,
+        base_model=(parent.get("base_model") if is_local(base) else split_revision(base)[0]) if is_known else None,
         datasets=[hub_id(path) for path, _ in map(parse_path, config.data.data_path) if not is_local(path)] or None,
-        tags=["rlhf", run.stage.section],
+        tags=["rlhf", run.stage.section, *filter(None, [method, "lora" if model.lora_dim else ""])],
+        model_name=kind,
+        eval_results=results(run, step, task),
+        **licence_of(parent),
     )
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
-        f"Trained by `{run.stage.section}` of rlhf-pipeline from `{with_commit(base)}` on {', '.join(sources)}. "
-        f"All settings are in `{OURS}`.",
+        f"Trained by {run.stage.title} (stage `{run.stage.section}` of rlhf-pipeline"
+        f"{method and f', method `{method}`'}): {step} optimizer steps. Written on {datetime.now(UTC):%Y-%m-%d}.",
+        "## How to load it",
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
-        *measured_table(run, step),
+        *evaluation_table(run, step),
+        *curve(run, step),
+        *sample_blocks(run, step),
+        "## What it is made of",
+        "Hashes of models are of their configuration and of both ends of each file of weights.",
+        table(("what", "name", "content"), origin_rows(run, licence_of(parent))),
+        "## Settings",
+        f"Flags that differ from their defaults and change what is trained or saved; all are in `{OURS}`.",
+        table(("flag", "value", "from"), setting_rows(run, shared)),
     ]
-    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document(settings)
+    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document({"stage": run.stage.section} | all_settings(config, shared))
+
+
+def all_settings(config: StageConfig, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags by their groups, as they may be shared, with the commits that were read of a hub's paths."""
+    settings = config.model_dump()
+    for flag in flag_table(type(config)).values():
+        group = settings[flag.path[0]] if len(flag.path) > 1 else settings
+        group[flag.path[-1]] = shared[flag.name]
+    inputs = [path for paths in values_by_rule(config, "data").values() for path, _ in map(parse_path, paths)]
+    inputs += values_by_rule(config, "model").values()
+    return settings | {"commits": {path: commits_read[path] for path in inputs if path in commits_read}}
+
+
+def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yield what a run began with: its models, data, reward functions and versions, each with what identifies it."""
+    config = run.resolved.config
+    for name, path in config.start_paths.items():
+        yield [name, code(str(shareable(path))), identity(path, run.contents.get(name, ""))]
+    for flag, paths in values_by_rule(config, "data").items():
+        for text, content in zip(paths, run.contents.get(flag) or [""] * len(paths), strict=False):
+            yield [code(f"--{flag}"), code(data_name(text)), identity(parse_path(text)[0], content.rpartition(":")[0])]
+    for function in config.reward_functions:
+        about = f"{FOLDERS.sub('', function.target)}, weight {function.weight:g}"
+        args = f", {json.dumps(function.args)}" if function.args else ""
+        yield [f"reward function {code(function.name)}", code(about + args), identity("", function.digest)]
+    if licence:
+        yield ["licence of the base", code(", ".join(licence.values())), ""]
+    environment = read_object(environment_file(run.folder))
+    versions = {"python": environment.get("python"), **environment.get("versions", {})}
+    commit = f"commit {code(environment['commit'])} of rlhf-pipeline" if environment.get("commit") else ""
+    if environment:
+        yield ["versions", code(", ".join(f"{name} {version}" for name, version in versions.items())), commit]
+
+
+def identity(path: str, content: str) -> str:
+    """Return the commit that was read of a hub's path, else the hash of what a run has read, in words; "" for neither.
+
+    content: the hash, or the path itself where the hub keeps the content.
+    """
+    if commit := commits_read.get(path):
+        return f"commit {code(commit)}"
+    return f"SHA-256 {code(content)}" if re.fullmatch("[0-9a-f]{64}", content) else ""
+
+
+def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield flag, value and origin of the settings that are not the defaults, but for what this machine decides."""
+    origins, flags = run.resolved.origins, flag_table(type(run.resolved.config))
+    values = dict(flat_items(run.resolved.config))
+    for name, flag in flags.items():
+        origin = origins.get(name, DEFAULT)
+        counts = flag.on_resume in ("same", "rounding", "output") or name in LENGTHS
+        if counts and values[name] != flag.default and origin != DEFAULT and not origin.startswith(CHOSEN):
+            value = shared[name] if isinstance(shared[name], str) else json.dumps(shared[name])
+            yield [code(f"--{name}"), code(value), code(str(shareable(origin)))]
 
 
 def settings_document(settings: dict[str, Any]) -> dict[str, str]:
@@ -101,26 +179,3 @@ def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
     # A decoder's answer follows its prompt; an encoder-decoder model writes the answer alone.
     answer = ANSWER.replace(', inputs["input_ids"].shape[1] :', "") if seq2seq else ANSWER
     return imports + LOAD.format(auto=auto, labels=labels) + (SCORE if scores else answer)
-
-
-def measured_table(run: Run, step: int) -> list[str]:
-    """Return the paragraphs of a card that tell the last evaluation of held-out rows up to `step`, if there was one."""
-    logged = [line for line in evaluations(run.folder) if line["step"] <= step]
-    if not logged:
-        return []
-    last = logged[-1]
-    rows = [f"| {name} | {last[name]:.4g} |" for name in last if name.startswith("eval_") and last[name] is not None]
-    return [f"Measured on held-out rows at step {last['step']}:", "\n".join(["| metric | value |", "|---|---|", *rows])]
-
-
-def with_commit(text: str) -> str:
-    """Return a path as `shareable` does, with the commit that was read of a hub's."""
-    commit = commits_read.get(parse_path(text)[0])
-    return f"{shareable(text)} (commit {commit})" if commit else shareable(text)
-
-
-def shareable(value: Any) -> Any:
-    """Return a path, or a list of them, with local ones cut to their last component."""
-    if isinstance(value, list):
-        return [shareable(item) for item in value]
-    return Path(value).name if value and is_local(value) else value

@@ -108,13 +108,14 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     trained_in = saved.get("dtype", "fp32")
     if dtype != "auto" or values.get("save_dtype", "auto") == "auto":
         values["save_dtype"] = trained_in if dtype == "auto" else dtype
-    origins = dict.fromkeys(table, str(settings))
+    origins = {name: str(entries.get(name, {}).get("from", settings)) for name in table}
     run = Run(
         World(0, 1, 0, torch.device("cpu")),
         run_dir,
         stage,
         Resolved(validated(stage.config, values, origins), origins),
         StopRequest(interrupt),
+        contents=saved.get("inputs", {}) | saved["fingerprints"],
     )
     taken = next((folder for folder in stage.outputs(run.resolved.config) if folder.exists()), None)
     if taken and read_object(export_mark(output)) != {"checkpoint": str(folder.resolve())}:

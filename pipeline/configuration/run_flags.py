@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
+from pipeline.hub import HUB_ID
 
 AutoFit = Literal["false", "true", "any"]
 # Flags behind those of a first start, with which a run goes on from what it has saved since.
@@ -91,6 +92,13 @@ class RunConfig(Group):
         switches={"enable_tensorboard": "tensorboard", "enable_csv": "csv", "enable_wandb": "wandb"},
         other_tools="report_to",
     )
+    push_to_hub: str = flag(
+        "",
+        "Upload the finished model (stage 3: the actor) to this repository of the hub, private if new; empty: nowhere",
+        on_resume="free",
+        per_stage=True,
+        refused=dict.fromkeys(("hub_model_id", "hub_token"), "give --push_to_hub the id, and the token as HF_TOKEN"),
+    )
     process_group_timeout_s: int = flag(
         1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"
     )
@@ -143,6 +151,13 @@ class RunConfig(Group):
     def resumes_from(self) -> str:
         """Return `--resume`, which `--overwrite` turns into never."""
         return "never" if self.overwrite else self.resume
+
+    @field_validator("push_to_hub")
+    @classmethod
+    def _names_a_repository(cls, text: str) -> str:
+        if text and not HUB_ID.fullmatch(text):
+            raise ValueError("the id of a repository is right, as in my-name/my-model")
+        return text
 
     @model_validator(mode="after")
     def _start_over_or_resume(self) -> "RunConfig":

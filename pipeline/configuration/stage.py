@@ -21,6 +21,16 @@ class StageConfig(Group):
         deepspeed: DeepSpeedConfig
         run: RunConfig
 
+    @property
+    def start_paths(self) -> dict[str, str]:
+        """Folders and hub ids of the models that a run begins with, by the names that checkpoints have for them."""
+        return {}
+
+    @property
+    def reward_functions(self) -> list[Any]:
+        """The `RewardFunction`s of a stage that has some."""
+        return []
+
     def rollout_size(self, ranks: int) -> Any:
         """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
         return None
@@ -31,6 +41,11 @@ class SupervisedConfig(StageConfig):
 
     if TYPE_CHECKING:
         model: ModelConfig
+
+    @property
+    def start_paths(self) -> dict[str, str]:
+        """The folder or hub id of the model."""
+        return {"model": self.model.model_name_or_path}
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""

@@ -24,7 +24,7 @@ from pipeline.data.selection import DataOptions, check_held_out, parse_shares
 from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import GIB, existing, free_bytes
-from pipeline.hub import is_reachable, offline
+from pipeline.hub import check_push, is_reachable, offline
 from pipeline.launching.target import this_machine, with_constants, with_limit
 from pipeline.run.earlier_runs import check_resume
 from pipeline.run.settled import data_of
@@ -120,6 +120,7 @@ def look_before_start(
         tokenizer = look_at_tokenizer(findings, config, models[0].source) if start else None
         if not elsewhere:
             findings.look("--resume", partial(check_resume, config.run.resume))
+            findings.look("--push_to_hub", partial(check_push, config.run.push_to_hub))
         if (gib := config.run.gpu_memory_gib) and not dry_run:  # whose plan looks at it
             findings.look("--gpu_memory_gib", partial(with_limit, with_constants(this_machine(1)), gib))
         seq2seq = bool(start) and models[0].source.is_encoder_decoder

@@ -1,4 +1,4 @@
-"""The metrics and flags of a run, read back: evaluations for its last line and its model card, peaks for a plan.
+"""The metrics, samples and flags of a run, read back: for its last line, its model card, and plans.
 
 Imports no torch.
 """
@@ -37,6 +37,15 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+
+
+def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the samples of the last evaluation up to `step`, in order; [] where a stage writes none."""
+    file = run_dir / "samples.jsonl"
+    # Not splitlines: a sample may hold other characters that end a line to it. What has no end was cut short.
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
+    rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:

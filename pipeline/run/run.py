@@ -68,7 +68,7 @@ LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
     "evaluate": ("per_device_eval_batch_size", "max_seq_len"),
     "save": (),
 }
-QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "filelock", "compilers")
+QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "httpx", "httpx2", "filelock", "compilers")
 
 
 class StderrHandler(logging.StreamHandler[Any]):
@@ -152,6 +152,7 @@ class Run:
     resolved: settings with the origin of each.
     stop: request to stop.
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
+    contents: what identifies the data (by flag) and models (by name) that the run began with; empty until it is known.
     """
 
     world: dist.World
@@ -160,6 +161,7 @@ class Run:
     resolved: Resolved
     stop: StopRequest
     engine_jsons: dict[str, Json] = field(default_factory=dict)
+    contents: dict[str, Any] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""

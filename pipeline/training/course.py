@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pipeline import dist
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.checkpoint_files import delete_older, held_line
 from pipeline.checkpoints.fingerprint import RunFingerprint
@@ -16,6 +17,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
+from pipeline.hub import push
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.evaluations import reached
 from pipeline.run.host_storage import on_each_storage
@@ -56,6 +58,7 @@ class Course:
         )
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
+        run.contents.update(fingerprint.inputs, **fingerprint.hashes)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
         self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote
@@ -128,7 +131,7 @@ class Course:
 
         Raises:
             DivergedError: every step was skipped, so that the models are those of the start.
-            EnvironmentFault: the disk refused one of them; the run is not done.
+            EnvironmentFault: the disk refused one of them, and the run is not done; or --push_to_hub failed, and it is.
         """
         if state.step and state.skipped_updates == state.step:
             raise DivergedError(
@@ -153,6 +156,11 @@ class Course:
                 log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
             if line := held_line(checkpoints):
                 log.info("%s", line)
+        if repository := self._config.push_to_hub:
+            beat("save", state.step)
+            address = dist.on_main(lambda: push(stage.outputs(config)[0], repository))
+            if run.world.is_main:
+                log.info("uploaded to %s", address)
 
     def _write(self, state: Counters, content: Content) -> None:
         """Write a checkpoint, unless that of this very state was written last."""

@@ -68,7 +68,7 @@ class Supervised(Generic[C, B]):
         settings, engines = self.config.run, {"model": self.engine}
         fingerprint = run_fingerprint(
             self.config,
-            models={"model": self.config.model.model_name_or_path},
+            models=self.config.start_paths,
             data={"training rows": self.loader.rows},
             ranks=self.run.world.size,
         )

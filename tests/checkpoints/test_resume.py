@@ -254,7 +254,7 @@ def test_an_earlier_checkpoint_is_exported_by_its_name(spoilt: Story, tmp_path: 
     older = {name: tensor.bfloat16() for name, tensor in older.items()}
     assert older.keys() == newest.keys() and any(not torch.equal(older[name], newest[name]) for name in older)
     cards = [(tmp_path / name / "README.md").read_text() for name in ("older", "newest")]
-    assert [f"at step {FIRST_END}" in card for card in cards] == [False, True], "no evaluation of a later model"
+    assert [f"| step {FIRST_END} |" in card for card in cards] == [False, True], "no evaluation of a later model"
 
 
 def test_the_newest_whole_checkpoint_is_exported(spoilt: Story, tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ TESTS: dict[str, str] = {
     "rlhf/test_sample.py::test_as_many_workers_as_the_flag_says": "sample.reward_workers",
     "checkpoints/test_resume.py::test_an_earlier_checkpoint_is_exported_by_its_name":
         "export.checkpoint export.dtype export.output",
+    "training/test_push.py::test_the_finished_model_is_uploaded_whole": "sft.push_to_hub",
     "faults/test_flag_runs.py::test_the_process_group_gets_its_timeout": "sft.process_group_timeout_s",
     "faults/test_flag_runs.py::test_training_goes_on_while_a_checkpoint_is_written": "sft.save_in_background",
     "faults/test_ranks_ending.py::test_a_rank_that_hangs": "sft.rank_timeout_s",

@@ -122,7 +122,8 @@ def test_the_commits_of_a_run_are_in_its_documents_and_its_adapter(offline, tmp_
     settings = json.loads((output / "training_config.json").read_text())
     assert settings["commits"] == {"org/tiny@v1": OLD, f"org/prefs@{ROWS}": ROWS}
     card = (output / "README.md").read_text()
-    assert f"from `org/tiny@v1 (commit {OLD})` on org/prefs@{ROWS}:0.9 (commit {ROWS})" in card
+    assert f"| model | `org/tiny@v1` | commit `{OLD}` |" in card
+    assert f"| `--data_path` | `org/prefs@{ROWS}:0.9` | commit `{ROWS}` |" in card
     metadata = ModelCard(card).data.to_dict()
     assert (metadata["base_model"], metadata["datasets"]) == ("org/tiny", ["org/prefs"])
     adapter = json.loads((output / "adapter_config.json").read_text())

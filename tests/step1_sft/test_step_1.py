@@ -172,7 +172,9 @@ def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPat
     last = [line for line in read_metrics(trained.run()) if "eval_loss" in line][-1]
     assert metrics == {name: float(f"{value:.4g}") for name, value in last.items() if name.startswith("eval_")}
     assert files_that_name(trained.folder, trained.model()) == []
-    assert json.loads((trained.model() / "training_config.json").read_text())["data"]["data_path"] == ["train.jsonl"]
+    assert json.loads((trained.model() / "training_config.json").read_text())["data"]["data_path"] == [
+        f"{trained.folder.name}/train.jsonl"
+    ]
     run_example(trained.model(), monkeypatch)
     assert capsys.readouterr().out.strip()
 

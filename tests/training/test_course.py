@@ -43,7 +43,7 @@ def make_course(folder, *, resumed_step: int | None = None, full: bool = False, 
     config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings), model=model or {})
     run = SimpleNamespace(
         world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage=STAGE,
-        resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"),
+        resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"), contents={},
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
     course = Course(run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={})

@@ -1,0 +1,133 @@
+"""Names of data, models and licences in documents that are meant to be shared: no path of this machine is in them.
+
+Texts of files and of models become Markdown that stays what it is: code spans, cells of tables, fenced blocks.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, try_to_load_from_cache
+
+from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.stage import StageConfig
+from pipeline.data.readers import data_suffix
+from pipeline.data.sources import is_local
+from pipeline.hub import commits_read, split_revision
+
+# Flags whose texts name files of this machine beside other words, and what their folders look like.
+NAMING = ("reward_function", "more_reward_models")
+FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{0,2}/)[^\s:\"]*/")
+# Names of files that say nothing without that of their folder.
+UNTOLD = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|rows|prompts|pairs)?[\d_.-]*")
+WEIGHT = re.compile(r"[\d.]+")
+HOMES = ("home", "Users")  # folders whose folders are named after people
+MAX_FILES = 5  # that are named of a folder of data
+MAX_CHARACTERS = 1_000  # of a text of a model that are shown
+LICENCE_HEAD = 500  # characters of a LICENSE in which its title is looked for
+LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}
+LICENCE_FIELDS = ("license", "license_name", "license_link")
+
+
+def shareable(value: Any) -> Any:
+    """Return a path, or a list of them, with local ones cut to their last component."""
+    if isinstance(value, list):
+        return [shareable(item) for item in value]
+    return Path(value).name if value and is_local(value) else value
+
+
+def data_name(text: str) -> str:
+    """Return a source with its weight, a local one by names that tell what it is.
+
+    A file whose own name says nothing (train.jsonl) is told with that of its folder, a folder with the files in it.
+    """
+    name, colon, number = text.rpartition(":")
+    name, weight = (name, f":{number}") if colon and WEIGHT.fullmatch(number) else (text, "")
+    if not is_local(name):
+        return text
+    path = Path(name).expanduser()
+    if data_suffix(path):
+        says_nothing = UNTOLD.fullmatch(path.name.partition(".")[0]) and not is_of_a_person(path.parent)
+        return f"{path.parent.name}/{path.name}{weight}" if says_nothing and path.parent.name else path.name + weight
+    is_plain = path.is_dir() and not any(path.glob("dataset_*.json"))  # no folder of `save_to_disk`
+    files = sorted(file.name for file in path.iterdir() if data_suffix(file)) if is_plain else []
+    shown = ", ".join([*files[:MAX_FILES], *["..."] * (len(files) > MAX_FILES)])
+    return (path.name or path.resolve().name) + (f" ({shown})" if files else "") + weight
+
+
+def is_of_a_person(folder: Path) -> bool:
+    return folder == Path.home() or folder.parent.name in HOMES
+
+
+def shareable_flags(config: StageConfig) -> dict[str, Any]:
+    """Return the value of each flag as it may be shared, by the flag's name."""
+    table, values = flag_table(type(config)), dict(flat_items(config))
+    for name, value in values.items():
+        if table[name].on_resume == "data":
+            values[name] = [data_name(text) for text in value]
+        elif table[name].kind.endswith("path"):
+            values[name] = shareable(value)
+        elif name in NAMING:
+            values[name] = [FOLDERS.sub("", text) for text in value]
+    return values
+
+
+def file_of(path: str, name: str) -> Path | None:
+    """Return a file of a model's folder, or of a hub id where it is in the cache; None where it is not there."""
+    repository, revision = split_revision(path)
+    if is_local(path):
+        found = Path(path).expanduser() / name
+        return found if found.is_file() else None
+    cached = try_to_load_from_cache(repository, name, revision=commits_read.get(path) or revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def card_of(path: str) -> dict[str, Any]:
+    """Return the metadata of the card of a model, with the licence of its LICENSE where the card names none."""
+    card, licence = file_of(path, "README.md"), file_of(path, "LICENSE")
+    words = licence.read_text(encoding="utf-8", errors="replace")[:LICENCE_HEAD] if licence else ""
+    titles = [name for title, name in LICENCES.items() if title in words]
+    known: dict[str, Any] = {"license": titles[0]} if titles else {}
+    try:
+        return known | (ModelCard.load(card).data.to_dict() if card else {})
+    except Exception:  # any YAML may stand in another program's card
+        return known
+
+
+def licence_of(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a card's metadata that tell the licence; {} where they are not known."""
+    return {name: card[name] for name in LICENCE_FIELDS if isinstance(card.get(name), str)}
+
+
+# --- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def visible(text: str) -> str:
+    """Return `text` without what no reader sees: control characters, marks of direction, halves of characters."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def longest_run(text: str) -> int:
+    """Return how many backticks stand beside each other in `text` at most."""
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def code(text: str) -> str:
+    """Return `text` as a code span of one line, which nothing in it ends."""
+    line, ticks = " ".join(visible(text).split()), "`" * (longest_run(text) + 1)
+    pad = " " if line[:1] == "`" or line[-1:] == "`" else ""
+    return f"{ticks}{pad}{line or ' '}{pad}{ticks}"
+
+
+def fenced(text: str) -> str:
+    """Return `text`, cut where it is long, as a block that nothing in it ends."""
+    cut = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
+    fence = "`" * max(3, longest_run(cut) + 1)
+    return f"{fence}text\n{cut}\n{fence}"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of cells that are Markdown of one line."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines)

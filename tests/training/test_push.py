@@ -1,0 +1,138 @@
+"""`--push_to_hub` against a stand-in for the hub on loopback: what is uploaded, and what is refused before a run."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.hub_server import Hub, hub_server
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder
+
+from pipeline import hub
+from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT
+from pipeline.preparation.preflight import look_before_start
+from pipeline.run.entry import read_flags
+from step1_sft.main import main as sft
+from step1_sft.stage import STAGE
+from step3_ppo.main import main as ppo
+
+TOKEN = "hf_CANARYcanaryCANARYcanaryCANARY012345"
+COMMIT = "/api/models/org/tiny/commit/"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("push"), num_train=12, num_test=2)
+
+
+@pytest.fixture(autouse=True)
+def reachable_anew() -> Iterator[None]:
+    hub.is_reachable.cache_clear()
+    yield
+    hub.is_reachable.cache_clear()
+
+
+def use(served: Hub | None, monkeypatch: pytest.MonkeyPatch, *, token: str = TOKEN, offline: bool = False) -> None:
+    """Make the hub's client ask this hub, with this token."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url if served else "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere/token")
+    for name in hub.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN", token)
+
+
+def words(inputs: Path, out: Path, *further: str) -> list[str]:
+    flags = {
+        "data_path": inputs / "train.jsonl", "data_split": "none", "data_output_path": inputs / "cache", "max_steps": 1,
+        "per_device_train_batch_size": 4, "dtype": "fp32", "monitors": "none", "output_dir": out,
+        "push_to_hub": "org/tiny", "eval_data_path": inputs / "test.jsonl",
+    }  # fmt: skip
+    return [*(str(word) for name, value in flags.items() for word in (f"--{name}", value)), *further]
+
+
+def sft_words(inputs: Path, out: Path) -> list[str]:
+    return words(inputs, out, "--model_name_or_path", str(inputs / "base"), "--max_seq_len", "96")
+
+
+def run(main, argv: list[str]) -> int:
+    with undone_afterwards():
+        return main(argv)
+
+
+def texts_below(folder: Path) -> str:
+    return "".join(file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file())
+
+
+def test_the_finished_model_is_uploaded_whole(inputs, tmp_path, monkeypatch, capfd) -> None:
+    with hub_server() as served:
+        use(served, monkeypatch)
+        assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_DONE
+    (created,) = served.created
+    assert (created["organization"], created["name"]) == ("org", "tiny")
+    assert created.get("visibility") == "private" or created.get("private") is True, "older clients say the latter"
+    files = {str(file.relative_to(tmp_path / "sft")): file for file in (tmp_path / "sft").rglob("*") if file.is_file()}
+    assert served.files == {name: file.read_bytes() for name, file in files.items()} and "README.md" in files
+    assert served.tokens == {f"Bearer {TOKEN}"}
+    printed = "".join(capfd.readouterr())
+    assert f"uploaded to {served.url}/org/tiny" in printed and "\r" not in printed and "HTTP" not in printed
+    assert TOKEN not in printed + texts_below(tmp_path)
+
+
+def test_of_several_models_the_actor_is_uploaded(inputs, tmp_path, monkeypatch) -> None:
+    start = ("--actor_model_name_or_path", str(inputs / "base"), "--critic_model_name_or_path", str(inputs / "scorer"))
+    lengths = ("--max_prompt_seq_len", "48", "--max_answer_seq_len", "4")
+    with hub_server() as served:
+        use(served, monkeypatch)
+        assert run(ppo, words(inputs, tmp_path / "out", *start, *lengths)) == EXIT_DONE
+    assert served.files["model.safetensors"] == (tmp_path / "out/actor/model.safetensors").read_bytes()
+
+
+def test_a_refused_upload_is_one_line_and_leaves_the_model(inputs, tmp_path, monkeypatch, capfd) -> None:
+    out = tmp_path / "my sft"
+    with hub_server(COMMIT) as served:
+        use(served, monkeypatch)
+        assert run(sft, sft_words(inputs, out)) == EXIT_ENVIRONMENT
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: --push_to_hub org/tiny: not uploaded (") and "You have no right to do this" in line
+    assert line.endswith(f"the model is whole in {out}: hf upload org/tiny '{out}' . --private")
+    assert (out / "model.safetensors").is_file() and (tmp_path / "runs/my sft/done.json").is_file()
+    assert TOKEN not in line + texts_below(tmp_path) and served.files == {}
+    outcome = json.loads((tmp_path / "runs/my sft/outcome/rank-0.json").read_text())
+    assert outcome["code"] == EXIT_ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("has_server", "change", "expected"),
+    [
+        (True, {"token": ""}, "there is no token of the hub: run `hf auth login`, or set HF_TOKEN"),
+        (True, {"offline": True}, "the hub's client is in offline mode (HF_HUB_OFFLINE)"),
+        (False, {}, "the hub cannot be reached (http://127.0.0.1:9)"),
+    ],
+)
+def test_an_upload_that_cannot_be_is_refused_before_the_start(
+    inputs, tmp_path, monkeypatch, capfd, has_server, change, expected
+) -> None:
+    """By a stage itself before it writes anything, and among all problems of `rlhf train`."""
+    with hub_server() as served:
+        use(served if has_server else None, monkeypatch, **change)
+        assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_ENVIRONMENT
+        found = capfd.readouterr().err.splitlines()
+        assert found == [f"error: --push_to_hub org/tiny: {expected}; without the flag the model stays on the disk"]
+        assert not list(tmp_path.iterdir()) and served.requests == []
+        config = read_flags(STAGE, sft_words(inputs, tmp_path / "sft")).config
+        with pytest.raises(Exception, match="^--sft.push_to_hub org/tiny: ") as raised:
+            look_before_start({STAGE: config}, dry_run=False, named_by_section=True)
+        assert raised.value.code == EXIT_ENVIRONMENT
+
+
+@pytest.mark.parametrize("name", ["a b", "org/name/more", "./sft", "https://hub/org/name"])
+def test_what_is_no_id_is_refused(inputs, tmp_path, capfd, name) -> None:
+    assert run(sft, [*sft_words(inputs, tmp_path / "sft"), "--push_to_hub", name]) == EXIT_INPUT
+    assert f"--push_to_hub: found {name!r}" in capfd.readouterr().err
+
+
+def test_nothing_is_asked_without_the_flag(monkeypatch) -> None:
+    use(None, monkeypatch, token="")
+    hub.check_push("")
