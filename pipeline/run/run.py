@@ -33,6 +33,7 @@ from pipeline.errors import (
     EnvironmentFault,
     RunError,
     StoppedRun,
+    painted,
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
@@ -304,4 +305,4 @@ def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
     if code == EXIT_FAULT:
         lines[0] = f"rank {own_rank()} on {socket.gethostname()}: {lines[0]}"
         lines.append(f"the traceback is in {rank_log_file(folder, own_rank())}")
-    print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    print(*(painted(f"error: {line}") for line in lines), sep="\n", file=sys.stderr, flush=True)
