@@ -69,7 +69,7 @@ class Interrupted(Exception):
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """Tell whether text on a stream has colours: on a terminal that knows them, or by FORCE_COLOR; never by NO_COLOR."""
+    """Tell whether text on a stream has colours: by NO_COLOR never, by FORCE_COLOR always, else on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")

@@ -40,7 +40,7 @@ from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
-from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
+from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, rows_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
@@ -153,6 +153,7 @@ class Run:
     resolved: settings with the origin of each.
     stop: request to stop.
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
+    rows: content of rows.json, on rank 0 once its rows are read (`pipeline/training/inputs.py`).
     """
 
     world: dist.World
@@ -161,6 +162,7 @@ class Run:
     resolved: Resolved
     stop: StopRequest
     engine_jsons: dict[str, Json] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""
@@ -176,7 +178,7 @@ class Run:
 
 
 def take_folder(run: Run) -> None:
-    """Clear the folder of a run that starts afresh; write config.json (value and origin of every flag) and env.json.
+    """Clear the folder of a run that starts afresh; write config.json (origin of every flag), env.json and rows.json.
 
     Called when models and data are loaded: a run that is refused before leaves what it would replace. A collective.
     """
@@ -191,6 +193,8 @@ def take_folder(run: Run) -> None:
                 clear(run.folder)
             write_json(run.folder / "config.json", settings)
             write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
+            if run.rows:
+                write_json(rows_file(run.folder), run.rows)
 
     on_each_storage(take)
 
