@@ -13,6 +13,7 @@ from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, pa
 OF_REWARDS = ("sample", "reward")
 # Subcommand, which is also the name of its module -> its line of help.
 SUBCOMMANDS = {
+    "init": "write a commented YAML file of flags for a model and data",
     "train": "fine-tune (1), train a reward model (2), PPO (3)",
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",

@@ -46,7 +46,7 @@ class TrainConfig(Group):
         "--step 1 3 --num-gpus 4 --deployment-type single_node",
     )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
-    method: Literal[METHODS] = flag(METHODS[0], "of step 3")  # type: ignore[valid-type]
+    method: Literal[METHODS] = flag(METHODS[0], "how step 3 trains")  # type: ignore[valid-type]
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
         "single_gpu", "or single_node, multi_node"
     )
@@ -90,6 +90,7 @@ def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = Fals
         return "\n".join(parts)
     table = flag_table(STAGES[0].config) | flag_table(config_class)
     more = [
+        "  --show-data, --target, --explain, --auto-fit, --auto-batch: of all stages",
         "--config FILE: YAML with sections train, sft, reward, ppo (`rlhf init`)",
         "--FLAG VALUE: of all stages; of one: --sft.FLAG, --reward.FLAG, --ppo.FLAG",
     ]

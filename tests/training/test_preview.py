@@ -1,4 +1,4 @@
-"""The preview of rows against the batches that the loops' collate functions make of them, and as lines of a terminal."""
+"""The preview of rows against the batches that the loops make of them, and as lines of a terminal."""
 
 import re
 
@@ -162,7 +162,9 @@ def test_long_rows_are_shortened_in_the_middle(bpe_tokenizer, tmp_path, width):
 def test_samples_are_spread_over_the_rows(bpe_tokenizer, tmp_path):
     rows = [{"prompt": f"p {number}", "response": "x"} for number in range(10)]
     given = options(tmp_path, rows)
-    titles = {number: [s.title for s in samples("sft", given, bpe_tokenizer, number=number)[1]] for number in (1, 3, 99)}
+    titles = {
+        number: [s.title for s in samples("sft", given, bpe_tokenizer, number=number)[1]] for number in (1, 3, 99)
+    }
     assert titles[1] == ["sft row 1"] and titles[3] == ["sft row 1", "sft row 4", "sft row 7"]
     assert titles[99] == [f"sft row {number}" for number in range(1, 11)]
 
