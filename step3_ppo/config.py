@@ -36,7 +36,7 @@ class PPOConfig(StageConfig):
     examples = (
         "--actor_model output/sft --critic_model output/reward",
         "--config my.yaml --show_data 3",
-        "--config my.yaml --method grpo --dry_run",
+        "--config my.yaml --kl_coef 0.05 --dry_run",
     )
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pipeline.configuration.flag_table import Flag, flag_table
 from pipeline.console import WIDTH
 
-FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. Authority rises from the
-built-in default over the preset and the file to the command line. Both - and _
-work in names."""
+FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. Authority rises from
+the built-in default over the preset and the file to the command line. Both -
+and _ work in names."""
 
 
 def help_text(config_class: type[BaseModel], prog: str, *, is_full: bool = False) -> str:

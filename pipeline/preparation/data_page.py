@@ -17,7 +17,6 @@ from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.errors import is_coloured
 from pipeline.models.source import prepare_tokenizer
-from pipeline.preparation.preflight import Findings, model_path
 from pipeline.run.settled import data_of
 from pipeline.training.inputs import row_lines, row_warnings, samples_of_all
 from pipeline.training.preview import length_limit, preview_lines
@@ -32,11 +31,9 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
         base_of_output: folder of an earlier stage -> the model that stage starts from, whose tokenizer it will have.
 
     Raises:
-        InputError, EnvironmentFault: a start model or a source cannot be read.
+        InputError, EnvironmentFault: a tokenizer or a source cannot be read.
     """
-    model = stage.start_models(config, base_of_output)[0]
-    model_path(Findings(dry_run=False), model, base_of_output)
-    source, flags = model.source, config.data
+    source, flags = stage.start_models(config, base_of_output)[0].source, config.data
     tokenizer = prepare_tokenizer(source, flags.template, flags.chat_template_kwargs)
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
