@@ -1,9 +1,11 @@
 """Exit codes of a run, the errors that carry them, their lines on stderr, and words that many lines need."""
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 EXIT_DONE = 0
 EXIT_FAULT = 1
@@ -66,9 +68,21 @@ class Interrupted(Exception):
         self.error = error
 
 
+def is_coloured(stream: TextIO) -> bool:
+    """Tell whether text on a stream has colours: by NO_COLOR never, by FORCE_COLOR always, else on a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def painted(line: str) -> str:
+    """Return a line for stderr, its first word in red if that is `error:` and stderr has colours."""
+    return re.sub("^error:", "\x1b[31merror:\x1b[0m", line) if is_coloured(sys.stderr) else line
+
+
 def print_error(error: RunError) -> int:
     """Print an error to stderr, `error: ` before each of its lines. Returns its exit code."""
-    print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
+    print(*(painted(f"error: {line}") for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
     return error.code
 
 

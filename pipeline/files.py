@@ -201,3 +201,21 @@ def has_config(folder: Path) -> bool:
         return any((folder / name).is_file() for name in CONFIG_FILES)
     except OSError:
         return False
+
+
+def cache_path(cache_dir: str | None) -> Path:
+    """Return the path of the cache: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Create the cache directory (see `cache_path`) with mode 0700. Raises EnvironmentFault."""
+    folder = cache_path(cache_dir)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
+        ) from error
+    return folder

@@ -15,7 +15,6 @@ from pipeline.errors import InputError
 from pipeline.files import refused_by_disk, write_json
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_flags, run_command
-from rlhf.stages import STAGES
 
 
 class ExportConfig(Group):
@@ -45,6 +44,7 @@ def run(argv: list[str], prog: str) -> None:
     import transformers
 
     from pipeline.checkpoints.offline import export_mark, open_checkpoint
+    from rlhf.stages import STAGES
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # the checkpoint has what a report of missing weights names

@@ -7,12 +7,13 @@ milliseconds.
 import importlib
 import sys
 
-from pipeline.console import outlive_console, quit_on_interrupt
-from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest
+from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
+from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, painted
 
 OF_REWARDS = ("sample", "reward")
 # Subcommand, which is also the name of its module -> its line of help.
 SUBCOMMANDS = {
+    "init": "write a commented YAML file of flags for a model and data",
     "train": "fine-tune (1), train a reward model (2), PPO (3)",
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",
@@ -27,7 +28,7 @@ SUBCOMMANDS = {
 def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     """Run a subcommand; returns the exit code. `prog` is how a user calls this program, for its messages."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in (*HELP, *HELP_ALL):
         outlive_console()
         rows = (f"  {name:<9}{meaning}" for name, meaning in SUBCOMMANDS.items())
         lines = [f"usage: {prog} SUBCOMMAND [--FLAG VALUE ...]", "", *rows, ""]
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     name, *rest = words
     if name not in SUBCOMMANDS:
         hint = nearest(name, SUBCOMMANDS) or f"; {', '.join(SUBCOMMANDS)} are right"
-        print(f"error: {name}: unknown subcommand{hint}", file=sys.stderr)
+        print(painted(f"error: {name}: unknown subcommand{hint}"), file=sys.stderr)
         return EXIT_INPUT
     return run_subcommand(name, rest, prog=f"{prog} {name}")
 
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
 def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
     """Import a subcommand, which Ctrl-C ends quietly, and run it; returns the exit code."""
     quit_on_interrupt()
+    if name == "train" and not {*HELP, *HELP_ALL}.isdisjoint(words):
+        name = "train_config"
     try:
         module = importlib.import_module(f"rlhf.rewards.{name}" if name in OF_REWARDS else f"rlhf.{name}")
     except ModuleNotFoundError as error:

@@ -24,7 +24,7 @@ from pipeline.files import has_config
 from pipeline.launching.hosts import chosen_hosts, ranks_by_host
 from pipeline.launching.machine import check_device_count, check_port
 from pipeline.launching.scripts import Script, run_script, started_early
-from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes
+from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached
@@ -199,6 +199,8 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
 def run(argv: list[str], prog: str) -> int:
     """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
     plan = make_plan(argv, prog=prog)
+    if shows_data(planned.resolved for planned in plan.chosen):
+        return show_rows(plan)
     check_stages(plan)
     bases = dict[str, str]()  # folders that a plan for another machine takes as if they were there -> their start
     if target_of(plan) is None:
@@ -254,6 +256,18 @@ def run(argv: list[str], prog: str) -> int:
             following = f"stage {one.stage.number} ended worse than it began: again with {again}"
         print(f"next: {following}")
     return code
+
+
+def show_rows(plan: Plan) -> int:
+    """Print rows of the chosen stages as they are trained on, also of those whose start is still to be made.
+
+    Returns the exit code.
+    """
+    outlive_console(needs_output=True)
+    bases = {str(planned.model_dir): base_of(planned) for planned in missing_inputs(plan).values()}
+    stages = {planned.stage: planned.argv for planned in plan.chosen}
+    python = os.environ.get("PYTHON", sys.executable)
+    return start_preflight(stages, python, dry_run=True, slots=None, base_of_output=bases)
 
 
 def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str], early: Script | None) -> int:

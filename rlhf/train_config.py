@@ -5,15 +5,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
 from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import Group
+from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
-from pipeline.errors import InputError, nearest
+from pipeline.console import HELP_ALL, outlive_console
+from pipeline.errors import EXIT_DONE, InputError, nearest
 from pipeline.launching.scripts import launch_file
 from pipeline.models.paths import check_model_path
 from rlhf.stages import METHODS, NUMBERS, STAGES
@@ -38,8 +40,13 @@ ZeroStage = Literal["auto", "0", "1", "2", "3"]
 class TrainConfig(Group):
     """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
 
+    examples: ClassVar[tuple[str, ...]] = (
+        "--actor-model tiny --dry-run",
+        "--actor-model 1.3b --data-path my.jsonl --show-data 3",
+        "--step 1 3 --num-gpus 4 --deployment-type single_node",
+    )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
-    method: Literal[METHODS] = flag(METHODS[0], "of step 3")  # type: ignore[valid-type]
+    method: Literal[METHODS] = flag(METHODS[0], "how step 3 trains")  # type: ignore[valid-type]
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
         "single_gpu", "or single_node, multi_node"
     )
@@ -66,30 +73,35 @@ class TrainConfig(Group):
     debug: bool = flag(False, "show tracebacks")
 
 
-# Told in docs/running.md: the help has one screen.
 HOST_FLAGS = ("hostfile", "include", "exclude", "launcher", "node_rank", "master_addr", "master_port")
+USUAL = (
+    "actor_model", "reward_model", "data_path", "step", "deployment_type", "num_gpus", "output_dir", "method", "resume",
+    "dry_run",
+)  # fmt: skip
 
 
-def short_help(config_class: type[BaseModel], prog: str) -> str:
-    """Return help on one screen: at most 25 lines of 80 columns."""
-    lines = [
-        f"usage: {prog} [--FLAG VALUE ...]",
-        (config_class.__doc__ or "").strip(),
-        f"  {prog} --actor-model tiny --dry-run",
-        f"  {prog} --step 1 3 --num-gpus 4 --deployment-type single_node",
+def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = False) -> str:
+    """Return help on one screen of 25 lines of 80 columns; in full, with the flags of all stages."""
+    if is_full:
+        parts = [full_help(config_class, prog)]
+        for stage in STAGES:
+            heading = f"{purpose(stage.config)}\n  Give --{stage.section}.FLAG VALUE, or --FLAG VALUE to all stages."
+            parts += [heading, "", *flag_lines(stage.config)]
+        return "\n".join(parts)
+    table = flag_table(STAGES[0].config) | flag_table(config_class)
+    more = [
+        "  --show-data, --target, --explain, --auto-fit, --auto-batch: of all stages",
+        "--config FILE: YAML with sections train, sft, reward, ppo (`rlhf init`)",
+        "--FLAG VALUE: of all stages; of one: --sft.FLAG, --reward.FLAG, --ppo.FLAG",
     ]
-    for name, row in flag_table(config_class).items():
-        if name not in HOST_FLAGS:
-            lines.append(f"  --{name.replace('_', '-'):<18}{row.meaning} [{row.shown_default}]")
-    lines += [
-        "  --hostfile, --include, --exclude, --launcher, --node-rank, --master-addr,",
-        "  --master-port: several hosts (docs/running.md)",
-        "  --data-path, --target, --explain, --auto-fit, --auto-batch: of all stages",
-        "  --config FILE       YAML with sections train, sft, reward, ppo",
-        "  --FLAG VALUE        of all stages; of one: --sft.FLAG, --reward.FLAG, ...",
-        f"All flags of a stage: {STAGES[0].program} --help; {', '.join(stage.package for stage in STAGES[1:])}",
-    ]
-    return "\n".join(lines)
+    return first_screen(config_class, prog, {f"--{name.replace('_', '-')}": table[name] for name in USUAL}, more)
+
+
+def main(argv: list[str], *, prog: str) -> int:
+    """Print the help that `argv` asks for; returns the exit code. What else `rlhf train` imports takes longer."""
+    outlive_console()
+    print(train_help(TrainConfig, prog, is_full=not set(HELP_ALL).isdisjoint(argv)), flush=True)
+    return EXIT_DONE
 
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -115,7 +127,7 @@ def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     for word in words:
         if word.startswith("--"):
             target = own
-            if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help"}:
+            if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help", "help_all"}:
                 common.append([])
                 target = common[-1]
         target.append(word)

@@ -32,9 +32,9 @@ from rlhf.train_config import (
     TrainConfig,
     contradictions,
     known_model,
-    short_help,
     split_common,
     split_overrides,
+    train_help,
     with_reward_model,
 )
 
@@ -173,7 +173,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
         own = without_flag(own, "preset")
     config, given = TrainConfig(), frozenset[str]()
     try:
-        resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=short_help)
+        resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
         for line in resolved.notes:
             print(f"note: {line}", file=sys.stderr)
         config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")

@@ -29,6 +29,15 @@ LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PP
 class PPOConfig(StageConfig):
     """Stage 3: PPO of an actor against a reward model, or another method without a critic."""
 
+    usual = (
+        "actor_model_name_or_path", "critic_model_name_or_path", "data_path", "output_dir", "max_prompt_seq_len",
+        "max_answer_seq_len", "actor_learning_rate", "kl_coef", "actor_lora_dim", "dry_run",
+    )  # fmt: skip
+    examples = (
+        "--actor_model output/sft --critic_model output/reward",
+        "--config my.yaml --show_data 3",
+        "--config my.yaml --kl_coef 0.05 --dry_run",
+    )
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
     reward_model_name_or_path: str = flag(

@@ -99,7 +99,9 @@ def model_documents(
         f"Flags that differ from their defaults and change what is trained or saved; all are in `{OURS}`.",
         table(("flag", "value", "from"), setting_rows(run, shared)),
     ]
-    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document({"stage": run.stage.section} | all_settings(config, shared))
+    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document(
+        {"stage": run.stage.section} | all_settings(config, shared)
+    )
 
 
 def all_settings(config: StageConfig, shared: Mapping[str, Any]) -> dict[str, Any]:

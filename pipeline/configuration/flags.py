@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
@@ -34,6 +34,7 @@ from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
+from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import ContradictionError, InputError, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
@@ -206,9 +207,9 @@ def parse(
     section: str,
     sections: Collection[str] = (),
     prog: str = "",
-    help_maker: Callable[[type[BaseModel], str], str] = help_text,
+    help_maker: Callable[..., str] = help_text,
 ) -> Resolved:
-    """Resolve the configuration of a stage from its command line. `--help` prints the flags and exits with 0.
+    """Resolve the configuration of a stage from its command line. `--help` and `--help-all` exit with 0.
 
     Args:
         section: the stage's section in YAML files: sft, reward, ppo, or train for `rlhf train` itself.
@@ -217,8 +218,8 @@ def parse(
     Raises:
         InputError: every wrong name and value of the command line and the files, one per line.
     """
-    if any(word in ("-h", "--help") for word in argv):
-        print(help_maker(config_class, prog or section), flush=True)
+    if asked := {*HELP, *HELP_ALL}.intersection(argv):
+        print(help_maker(config_class, prog or section, is_full=not asked.isdisjoint(HELP_ALL)), flush=True)
         raise SystemExit(0)
     check_dashes(argv)
     names = Names(config_class)

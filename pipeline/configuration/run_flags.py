@@ -109,6 +109,12 @@ class RunConfig(Group):
     explain: bool = flag(
         False, "A dry run that also prints every flag with its origin, and DeepSpeed's JSON", on_resume="free"
     )
+    show_data: int = flag(
+        0,
+        "Print counts and lengths of the rows and this many of them as they are trained on, start nothing; 0: no",
+        ge=0,
+        on_resume="free",
+    )
     target: str = flag(
         "",
         "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
@@ -139,8 +145,8 @@ class RunConfig(Group):
 
     @property
     def starts_nothing(self) -> bool:
-        """Return True for a dry run, by whichever flag."""
-        return self.dry_run or self.explain or bool(self.target)
+        """Return True for a dry run, by whichever flag, and for a look at the data."""
+        return self.dry_run or self.explain or bool(self.target or self.show_data)
 
     @property
     def searches(self) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flat_items
@@ -13,8 +13,13 @@ from pipeline.configuration.run_flags import RunConfig
 
 
 class StageConfig(Group):
-    """The flags of a stage; each has these groups, and its models."""
+    """The flags of a stage; each has these groups, and its models.
 
+    usual: the flags on the first screen of the help; empty: all. examples: words behind the program, shown there.
+    """
+
+    usual: ClassVar[tuple[str, ...]] = ()
+    examples: ClassVar[tuple[str, ...]] = ()
     if TYPE_CHECKING:  # each stage defines them: the order of its flags is its own
         data: DataConfig
         optimizer: OptimizerConfig
@@ -39,6 +44,15 @@ class StageConfig(Group):
 class SupervisedConfig(StageConfig):
     """The flags of a stage that trains one model."""
 
+    usual = (
+        "model_name_or_path", "data_path", "output_dir", "max_seq_len", "num_train_epochs", "learning_rate",
+        "per_device_train_batch_size", "lora_dim", "zero_stage", "dry_run",
+    )  # fmt: skip
+    examples = (
+        "--model facebook/opt-125m --data_path my.jsonl",
+        "--config my.yaml --show_data 3",
+        "--config my.yaml --lora_dim 64 --dry_run",
+    )
     if TYPE_CHECKING:
         model: ModelConfig
 

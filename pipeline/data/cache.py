@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.files import cache_folder
 from pipeline.heartbeat import INTERVAL_S, beat_again
 from pipeline.marks import CACHE_TAG
 
@@ -55,24 +55,6 @@ class StageData:
     train: "Dataset"
     eval: "Dataset"
     counts: Counts
-
-
-def cache_path(cache_dir: str | None) -> Path:
-    """Return the path of the cache: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Create the cache directory (see `cache_path`) with mode 0700. Raises EnvironmentFault."""
-    folder = cache_path(cache_dir)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
-        ) from error
-    return folder
 
 
 def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:

@@ -5,7 +5,7 @@ models are planned.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
@@ -51,11 +51,21 @@ def look_and_plan(
 ) -> None:
     """Print notes of `look_before_start` and the plan of each stage, also where this machine lacks something.
 
+    With `--show_data` it prints the stages' rows instead.
+
     Raises:
         InputError, EnvironmentFault: all that would end the run, one per line.
     """
+    from pipeline.preparation.data_page import show_data
     from pipeline.preparation.plans import plan_stages
 
+    if shows_data(stages.values()):
+        bases = dict(base_of_output)
+        for stage, resolved in stages.items():
+            show_data(stage, resolved.config, bases)
+            start = stage.start_models(resolved.config, bases)[0].path
+            bases |= {str(folder): bases.get(start, start) for folder in stage.outputs(resolved.config)[:1]}
+        return
     configs, faults = {stage: resolved.config for stage, resolved in stages.items()}, list[str]()
     try:
         lines = look_before_start(
@@ -75,6 +85,11 @@ def look_and_plan(
         raise EnvironmentFault("\n".join(faults))
 
 
+def shows_data(settings: Iterable[Resolved]) -> bool:
+    """Tell whether the stages of these settings are only to show their rows."""
+    return any(resolved.config.run.show_data for resolved in settings)
+
+
 def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | None) -> None:
     """Print what a stage would run with, and look at its models, data, disk and memory.
 
@@ -83,6 +98,9 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     Raises:
         InputError, EnvironmentFault: what would end the run.
     """
+    if shows_data([resolved]):
+        look_and_plan({stage: resolved}, slots=slots)
+        return
     described = resolved.config.run.target
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
     if not described and "auto_fit" not in resolved.config.run.searches:  # which adds what it chose for the run before

@@ -1,14 +1,12 @@
 """What the ranks of a stage ask of the preparation when they were started: their dry run, and flags that are `auto`.
 
-Imports no torch until something is planned.
+Imports no torch until something is planned, and what a run needs only when it starts: `--help` answers at once.
 """
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
-from pipeline.launching.target import this_machine
-from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.rendezvous import own_slots
 
 
@@ -17,6 +15,8 @@ def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
 
     Raises InputError, EnvironmentFault: see `choose`.
     """
+    from pipeline.launching.target import this_machine
+
     target = this_machine(*own_slots())
     if target.is_cpu:
         return Choice()
@@ -27,6 +27,8 @@ def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
 
 def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
     """Make the dry run of the stage of which this process is a rank. Raises InputError, EnvironmentFault."""
+    from pipeline.preparation.dry_run import dry_run_stage
+
     slots = own_slots()
     if len(slots) > 1 and not resolved.config.run.target:
         machines = " + ".join(map(str, slots))

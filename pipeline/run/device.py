@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.data.cache import cache_folder, cache_path
-from pipeline.files import GIB, read_object, write_json
+from pipeline.files import GIB, cache_folder, cache_path, read_object, write_json
 
 # Bytes that a process takes of a GPU outside torch's allocator, expected and high, all measured (docs/memory.md).
 # The CUDA context with its kernels (of an H200; a measured figure replaces the expected one).

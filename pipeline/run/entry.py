@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
@@ -25,13 +26,13 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.hub import check_push
-from pipeline.out_of_memory import is_out_of_memory, memory_line
 from pipeline.processes import WAITS, has_word
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
-from pipeline.run.output_checks import check_outputs
-from pipeline.run.settled import Choose, resolve_splits
 from pipeline.run.stop_request import StopRequest, quit_now
+
+if TYPE_CHECKING:
+    from pipeline.run.settled import Choose
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
 
@@ -41,7 +42,7 @@ def enter(
     argv: list[str] | None,
     *,
     dry_run: Callable[[Stage, Resolved], None],
-    choose: Choose,
+    choose: "Choose",
 ) -> int:
     """Parse the flags of a stage and run its loop; returns the exit code of design.md, section 3.
 
@@ -117,6 +118,9 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
         InputError: wrong flags, files or folders.
     """
     given = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
+    from pipeline.run.output_checks import check_outputs
+    from pipeline.run.settled import resolve_splits
+
     check_outputs({stage: given.config})
     return resolve_splits({stage: given})[stage]
 
@@ -167,6 +171,8 @@ def run_command(work: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
+        from pipeline.out_of_memory import is_out_of_memory, memory_line
+
         if not is_out_of_memory(error):
             raise
         advice = "lower --batch_size or --max_new_tokens where the command has them, or give --dtype bf16"

@@ -33,13 +33,14 @@ from pipeline.errors import (
     EnvironmentFault,
     RunError,
     StoppedRun,
+    painted,
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
-from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file
+from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, rows_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import (
     check_nobody_left,
@@ -153,6 +154,7 @@ class Run:
     stop: request to stop.
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
     contents: what identifies the data (by flag) and models (by name) that the run began with; empty until it is known.
+    rows: content of rows.json, on rank 0 once its rows are read (`pipeline/training/inputs.py`).
     """
 
     world: dist.World
@@ -162,6 +164,7 @@ class Run:
     stop: StopRequest
     engine_jsons: dict[str, Json] = field(default_factory=dict)
     contents: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Any] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""
@@ -177,7 +180,7 @@ class Run:
 
 
 def take_folder(run: Run) -> None:
-    """Clear the folder of a run that starts afresh; write config.json (value and origin of every flag) and env.json.
+    """Clear the folder of a run that starts afresh; write config.json (origin of every flag), env.json and rows.json.
 
     Called when models and data are loaded: a run that is refused before leaves what it would replace. A collective.
     """
@@ -192,6 +195,8 @@ def take_folder(run: Run) -> None:
                 clear(run.folder)
             write_json(run.folder / "config.json", settings)
             write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
+            if run.rows:
+                write_json(rows_file(run.folder), run.rows)
 
     on_each_storage(take)
 
@@ -306,4 +311,4 @@ def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
     if code == EXIT_FAULT:
         lines[0] = f"rank {own_rank()} on {socket.gethostname()}: {lines[0]}"
         lines.append(f"the traceback is in {rank_log_file(folder, own_rank())}")
-    print(*(f"error: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+    print(*(painted(f"error: {line}") for line in lines), sep="\n", file=sys.stderr, flush=True)

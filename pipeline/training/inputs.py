@@ -2,24 +2,31 @@
 
 import logging
 import math
+import shutil
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import check_rows
 from pipeline.configuration.stage import StageConfig
+from pipeline.console import WIDTH
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
-from pipeline.run.run import Run
+from pipeline.errors import is_coloured
+from pipeline.run.run import Run, file_log
 from pipeline.run.settled import data_of
+from pipeline.training.preview import Sample, preview_lines, rows_document, samples_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
+NUM_SHOWN = 3  # rows of the preview at the start of a run
 MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them is warned of
 KEPT_SHARE = 0.95  # the share of the rows, without those dropped for other reasons, that fit into a proposed length
 
@@ -35,11 +42,51 @@ def prepare_stage(
     Raises:
         InputError: see `prepare_data`; --keep_best where no row is held out; rows that are not those of the checkpoint.
     """
-    built = [prepare_data(options, tokenizer) for options in data_of(run.stage, config, seq2seq=seq2seq)]
+    data = data_of(run.stage, config, seq2seq=seq2seq)
+    built = [prepare_data(options, tokenizer) for options in data]
     if getattr(config, "keep_best", False):
         check_held_out(len(built[0].eval))
-    dist.on_main(lambda: check_rows(run.folder, config, (rows.train for rows in built)))
+
+    def check_and_show() -> None:
+        check_rows(run.folder, config, (rows.train for rows in built))
+        run.rows.update(show_rows(config, list(zip(data, built, strict=True)), tokenizer, seq2seq=seq2seq))
+
+    dist.on_main(check_and_show)
     return built
+
+
+def show_rows(
+    config: StageConfig,
+    data: Sequence[tuple[DataOptions, StageData]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seq2seq: bool,
+) -> dict[str, Any]:
+    """Log some rows as they are trained on, coloured on a terminal; return the content of rows.json."""
+    samples, lines = samples_of_all(config, data, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq), list[str]()
+    for line in preview_lines(samples, WIDTH, is_coloured=False):
+        file_log.info("%s", line)
+    shown = preview_lines(samples, shutil.get_terminal_size().columns, is_coloured=is_coloured(sys.stderr))
+    print(*shown, sep="\n", file=sys.stderr, flush=True)
+    for options, rows in data:
+        lines += row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
+        lines += row_warnings(options.title, options.kind, rows.counts)
+    return rows_document(*data[0], lines, samples)
+
+
+def samples_of_all(
+    config: StageConfig,
+    data: Sequence[tuple[DataOptions, StageData]],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    number: int,
+    seq2seq: bool,
+) -> list[Sample]:
+    """Return samples of a stage's rows, and one of the text of the ptx loss."""
+    (options, rows), *texts = data
+    packing = getattr(config.data, "packing", False)
+    samples = samples_of(options, rows, tokenizer, number=number, packing=packing, seq2seq=seq2seq)
+    return samples + [sample for text in texts for sample in samples_of(*text, tokenizer, number=1)]
 
 
 def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:

@@ -9,12 +9,8 @@ from itertools import islice
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.data.counts import Counts
-from pipeline.data.formats import PROMPT_COLUMNS, read_records
-from pipeline.data.selection import parse_column_map
-from pipeline.data.sources import read_rows
+from pipeline.console import printable
 from pipeline.errors import InputError
-from pipeline.inference.terminal_text import printable
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 from pipeline.run.entry import command_flags, run_command
@@ -59,6 +55,11 @@ def run(argv: list[str], prog: str) -> None:
 
 def responses_of(config: RewardTrialConfig) -> list[Responses]:
     """Return the first rows of the data with a response each. Raises InputError where a row has none."""
+    from pipeline.data.counts import Counts
+    from pipeline.data.formats import PROMPT_COLUMNS, read_records
+    from pipeline.data.selection import parse_column_map
+    from pipeline.data.sources import read_rows
+
     column_map, counts, rows = parse_column_map(config.column_map), Counts(), list[Responses]()
     raw = {row.origin: row for row in islice(read_rows(config.data), config.n)}
     for record in read_records(raw.values(), counts, column_map=column_map, passes_columns=True):

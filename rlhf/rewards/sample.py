@@ -16,7 +16,6 @@ from pydantic import model_validator
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.data.selection import parse_column_map
 from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
@@ -95,6 +94,8 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
     functions = parse_reward_functions([entry_of(text) for text in config.reward_function])
+    from pipeline.data.selection import parse_column_map
+
     column_map = parse_column_map(config.column_map)
     from pipeline.dist import pick_device
     from pipeline.inference.answers import resolve_dtype

@@ -12,9 +12,10 @@ import pytest
 from support.row_options import load_rows, of_stage
 
 from pipeline.data import cache
-from pipeline.data.cache import cache_folder, cache_key
+from pipeline.data.cache import cache_key
 from pipeline.data.selection import DataOptions
 from pipeline.errors import InputError
+from pipeline.files import cache_folder
 from pipeline.models.tokenizers import load_tokenizer
 
 

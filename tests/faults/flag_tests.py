@@ -209,6 +209,7 @@ TWINS: dict[str, Twin] = {
     "sft.deterministic": Twin("true", "calls", spy="torch:use_deterministic_algorithms"),
     "sft.dry_run": Twin("true", "files"),
     "sft.explain": Twin("true", "files"),
+    "sft.show_data": Twin(2, "files"),
     "sft.target": Twin("1xH100-80GB", "files"),
     "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3}, spy=FETCH),
 }  # fmt: skip

@@ -36,7 +36,7 @@ TWINS = """
     column_map data_path data_seed data_split dtype eval_data_path eval_fraction eval_interval eval_iters max_steps
     mixture monitors num_train_epochs overwrite run_dir save_adapter_only save_dtype save_steps keep_checkpoints seed
     template chat_template_kwargs train_batch_size per_device_eval_batch_size data_output_path output_dir deterministic
-    dry_run explain target zero3_gather
+    dry_run explain show_data target zero3_gather
 """.split()
 OTHERWISE: dict[str, dict[str, Any]] = {"ppo.train_batch_size": {"both": {"per_device_generation_batch_size": 8}}}
 REFUSED = {"reward.save_adapter_only": "a reward model is always saved whole"}

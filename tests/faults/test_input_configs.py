@@ -12,7 +12,7 @@ import pytest
 from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
 
 from rlhf.stages import STAGES
-from rlhf.train_config import TrainConfig, short_help
+from rlhf.train_config import TrainConfig, train_help
 from rlhf.train_plan import why_not_common
 
 YAML, JSON = "c.yaml", "ds.json"
@@ -191,10 +191,10 @@ def test_flags_that_contradict_each_other_are_refused_before_data_are_read(
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_short_help_names_flags_of_all_stages() -> None:
+def test_the_train_help_names_flags_of_all_stages() -> None:
     stages = {stage.number: stage for stage in STAGES}
-    line = re.search(r"^  (--.*): of all stages$", short_help(TrainConfig, "train.py"), re.MULTILINE)
-    assert line and {"--data-path", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(line[1].split(", "))
+    line = re.search(r"^  (--.*): of all stages$", train_help(TrainConfig, "train.py"), re.MULTILINE)
+    assert line and {"--show-data", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(line[1].split(", "))
     assert all(why_not_common(flag, stages, stages) == "" for flag in line[1].split(", "))
 
 

@@ -1,0 +1,228 @@
+"""A preview of tokenised rows: their text with the trained tokens in brackets, as it goes into the loop's batches.
+
+It is made from the rows themselves, not from the records a second time. A line break of the text is shown as ↵.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from rich.cells import cell_len
+
+from pipeline.console import printable
+from pipeline.data.batching import pack_rows
+from pipeline.data.cache import StageData
+from pipeline.data.loader import sequence_lengths
+from pipeline.data.selection import DataOptions
+from pipeline.data.templates import end_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PartName = Literal["prompt", "response", "chosen", "rejected", "text"]
+# Column of tokens -> the part of a row that it is, or that its tokens behind the prompt are.
+PART_OF: dict[str, PartName] = {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"}
+LEGEND = "⟦...⟧ is trained, or a response of a pair; ↵ is a line break"
+# Characters of the preview itself, which a text that holds them shows as escapes.
+OPEN, CLOSE, LINE_BREAK = "⟦⟧↵"
+OWN = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
+OWN |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
+MAX_PARTS, MAX_LINES = 3, 9  # of a sample
+LABEL = 10  # columns in front of a part's text
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+Piece = tuple[str, bool | None]  # a character as it is shown, and whether it is trained; None: it is not of the text
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The text of tokens that follow each other, all of them targets of the loss or none."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a row; its texts joined are the text of its tokens."""
+
+    name: PartName
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A row of a batch as text: one sequence or pair, or the sequences that are packed into it."""
+
+    title: str
+    tokens: int
+    parts: list[Part]
+
+
+def samples_of(
+    options: DataOptions,
+    data: StageData,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    number: int,
+    packing: bool = False,
+    seq2seq: bool = False,
+) -> list[Sample]:
+    """Return up to `number` samples, from the first training row towards the last one.
+
+    Args:
+        packing: rows are packed into sequences of up to max_seq_len tokens.
+        seq2seq: rows are cut in front of their first trained token: an encoder reads what is before it.
+    """
+    rows = data.train
+    units = pack_rows(rows["num_tokens"][:], options.max_seq_len) if packing else [[row] for row in range(len(rows))]
+    samples = []
+    for unit in (units[place] for place in sorted({len(units) * place // number for place in range(number)})):
+        own = [rows[row] for row in unit]
+        sizes = sequence_lengths(rows.select(unit)).max(1).tolist()
+        cuts = [is_cut(row, size, options, data, tokenizer) for row, size in zip(own, sizes, strict=True)]
+        names = [f"{number + 1}{' (cut)' * cut}" for number, cut in zip(unit, cuts, strict=True)]
+        title = f"{options.title} row{'s' * (len(unit) > 1)} {', '.join(names)}"
+        parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
+        samples.append(Sample(title, sum(sizes), parts))
+    return samples
+
+
+def is_cut(
+    row: Mapping[str, Any], size: int, options: DataOptions, data: StageData, tokenizer: "PreTrainedTokenizerBase"
+) -> bool:
+    """Tell whether a row of `size` tokens has lost some: it is as long as its limit, and has no end where it has one.
+
+    Of rows that lose their begin, one that was as long as the limit by itself is taken for a cut one.
+    """
+    if not data.counts.fates["cut"] or size < length_limit(options):
+        return False
+    return "trained" not in row or end_token_ids(tokenizer).isdisjoint(row["ids"][-2:])
+
+
+def length_limit(options: DataOptions) -> int:
+    return int(getattr(options, options.kind.length_flag))
+
+
+def parts_of(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", *, seq2seq: bool) -> list[Part]:
+    """Return the parts of a row of any kind, by its columns of tokens."""
+    tokens = {name: ids for name, ids in row.items() if name.endswith("ids")}
+    if "trained" in row:
+        ids, trained = row["ids"], row["trained"]
+        if not seq2seq:
+            return [Part("text", spans_of(tokenizer, ids, trained))]
+        start = trained.index(True) if True in trained else len(ids)
+        source, labels = spans_of(tokenizer, ids[:start]), spans_of(tokenizer, ids[start:], trained[start:])
+        return [Part("prompt", source), Part("response", labels)]
+    if "prompt_length" not in row:
+        return [Part(PART_OF.get(name, "text"), spans_of(tokenizer, ids)) for name, ids in tokens.items()]
+    length, parts = row["prompt_length"], list[Part]()
+    for name, ids in tokens.items():
+        spans = spans_of(tokenizer, ids, [place >= length for place in range(len(ids))])
+        num_first = min(length, 1)  # the prompt is one span
+        parts += [Part("prompt", spans[:num_first])] if not parts else []
+        parts.append(Part(PART_OF.get(name, "response"), spans[num_first:]))
+    return parts
+
+
+def spans_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int], trained: Sequence[bool] | None = None) -> list[Span]:
+    """Return the text of tokens, cut where trained and other tokens meet; None: none is trained.
+
+    Each span is decoded behind the one before it: some tokenizers drop the space in front of a text's first word.
+    """
+
+    def decode(some: list[int]) -> str:
+        return str(tokenizer.decode(some, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    spans, before = [], list[int]()
+    for is_trained, group in groupby(zip(ids, trained or [False] * len(ids), strict=True), key=itemgetter(1)):
+        own = [token for token, _ in group]
+        start, both = decode(before), decode([*before, *own])
+        spans.append(Span(both[len(start) :] if both.startswith(start) else decode(own), bool(is_trained)))
+        before = own
+    return spans
+
+
+def preview_lines(samples: Sequence[Sample], width: int, is_coloured: bool) -> list[str]:
+    """Return samples as lines of at most `width` columns, up to 11 each: without colour the same but for the codes.
+
+    Trained text is green and in brackets, other text is dim; what does not fit is left out in the middle.
+    """
+    lines = [LEGEND[:width]] if samples else []
+    for sample in samples:
+        lines.append(f"{sample.title}: {sample.tokens:,} tokens"[:width])
+        shown = sample.parts[:MAX_PARTS]
+        for part in shown:
+            room = max(width - LABEL - 2, 10)
+            pieces = bracketed(shortened(part.spans, room * (MAX_LINES // len(shown))))
+            for number, line in enumerate(wrap_pieces(pieces, room)):
+                label = "" if number else part.name
+                lines.append(f"  {label:<{LABEL}}{styled(line) if is_coloured else text_of(line)}")
+        if left := len(sample.parts) - len(shown):
+            lines.append(f"  {'':<{LABEL}}… and {left} more"[:width])
+    return lines
+
+
+def shortened(spans: Sequence[Span], room: int) -> list[Piece]:
+    """Return the characters of spans, those in the middle replaced by their number where all need over `room` columns.
+
+    Brackets count as two columns of each trained span.
+    """
+    pieces: list[Piece] = [(printable(char).translate(OWN), span.is_trained) for span in spans for char in span.text]
+    widths = [cell_len(text) for text, _ in pieces]
+    brackets = 2 * sum(span.is_trained for span in spans)
+    if sum(widths) + brackets <= room:
+        return pieces
+    gap = f" … {len(pieces):,} characters left out … "
+    half = max((room - len(gap) - brackets - 4) // 2, 1)
+    head, tail = (int(np.searchsorted(np.cumsum(some), half, "right")) for some in (widths, widths[::-1]))
+    gap = f" … {len(pieces) - head - tail:,} characters left out … "
+    return [*pieces[:head], *((char, None) for char in gap), *pieces[len(pieces) - tail :]]
+
+
+def bracketed(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the pieces with brackets around those that are trained."""
+    for is_trained, group in groupby(pieces, key=itemgetter(1)):
+        yield from [(OPEN, True)] if is_trained else ()
+        yield from group
+        yield from [(CLOSE, True)] if is_trained else ()
+
+
+def wrap_pieces(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
+    """Return the pieces in lines of at most `width` columns; at least one line."""
+    lines: list[list[Piece]] = [[]]
+    used = 0
+    for piece in pieces:
+        if used + (size := cell_len(piece[0])) > width and lines[-1]:
+            lines.append([])
+            used = 0
+        lines[-1].append(piece)
+        used += size
+    return lines
+
+
+def text_of(pieces: Iterable[Piece]) -> str:
+    return "".join(text for text, _ in pieces)
+
+
+def styled(pieces: Iterable[Piece]) -> str:
+    """Return the text of pieces with the codes of their colours."""
+    parts = ((is_trained, text_of(group)) for is_trained, group in groupby(pieces, key=itemgetter(1)))
+    return "".join(f"{GREEN if is_trained else DIM}{text}{RESET}" for is_trained, text in parts)
+
+
+def rows_document(
+    options: DataOptions, data: StageData, lines: Sequence[str], samples: Sequence[Sample]
+) -> dict[str, Any]:
+    """Return the content of rows.json: counts and lengths of the rows of a run, the lines about them, and samples."""
+    lengths = sequence_lengths(data.train).max(1)
+    median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))
+    return {
+        "title": options.title,
+        "rows": dict(data.counts.fates),
+        "lines": list(lines),
+        "tokens": {"median": median, "p95": p95, "longest": int(lengths.max()), "limit": length_limit(options)},
+        "samples": [asdict(sample) for sample in samples],
+    }

@@ -1,0 +1,153 @@
+"""The help of every command: one fast screen, all flags behind --help-all; and colours of errors."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from support.launch_stub import ROOT, processor_seconds
+
+from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import parse
+from rlhf.main import SUBCOMMANDS
+from rlhf.stages import STAGES
+from rlhf.train_config import TrainConfig
+from rlhf.train_plan import make_plan
+
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy", "pyarrow"}
+SCREENS = {"train.py": "train.py", **{stage.section: f"-m {stage.package}.main" for stage in STAGES}}
+OTHERS = {name: f"-m rlhf {name}" for name in SUBCOMMANDS if name != "train"} | {"eval": "-m step2_reward.eval"}
+RED = "\x1b[31merror:\x1b[0m "
+
+
+# Runs a program as `python` does, and prints the packages that it has imported as its last line.
+CODE = """
+import runpy, sys
+program, sys.argv = {program!r}, {argv!r}
+try:
+    runpy.run_path(program, run_name="__main__") if program.endswith(".py") else runpy.run_module(
+        program, run_name="__main__", alter_sys=True
+    )
+except SystemExit as end:
+    assert not end.code, end.code
+print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def limit_s() -> float:
+    """Half a second on an idle machine; on a busy or slow one a few times what importing pydantic takes there."""
+    return max(0.5, 4 * min(processor_seconds("from pydantic import BaseModel, TypeAdapter")[0] for _ in "123"))
+
+
+def call(words: str, *more: str) -> tuple[str, set[str], float]:
+    """What a command prints, the packages that it imports, and its seconds of processor time; it ends with 0."""
+    program, *argv = words.removeprefix("-m ").split()
+    seconds, output = processor_seconds(CODE.format(program=program, argv=[program, *argv, *more]))
+    text, _, imported = output.strip().rpartition("\n")
+    return text, set(imported.split()), seconds
+
+
+def quick_call(words: str, limit_s: float) -> tuple[str, set[str]]:
+    """The help of a command and what it imports; one of three calls takes less than the limit."""
+    for _ in "123":
+        text, imported, seconds = call(words, "--help")
+        if seconds < limit_s:
+            break
+    assert seconds < limit_s
+    return text, imported
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_the_first_screen(name, limit_s):
+    """Check 1 of the terminal: purpose, three examples, the ten usual flags, in 25 lines of 80 columns."""
+    text, imported = quick_call(SCREENS[name], limit_s)
+    lines = text.splitlines()
+    assert len(lines) <= 25 and max(map(len, lines)) <= 80
+    program = lines[0].removeprefix("usage: ").removesuffix(" [--FLAG VALUE ...]")
+    assert sum(line.startswith(f"  {program} --") for line in lines) == 3
+    assert len(re.findall(r"^  --[\w-]+ {2,}\S", text, re.MULTILINE)) == 10
+    assert lines[-1] == f"All flags, in groups: {program} --help-all"
+    assert "pydantic" in imported and not HEAVY & imported
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_subcommand_explains_itself_without_heavy_imports(name, limit_s):
+    text, imported = quick_call(OTHERS[name], limit_s)
+    assert text.startswith("usage: ") and not HEAVY & imported
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.section)
+def test_everything_is_behind_help_all(stage):
+    text, *_ = call(f"-m {stage.package}.main", "--help_all")
+    assert all(f"\n  --{name} " in text for name in flag_table(stage.config))
+    assert re.findall(r"^[A-Z]\w*(?: \(\w+\))?:$", text, re.MULTILINE)
+
+
+def test_everything_of_train_is_behind_its_help_all():
+    text, *_ = call("train.py", "--help-all")
+    flags = [*flag_table(TrainConfig), *(name for stage in STAGES for name in flag_table(stage.config))]
+    assert all(f"\n  --{name} " in text for name in flags)
+    assert all(f"--{stage.section}.FLAG VALUE" in text for stage in STAGES)
+
+
+def test_examples_are_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("{}")
+    for stage in STAGES:
+        for words in stage.config.examples:
+            parse(stage.config, words.split(), section=stage.section)
+    for words in TrainConfig.examples:
+        assert make_plan(words.split(), prog="x").chosen
+
+
+def test_two_errors_of_a_file_are_both_told_with_the_right_name(tmp_path):
+    """Check 2 of the terminal."""
+    (tmp_path / "wrong.yaml").write_text("train: {stp: 1}\nsft: {learning_rat: 1}\n")
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "wrong.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        "error: wrong.yaml: stp: unknown flag; did you mean step?",
+        "error: sft: wrong.yaml: learning_rat: unknown flag; did you mean learning_rate?",
+    ]
+
+
+def printed(*words: str, terminal: bool, **variables: str) -> str:
+    """The stderr, a pipe or a terminal, of a command with a wrong word."""
+    reader, writer = pty.openpty() if terminal else os.pipe()
+    names = ("NO_COLOR", "FORCE_COLOR", "TERM")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | {"TERM": "xterm"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment | variables, stderr=writer, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 2
+    text = os.read(reader, 10_000).decode().replace("\r\n", "\n")
+    os.close(reader)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "mark"),
+    [
+        (True, {}, RED),
+        (False, {}, "error: "),
+        (True, {"NO_COLOR": "1"}, "error: "),
+        (True, {"TERM": "dumb"}, "error: "),
+        (False, {"FORCE_COLOR": "1"}, RED),
+        (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, "error: "),
+    ],
+)
+def test_errors_keep_their_line_and_are_red_on_a_terminal(terminal, variables, mark):
+    """Check 6 of the terminal."""
+    said = printed("-m", "rlhf", "trin", terminal=terminal, **variables)
+    assert said == f"{mark}trin: unknown subcommand; did you mean train?\n"
+
+
+def test_each_line_of_several_errors_is_red():
+    said = printed("train.py", "--stp", "1", "--sft.sed", "1", terminal=True)
+    assert said.splitlines() == [
+        f"{RED}--stp: unknown flag; did you mean --step?",
+        f"{RED}--sft.sed: unknown flag; did you mean --sft.seed?",
+    ]
