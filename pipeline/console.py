@@ -1,4 +1,4 @@
-"""The terminal of a command: its width, lines on stderr, output that outlives its reader, and Ctrl-C in an import."""
+"""The terminal of a command: its width, safe text, lines on stderr, output that outlives its reader, and Ctrl-C."""
 
 import errno
 import io
@@ -14,6 +14,11 @@ from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault
 
 WIDTH = 80  # columns of a page
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
+# Lone surrogates, which UTF-8 cannot encode, and characters that make a line read in another direction.
+UNSAFE = [*range(0xD800, 0xE000), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
+ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
+ESCAPES |= {code: f"\\u{code:04x}" for code in UNSAFE}
 
 
 class LastingFile(io.FileIO):
@@ -88,3 +93,16 @@ def wrapped(line: str) -> str:
     label = re.match(r" *\S+ {2,}", line)
     indent = " " * (label.end() if label else len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def printable(text: str) -> str:
+    """Escape every control character but newline and tab in `text` as \\xNN or \\uNNNN.
+
+    Other characters are unchanged, so pieces of a stream can be escaped one by one.
+    """
+    return text.translate(ESCAPES)
+
+
+def valid_unicode(text: str) -> str:
+    """Replace every lone surrogate in `text` by '?': keyboards and JSON files may have them, tokenizers refuse them."""
+    return text.encode("utf-8", "replace").decode("utf-8")

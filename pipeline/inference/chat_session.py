@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.console import valid_unicode
 from pipeline.data.templates import RefusedTurnsError, encode_prompt
 from pipeline.data.turns import Message
 from pipeline.errors import InputError
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import AnswerStreamer, ChatModel, decode, generate_answers
-from pipeline.inference.terminal_text import valid_unicode
 
 Emit = Callable[[str], None]
 Ending = Literal["end", "limit", "stopped"]  # the model's end token or a stop string, the token limit, the user

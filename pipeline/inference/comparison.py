@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.inference.terminal_text import printable
+from pipeline.console import printable
 
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked

@@ -4,10 +4,10 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
+from pipeline.console import valid_unicode
 from pipeline.data.readers import data_suffix, read_file
 from pipeline.data.turns import BadRowError, Message, Turns, check_turns, is_transcript, parse_transcript, parse_turns
 from pipeline.errors import InputError, nearest
-from pipeline.inference.terminal_text import valid_unicode
 
 SUFFIXES = (".txt", ".json", ".jsonl")
 

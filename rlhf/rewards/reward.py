@@ -9,12 +9,12 @@ from itertools import islice
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
+from pipeline.console import printable
 from pipeline.data.counts import Counts
 from pipeline.data.formats import PROMPT_COLUMNS, read_records
 from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import read_rows
 from pipeline.errors import InputError
-from pipeline.inference.terminal_text import printable
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 from pipeline.run.entry import command_flags, run_command
