@@ -5,6 +5,7 @@ Imports no torch.
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.rows})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+
+
+def recorded_seconds(run_dir: Path) -> float:
+    """Return the seconds from the first to the last metrics of the last run in a folder; 0 where there was none."""
+    lines = metrics_lines(run_dir)
+    with suppress(ValueError, LookupError):  # none, or a last one that was cut short
+        return float(json.loads(lines[-1])["time"] - json.loads(lines[0])["time"])
+    return 0.0
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:
