@@ -88,11 +88,17 @@ def terminal_width() -> int:
 
 
 def fitted(text: str) -> str:
-    """Return text in lines that are no wider than the terminal of stderr; as it is where that is none."""
+    """Return text in lines that are no wider than the terminal of stderr; as it is where that is none.
+
+    Of `[sft] 4/8  training loss 6.66  ...`, parts that two spaces divide stay whole.
+    """
     if not sys.stderr.isatty():
         return text
-    width = terminal_width()
-    return "\n".join(wrapped(line, width) if len(line) > width else line for line in text.split("\n"))
+    width, lines = terminal_width(), list[str]()
+    for line in text.split("\n"):
+        whole = re.sub(r"(?<=\S) (?=\S)", "\u00a0", line) if line.startswith("[") else line
+        lines.append(wrapped(whole, width).replace("\u00a0", " ") if len(line) > width else line)
+    return "\n".join(lines)
 
 
 def quit_on_interrupt() -> None:

@@ -104,6 +104,8 @@ def show(title: str, lines: Mapping[str, str], *, is_boxed: bool = False) -> Non
     """Log a title with labelled lines; a terminal gets it in colour, in a box if asked to."""
     width = max(map(len, lines))
     grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
     for label, text in lines.items():
         grid.add_row(Text(label, style="cyan"), Text(printable(text)))
     plain = "\n".join([title, *(f"  {label:<{width}}  {text}" for label, text in lines.items())])

@@ -67,8 +67,7 @@ class Progress:
         left = self._left((self._total - step) / speed) if speed else ""
         parts = [*shown, rate, f"peak {peak}" if peak else "", split, left]
         if self._console.is_terminal:
-            # What matters most stays on a narrow terminal: the first number, the time left, then from left to right.
-            self._show(step, [shown[0] if shown else "", left, *parts])
+            self._show(step, [*shown[:1], left, *shown[1:2], rate, *parts])
         if is_due:
             self._logged = now
             log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *filter(None, parts)]))
@@ -81,10 +80,9 @@ class Progress:
         bar, count = f"[{f'{self._place} {self._label}'.strip()}] ", f" {step}/{self._total}"
         room, chosen = self._console.width - len(bar) - BAR - len(count), list[str]()
         for part in dict.fromkeys(filter(None, by_weight)):
-            if len(part) + 2 > room:
-                break
-            chosen.append(part)
-            room -= len(part) + 2
+            if len(part) + 2 <= room:
+                chosen.append(part)
+                room -= len(part) + 2
         line = Text.assemble(
             (bar, "bold"), ("#" * done, "green"), "-" * (BAR - done), count, *(f"  {x}" for x in chosen)
         )
@@ -118,7 +116,8 @@ class Terminal(Console):
 
 
 def readable(value: float) -> str:
-    return f"{value:.4g}"
+    """Return a number with four significant digits, or all before its point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
