@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import textwrap
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -57,13 +58,48 @@ def outlive_console(*, needs_output: bool = False) -> None:
         elif stream is not getattr(sys, f"__{name}__"):
             continue
         stream.flush()
-        file = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
-        lasting = io.TextIOWrapper(
-            file, encoding=stream.encoding, errors=stream.errors, line_buffering=name == "stderr" or stream.isatty()
-        )
-        setattr(sys, name, lasting)
+        setattr(sys, name, lasting_stream(stream.fileno(), stream, by_line=name == "stderr" or stream.isatty()))
     if needs_output and isinstance(raw := getattr(getattr(sys.stdout, "buffer", None), "raw", None), LastingFile):
         raw.is_needed = True
+
+
+def lasting_stream(descriptor: int, like: Any, *, by_line: bool = True) -> io.TextIOWrapper:
+    """Return a text stream on a file descriptor, a LastingFile, with the encoding of the stream `like`."""
+    file = io.BufferedWriter(LastingFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(file, encoding=like.encoding, errors=like.errors, line_buffering=by_line)
+
+
+def has_colour(stream: Any) -> bool:
+    """Tell whether text on a stream has colour: NO_COLOR and TERM=dumb say no, FORCE_COLOR yes, else a terminal has."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or bool(stream.isatty())
+
+
+def terminal_width() -> int:
+    """Return the columns of stderr's terminal: COLUMNS, else what it says itself; WIDTH where it is none.
+
+    Neither shutil nor rich can say it: they ask descriptors 1 and 2, which belong to libraries while a stage runs.
+    """
+    if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
+        return int(columns)
+    with suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or WIDTH
+    return WIDTH
+
+
+def fitted(text: str) -> str:
+    """Return text in lines that are no wider than the terminal of stderr; as it is where that is none.
+
+    Of `[sft] 4/8  training loss 6.66  ...`, parts that two spaces divide stay whole.
+    """
+    if not sys.stderr.isatty():
+        return text
+    width, lines = terminal_width(), list[str]()
+    for line in text.split("\n"):
+        whole = re.sub(r"(?<=\S) (?=\S)", "\u00a0", line) if line.startswith("[") else line
+        lines.append(wrapped(whole, width).replace("\u00a0", " ") if len(line) > width else line)
+    return "\n".join(lines)
 
 
 def quit_on_interrupt() -> None:
@@ -89,11 +125,11 @@ def say(*lines: str) -> None:
     print(left + "\n".join(map(painted, lines)), end="\n" if lines else "", file=sys.stderr, flush=True)
 
 
-def wrapped(line: str) -> str:
-    """Return a line in lines of at most 80 columns, what follows its label below what stands behind it."""
+def wrapped(line: str, width: int = WIDTH) -> str:
+    """Return a line in lines of at most `width` columns, what follows its label below what stands behind it."""
     label = re.match(r" *\S+ {2,}", line)
     indent = " " * (label.end() if label else len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:

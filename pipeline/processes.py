@@ -26,6 +26,9 @@ OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`
+# Variable of the ranks of `rlhf train`: `2/3 340`, the stage's place among those that it runs, and the seconds that the
+# later ones took when they last ran, where all have.
+PIPELINE = "RLHF_PIPELINE"
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 
 

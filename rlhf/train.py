@@ -26,8 +26,9 @@ from pipeline.launching.machine import check_device_count, check_port
 from pipeline.launching.scripts import Script, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
+from pipeline.processes import PIPELINE
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.evaluations import reached
+from pipeline.run.evaluations import reached, recorded_seconds
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import start_preflight
 from rlhf.train_config import TrainConfig, known_model
@@ -165,6 +166,14 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     return f"== stage {planned.stage.number}: {planned.stage.title}\n$ {shlex.join(words)}"
 
 
+def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a stage: its place among those of the plan, and how long later ones have taken."""
+    place = plan.chosen.index(planned) + 1
+    seconds = [recorded_seconds(later.run_dir) for later in plan.chosen[place:]]
+    later = f" {sum(filter(None, seconds)):.0f}" if seconds and all(seconds) else ""
+    return {**environment, PIPELINE: f"{place}/{len(plan.chosen)}{later}"}
+
+
 def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:
     """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code.
 
@@ -229,7 +238,8 @@ def run(argv: list[str], prog: str) -> int:
     waits = to_run and not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
     first = [planned for planned in plan.chosen if planned.stage in to_run][:1] if waits else []
     # Its ranks import torch while the preflight does; a stage that is refused leaves no trace.
-    with started_early(command_of(first[0], plan.config), environment) if first else nullcontext() as early:
+    starts = [(command_of(planned, plan.config), with_place(planned, plan, environment)) for planned in first]
+    with started_early(*starts[0]) if starts else nullcontext() as early:
         if to_run:
             code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
         if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
@@ -280,7 +290,8 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
             if planned.stage.number in finished:
                 print(finished_line(planned))
                 continue
-            if (code := run_stage(planned, plan.config, environment, early)) != EXIT_DONE:
+            placed = with_place(planned, plan, environment)
+            if (code := run_stage(planned, plan.config, placed, early)) != EXIT_DONE:
                 return code
             early = None
     except KeyboardInterrupt:

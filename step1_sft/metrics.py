@@ -12,3 +12,5 @@ METRICS: dict[str, Metric] = SUPERVISED | {
     ),
     "eval_rougeL": Metric("mean ROUGE-L F-measure of such answers by rouge-score, 0 to 1", "share", better=1),
 }
+# Metrics of the progress line.
+SHOWN = ("loss", "eval_loss", "grad_norm", "tokens_per_s")

@@ -31,7 +31,7 @@ from pipeline.training.supervised import Supervised, assemble
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
-from step1_sft.metrics import METRICS
+from step1_sft.metrics import METRICS, SHOWN
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def train(run: Run, config: SFTConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     sft = build(run, config)
-    state, course = sft.resume(State, METRICS)
+    state, course = sft.resume(State, METRICS, SHOWN)
     steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
     with course.resumable(state, lambda: sft.content(state)), steps:
         while True:

@@ -13,3 +13,5 @@ METRICS: dict[str, Metric] = SUPERVISED | {
     "mean_chosen_score": Metric("mean raw score of chosen responses", "score", better=0),
     "mean_rejected_score": Metric("mean raw score of rejected responses", "score", better=0),
 }
+# Metrics of the progress line.
+SHOWN = ("loss", "eval_accuracy", "eval_margin", "grad_norm")

@@ -24,7 +24,7 @@ from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
-from step2_reward.metrics import METRICS
+from step2_reward.metrics import METRICS, SHOWN
 from step2_reward.pair_scores import batch_loss, pair_collator, score_pairs, score_statistics, summary
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def train(run: Run, config: RewardConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     reward = build(run, config)
-    state, course = reward.resume(State, METRICS)
+    state, course = reward.resume(State, METRICS, SHOWN)
     steps = PrefetchedSteps(reward.loader, end=reward.total_steps, device=run.world.device)
     with course.resumable(state, lambda: reward.content(state)), steps:
         while True:

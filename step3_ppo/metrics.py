@@ -130,4 +130,4 @@ def of_rewards(names: Iterable[str]) -> dict[str, Metric]:
 
 
 # Metrics of the progress line.
-SHOWN = ("objective/scores", "objective/kl", "completions/mean_length", "loss/value")
+SHOWN = ("objective/scores", "objective/kl", "objective/entropy", "completions/mean_length", "loss/value")

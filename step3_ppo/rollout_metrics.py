@@ -1,10 +1,11 @@
-"""The metrics of a rollout, warnings of one that no healthy policy has, and the samples of an evaluation."""
+"""The metrics of a rollout, a warning of one that teaches nothing, and the samples of an evaluation."""
 
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,14 +18,6 @@ from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import adaptive_lambda, explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
 from step3_ppo.rewarding import Rewarded, off_policy_weights
-
-EMPTY_WARNING = 0.5  # share of responses without a word above which the log says so
-# Nats per sequence: no KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
-NEGATIVE_KL_WARNING = -1.0
-# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
-SAMPLER_ERROR_WARNING = {torch.float32: 0.05, torch.float16: 1.0, torch.bfloat16: 1.0}
-# The mean difference of a token has grown where it is above this times the first rollout's, and these nats; by hand.
-DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 
 log = logging.getLogger(__name__)
 
@@ -92,32 +85,6 @@ def pass_metrics(
     return found
 
 
-def warn_of_rollout(metrics: dict[str, float], *, step: int, dtype: torch.dtype) -> None:
-    """Log what a healthy policy's rollout does not show, and at the first step one that another policy has sampled."""
-    if not step:
-        warn_of_sampler(metrics, dtype=dtype)
-    if metrics["completions/empty_fraction"] > EMPTY_WARNING:
-        log.warning("step %d: most responses are an EOS alone: the policy answers nothing", step)
-    if metrics["objective/kl"] < NEGATIVE_KL_WARNING:
-        log.warning(
-            "step %d: the mean KL is negative, %.2f nats per sequence: responses are not sampled from the policy that "
-            "scores them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error",
-            step,
-            metrics["objective/kl"],
-        )
-
-
-def warn_of_sampler(metrics: dict[str, float], *, dtype: torch.dtype) -> None:
-    """Log that the first rollout's log-probabilities are not those of the policy that is trained."""
-    if (error := metrics.get("policy/sampler_error", 0.0)) > SAMPLER_ERROR_WARNING[dtype]:
-        log.warning(
-            "step 0: sampler and trainer differ by %.2f nats in a token's log-probability (policy/sampler_error), more "
-            "than rounding makes: they do not compute the same model; try another --generation_engine, and give "
-            "--old_log_probs trainer",
-            error,
-        )
-
-
 def warn_of_equal_rewards(step: int) -> None:
     """Log that a step with --replace_equal_groups has nothing to compare."""
     log.warning(
@@ -125,32 +92,6 @@ def warn_of_equal_rewards(step: int) -> None:
         "that are neither too hard nor too easy, or a reward with more values (--replace_equal_groups)",
         step,
     )
-
-
-def warn_of_drift(error: float, known: Sequence[float] | None, *, step: int) -> Sequence[float] | None:
-    """Log once that the mean difference of sampler and trainer has grown far beyond that of the first rollout.
-
-    Args:
-        error: `policy/sampler_mean_error` of this rollout; NaN where it has none.
-        known: what this function returned for the rollout before.
-
-    Returns:
-        The difference of the first rollout, and 1 where it has grown beyond bounds since, else 0.
-    """
-    first, was_grown = known or (error, 0)
-    if not math.isfinite(error):
-        return known
-    is_grown = error > max(DRIFT_FACTOR * first, DRIFT_BOUND)
-    if is_grown and not was_grown:
-        log.warning(
-            "step %d: sampler and trainer differ by %.3f nats a token, by %.3f in the first rollout "
-            "(policy/sampler_mean_error): responses are less and less those of the policy that learns; give "
-            "--off_policy_weights token_truncate",
-            step,
-            error,
-            first,
-        )
-    return first, int(is_grown)
 
 
 def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
@@ -195,9 +136,9 @@ def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, f
 
 def append_samples(
     path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Add the responses of an evaluation on this rank to samples.jsonl."""
-    lines = []
+) -> list[dict[str, Any]]:
+    """Add the responses of an evaluation on this rank to samples.jsonl; returns its new lines."""
+    rows = []
     for n in range(len(responses.sequences)):
         if not responses.valid[n]:
             continue
@@ -211,6 +152,7 @@ def append_samples(
             "tokens": length,
             "finished": bool(responses.finished[n]),
         }
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        rows.append(row)
     with tolerated("samples"), path.open("a", encoding="utf-8") as file:
-        file.writelines(lines)
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return rows

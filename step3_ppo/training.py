@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.data.batching import SCORING_TOKENS
-from pipeline.engine.build import weights_dtype
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
@@ -35,10 +34,7 @@ from step3_ppo.rollout_metrics import (
     group_metrics,
     pass_metrics,
     rollout_metrics,
-    warn_of_drift,
     warn_of_equal_rewards,
-    warn_of_rollout,
-    warn_of_sampler,
 )
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
@@ -97,6 +93,7 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         total_steps=ppo.schedule.total_steps,
         metrics=METRICS | of_rewards(ppo.reward_names),
         engines=ppo.models.named(),
+        counts=ppo.prompts.counts,
         # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
         shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
         buffers=ppo.hybrid,
@@ -157,7 +154,6 @@ def reward(
     rewarded = ppo.rewarded(responses, scores, judged, state, group_size=k, is_counted=True)
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
     metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
-    warn_of_rollout(metrics, step=state.step, dtype=weights_dtype(ppo.run))
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
     metrics |= {
@@ -219,11 +215,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
     if first:
         state.num_tokens = int(rollout.metrics["num_tokens"])
         state.first_ratio_error = metrics.get("policy/first_ratio_error")
-        if not state.step:
-            warn_of_sampler(metrics, dtype=weights_dtype(ppo.run))
         metrics |= rollout.metrics
-        error = metrics.get("policy/sampler_mean_error", math.nan)
-        state.tally("sampler_drift", warn_of_drift(error, state.tallied("sampler_drift"), step=state.step))
     learnt = update.size.num_trained or not ppo.config.ppo.replace_equal_groups
     state.count_step(stepped=update.stepped, is_bad=bool(learnt), engines=ppo.models.trained.values())
     seconds = course.recorder.seconds("train")
@@ -294,7 +286,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
-            append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
+            rows = append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
+            course.recorder.show_samples(state.step, rows)
         ppo.models.release_gathered()
     state.evaluated = state.step
 

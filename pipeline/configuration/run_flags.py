@@ -65,7 +65,7 @@ class RunConfig(Group):
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
-        "Steps between progress lines; left out without a terminal: lines are 30 s to 5 minutes apart",
+        "Steps between progress lines; left out: lines are 30 s to 5 minutes apart; a terminal has a bar below them",
         ge=1,
         on_resume="free",
         other_tools="logging_steps",
@@ -139,6 +139,11 @@ class RunConfig(Group):
         "remembered for runs of the same shape",
         on_resume="free",
         other_tools="auto_find_batch_size",
+    )
+    verbose: bool = flag(
+        False,
+        "Show what DeepSpeed, torch and other libraries print; false: it is in <run_dir>/log/rank-<r>.txt alone",
+        on_resume="free",
     )
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
     local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")

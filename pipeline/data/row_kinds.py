@@ -34,6 +34,7 @@ LongRows = Literal["drop", "truncate_left"]
 # A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
 MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
+SAME_TOKENS = "chosen and rejected have the same tokens"  # a pair that is dropped
 EXTRA = "extra"  # the field of a row for columns that no layout reads, as JSON
 SPECIAL_BROKEN = "text that spells a special token (broken up)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
@@ -187,7 +188,7 @@ class RowMaker:
             chosen, rejected = ((prompt + ids[prompt_length:])[:limit] for ids in (chosen, rejected))
             prompt_length = num_kept
         if chosen == rejected:
-            raise BadRowError("chosen and rejected have the same tokens")
+            raise BadRowError(SAME_TOKENS)
         return PairRow(chosen, rejected, prompt_length, record.margin or 0.0)
 
     def prompt(self, record: Record) -> PromptRow:

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeline.configuration.ds_config import EngineDtype, Json, Placement
 from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import keep_to_limit
 from pipeline.engine.parameter_groups import parameter_groups
@@ -83,7 +84,8 @@ def start_engines(run: Run) -> None:
     """
     engine_jsons(run)
     keep_to_limit(run)
-    start_deepspeed(deterministic=run.resolved.config.run.deterministic)
+    settings: RunConfig = run.resolved.config.run
+    start_deepspeed(deterministic=settings.deterministic, verbose=settings.verbose)
 
 
 def language_model_engine(run: Run, source: ModelSource, model: ModelConfig, *, name: str = "model") -> TrainingEngine:

@@ -22,11 +22,12 @@ from pipeline.errors import InputError
 from pipeline.models.source import ModelSource, check_whole_experts
 
 
-def start_deepspeed(*, deterministic: bool = False) -> None:
-    """Attach DeepSpeed to the existing process group, quietly and without compiling anything.
+def start_deepspeed(*, deterministic: bool = False, verbose: bool = False) -> None:
+    """Attach DeepSpeed to the existing process group, without compiling anything.
 
     Args:
         deterministic: choose kernels that give the same bits each time, where torch has such kernels.
+        verbose: let DeepSpeed log what it does, not its warnings alone.
 
     Raises:
         EnvironmentFault: the installed DeepSpeed lacks a private name that this project uses.
@@ -38,12 +39,14 @@ def start_deepspeed(*, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
-    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed_logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    for handler in deepspeed_logger.handlers:
+        handler.setLevel(logging.NOTSET)
     deepspeed.utils.nvtx.enable_nvtx = False  # ranges for a profiler, pushed and popped thousands of times a step
     if get_accelerator().device_name() == "cpu":
         # Used by inference kernels only; building it takes a compiler and 50 s.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=verbose)
 
 
 def check_values(config: dict[str, Any]) -> None:

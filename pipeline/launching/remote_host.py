@@ -20,13 +20,15 @@ from typing import IO, Any
 from pipeline.errors import EnvironmentFault
 from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
-from pipeline.processes import kill_sessions
+from pipeline.processes import PIPELINE, kill_sessions
 
 ENDING_S = 5.0  # for a connection to end by itself
 SILENCE_S = 60.0  # of a host, which is then lost; its agent has ended its ranks before
 AGENT = [sys.executable, "-u", "-m", "pipeline.launching.host_agent"]
 # Beginnings of the variables that go to all hosts; DeepSpeed's file adds others.
-PASSED_ON = ("NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_")
+PASSED_ON = (
+    "NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_", PIPELINE,
+)  # fmt: skip
 ENVIRONMENT_FILE = ".deepspeed_env"
 
 Message = dict[str, Any]

@@ -5,6 +5,7 @@ Imports no torch.
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
     rows = [row for row in map(json.loads, lines) if row["step"] <= step]
     return [row for row in rows if row["step"] == rows[-1]["step"]]
+
+
+def recorded_seconds(run_dir: Path) -> float:
+    """Return the seconds from the first to the last metrics of the last run in a folder; 0 where there was none."""
+    lines = metrics_lines(run_dir)
+    with suppress(ValueError, LookupError):  # none, or a last one that was cut short
+        return float(json.loads(lines[-1])["time"] - json.loads(lines[0])["time"])
+    return 0.0
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:

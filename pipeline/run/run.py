@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline import dist, heartbeat, rendezvous
+from pipeline import dist, heartbeat
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
@@ -42,6 +43,7 @@ from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, rows_file
 from pipeline.run.lock import locked
+from pipeline.run.logs import file_log, libraries_print_to, start_logging
 from pipeline.run.outcome import (
     check_nobody_left,
     clear_outcomes,
@@ -56,9 +58,8 @@ from pipeline.run.settled import Choose, as_rank_0_has_it, with_decided
 from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
-# Logs to files only: the console prints the first cause of all ranks, once (`report`).
-file_log = logging.getLogger(f"{__name__}.files_only")
 
+PROJECT = "rlhf-pipeline"
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
 # Flags of any stage that take less memory in a phase where they are lower.
 LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
@@ -69,42 +70,6 @@ LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
     "evaluate": ("per_device_eval_batch_size", "max_seq_len"),
     "save": (),
 }
-QUIET_LOGGERS = ("transformers", "datasets", "peft", "torch", "urllib3", "httpx", "httpx2", "filelock", "compilers")
-
-
-class StderrHandler(logging.StreamHandler[Any]):
-    """A handler that writes to whatever sys.stderr is at that time: a progress bar replaces it."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-
-def start_logging(run_dir: Path, rank: int) -> None:
-    """Log to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr."""
-    import transformers
-
-    rank_file = rank_log_file(run_dir, rank)
-    rank_file.parent.mkdir(parents=True, exist_ok=True)
-    files = [rank_file] + ([run_dir / "log.txt"] if rank == 0 else [])
-    handlers: list[logging.Handler] = [logging.FileHandler(file, encoding="utf-8") for file in files]
-    console = StderrHandler()
-    console.setFormatter(logging.Formatter("%(message)s"))
-    console.addFilter(lambda record: record.name != file_log.name if rank == 0 else is_wait_here(record))
-    handlers.append(console)
-    form = "%(asctime)s %(levelname)s %(name)s %(message)s"  # of the handlers without one
-    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
-    transformers.utils.logging.disable_progress_bar()
-    for name in QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def is_wait_here(record: logging.LogRecord) -> bool:
-    """Return True for a line that the user of a host without rank 0 should see: for which ranks its ranks wait."""
-    return record.name == rendezvous.__name__ and record.levelno >= logging.WARNING
 
 
 def describe_environment(world: dist.World) -> dict[str, Any]:
@@ -114,13 +79,21 @@ def describe_environment(world: dist.World) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "versions": {PROJECT: own_version(), **{name: metadata.version(name) for name in PACKAGES}},
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "num_ranks": world.size,
         "cpu_count": os.cpu_count(),
         "commit": git_commit(),
         "command": sys.argv,
     }
+
+
+def own_version() -> str:
+    """Return the version of this project: of the checkout that this runs from, else the installed one."""
+    settings = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if settings.is_file():
+        return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])
+    return metadata.version(PROJECT)
 
 
 def git_commit() -> str | None:
@@ -233,11 +206,12 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, 
             stop_without(supervisor)
         if rank == 0 or supervisor_name() is not None:
             write_outcome(folder, rank, None, "running")
-        start_logging(folder, rank)
-        world = dist.start(timeout_s=run_config.process_group_timeout_s)
-        if not look_at_storage(lock_file(folder)) and world.is_main:
-            log.info("the hosts share no storage here: each keeps all checkpoints and models")
-        begin(Run(world, folder, stage, resolved, stop), choose)
+        start_logging(folder, rank, stage, verbose=run_config.verbose)
+        with nullcontext() if run_config.verbose else libraries_print_to(rank_log_file(folder, rank)):
+            world = dist.start(timeout_s=run_config.process_group_timeout_s)
+            if not look_at_storage(lock_file(folder)) and world.is_main:
+                log.info("the hosts share no storage here: each keeps all checkpoints and models")
+            begin(Run(world, folder, stage, resolved, stop), choose)
     except RunError as error:
         code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
         file_log.info(message)

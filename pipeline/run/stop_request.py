@@ -57,7 +57,8 @@ class StopRequest:
 def quit_now(message: str, code: int) -> None:
     """End the process from within a signal handler, where printing and leaving as usual are not safe."""
     if message:
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{message}\n".encode())
+        # Not descriptor 2, which may lead to a log (logs.py).
+        os.write(sys.stderr.fileno() if sys.stderr else 2, f"{message}\n".encode())
     os._exit(code)
 
 

@@ -4,6 +4,7 @@ A loop asks it once per optimizer step; what it says is the same on every rank.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline.checkpoints.checkpoint_files import delete_older, held_line
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.data.counts import Counts
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
@@ -23,7 +25,8 @@ from pipeline.run.evaluations import reached
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
-from pipeline.training.metrics import Metric
+from pipeline.training.metrics import Metric, title_of
+from pipeline.training.page import show_banner, show_end
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Stopping, divergence_advice
 
@@ -36,7 +39,7 @@ class Course:
     Args:
         resumed_step: the step of the checkpoint that the run goes on from, or None.
         metrics: what the stage declares (stepN/metrics.py). shown: those of the progress line.
-        engines: the models of the run. buffers: what generation keeps between rollouts.
+        engines: the models of the run. counts: of its rows. buffers: what generation keeps between rollouts.
     """
 
     def __init__(
@@ -48,11 +51,15 @@ class Course:
         total_steps: int,
         metrics: Mapping[str, Metric],
         engines: Mapping[str, TrainingEngine | FrozenEngine],
+        counts: Counts,
         shown: Sequence[str] = ("loss",),
         buffers: Buffers | None = None,
     ) -> None:
         config: RunConfig = run.resolved.config.run
         start = -1 if resumed_step is None else resumed_step
+        self._began = time.monotonic()
+        if run.world.is_main:
+            show_banner(run, counts=counts, engines=engines, total_steps=total_steps)
         self.recorder = Recorder(
             run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
         )
@@ -60,6 +67,7 @@ class Course:
         self.halving = Halving(run, engines.values(), buffers=buffers)
         run.contents.update(fingerprint.inputs, **fingerprint.hashes)
         self._run, self._config, self._fingerprint, self._total_steps = run, config, fingerprint, total_steps
+        self._metrics = metrics
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
         self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote
         self._saved_step = max(start, 0)  # there is nothing to save before the first step
@@ -154,8 +162,9 @@ class Course:
             if worse:
                 rate = stage.rate_flag(config)
                 log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
-            if line := held_line(checkpoints):
-                log.info("%s", line)
+            for name in stage.reached:
+                figures = figures.replace(f"{name} ", f"{title_of(name, self._metrics)} ")
+            show_end(run, time.monotonic() - self._began, figures=figures, checkpoints=held_line(checkpoints))
         if repository := self._config.push_to_hub:
             beat("save", state.step)
             address = dist.on_main(lambda: push(stage.outputs(config)[0], repository))

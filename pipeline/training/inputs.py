@@ -14,11 +14,13 @@ from pipeline.configuration.stage import StageConfig
 from pipeline.console import WIDTH
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
-from pipeline.data.row_kinds import BLOCKS, RowKind
+from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
 from pipeline.errors import is_coloured
-from pipeline.run.run import Run, file_log
+from pipeline.run.logs import file_log
+from pipeline.run.run import Run
 from pipeline.run.settled import data_of
+from pipeline.training.health import equal_pairs
 from pipeline.training.preview import Sample, preview_lines, rows_document, samples_of
 
 if TYPE_CHECKING:
@@ -106,6 +108,16 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> 
     return built
 
 
+def fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
+    """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
+    parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
+    if fates["of other stages"]:
+        parts.append(f"{fates['of other stages']} of other stages (--data_split {data_split})")
+    parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]
+    num_given = fates.total() - fates["cut"] - fates["kept"]
+    return f"{', '.join(parts)}, of {num_given} given" + (f"; {fates['cut']} cut" if fates["cut"] else "")
+
+
 def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:
     """Return the lines about a data set's rows: all, each kind, each source of a mixture, columns for rewards.
 
@@ -113,12 +125,12 @@ def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int
     """
     total = counts.fates
     packed = "" if total["to train on"] == num_sequences else f" (sequences: {num_sequences})"
-    lines = [f"{title} rows: {_fates_line(total, data_split, packed)}"]
+    lines = [f"{title} rows: {fates_line(total, data_split, packed)}"]
     lines += [f"  rows: {line}" for line in counts.lines()]
     if len(counts.sources) > 1:
         for path, fates in counts.sources.items():
             repeated = f" ({counts.factors[path]:.2f} times each)" if path in counts.factors else ""
-            lines.append(f"  rows: of {path}: {_fates_line(fates, data_split, repeated)}")
+            lines.append(f"  rows: of {path}: {fates_line(fates, data_split, repeated)}")
     for path, columns in counts.passed.items():
         lines.append(f"  rows: of {path}: columns that are passed to rewards: {', '.join(sorted(columns))}")
     return lines
@@ -134,19 +146,11 @@ def row_warnings(title: str, kind: RowKind, counts: Counts) -> list[str]:
     share = fates["dropped"] / max(1, num_kept + fates["dropped"])
     if share > MOST_DROPPED:
         warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths)}")
+    if words := equal_pairs(counts[SAME_TOKENS], fates["to train on"] + fates["held out"] + counts[SAME_TOKENS]):
+        warnings.append(f"health: {words}")
     for path, columns in counts.unread.items():
         warnings.append(f"  rows: of {path}: columns that are not read: {', '.join(sorted(columns))}")
     return warnings
-
-
-def _fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
-    """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
-    parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
-    if fates["of other stages"]:
-        parts.append(f"{fates['of other stages']} of other stages (--data_split {data_split})")
-    parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]
-    num_given = fates.total() - fates["cut"] - fates["kept"]
-    return f"{', '.join(parts)}, of {num_given} given" + (f"; {fates['cut']} cut" if fates["cut"] else "")
 
 
 def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int]) -> str:

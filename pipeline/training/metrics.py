@@ -48,7 +48,9 @@ SHARED: dict[str, Metric] = {
     "epoch": Metric("passes over the training rows so far", "epochs", "progress", better=0),
     "num_tokens": Metric("real tokens that went through training so far, all ranks", "tokens", "progress", better=0),
     "skipped_updates": Metric("steps so far that changed nothing: gradient or loss not finite", "steps", "progress"),
-    "eval_rows": Metric("held-out rows that an evaluation's means are of", "rows", "progress", better=0),
+    "eval_rows": Metric(
+        "held-out rows that an evaluation's means are of", "rows", "progress", better=0, title="held-out rows"
+    ),
     "micro_batch_size": Metric(
         "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags unless an "
         "out-of-memory error has halved it",
@@ -106,6 +108,13 @@ def metric_of(name: str, metrics: Mapping[str, Metric]) -> Metric:
     if metric is None:
         raise KeyError(f"metric {name!r} is declared neither in pipeline/training/metrics.py nor in its stage's")
     return metric
+
+
+def title_of(name: str, metrics: Mapping[str, Metric]) -> str:
+    """Return the name of a metric in words, behind `held-out` where it is of held-out rows; the name itself without."""
+    if name not in metrics and (base := metric_of(name, metrics).title):
+        return f"held-out {base}"
+    return metric_of(name, metrics).title or name
 
 
 class MetricsWriter:

@@ -1,30 +1,30 @@
 """The metrics of a run as they are made: times, rates and memory are added, and progress lines are printed."""
 
+import json
 import logging
 import textwrap
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import rich.progress
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+import torch
 
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.console import WIDTH
+from pipeline.engine.build import weights_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
 from pipeline.files import GIB
 from pipeline.processes import peak_memory
+from pipeline.run.evaluations import metrics_lines
 from pipeline.run.run import Run
-from pipeline.training.metrics import Metric, MetricsWriter, metric_of
+from pipeline.training.health import SAMPLER_ERROR, SAMPLER_ERROR_16_BITS, Health, History
+from pipeline.training.metrics import Metric, MetricsWriter, metric_of, title_of
+from pipeline.training.page import show_samples
+from pipeline.training.progress import Progress, readable
 
 log = logging.getLogger(__name__)
-
-# Rates and the time left are those of so many last steps, or of all in this time where these are more.
-RATE_STEPS, RATE_PERIOD_S = 20, 30.0
-# Seconds between two lines of a log that nobody watches; between the limits, a share of the time since the start.
-LEAST_PAUSE_S, PAUSE_SHARE, MOST_PAUSE_S = 30.0, 0.05, 300.0
 
 
 class Recorder:
@@ -48,7 +48,7 @@ class Recorder:
         """
         for name in shown:
             metric_of(name, metrics)
-        self.shown = shown
+        self.shown, self._metrics = shown, metrics
         self.device = run.world.device
         self._models = dict(models or {})
         self._peaks = Peaks(self.device)
@@ -65,6 +65,10 @@ class Recorder:
                 start_step=start_step,
             )
             every = config.print_steps if run.resolved.is_given("print_steps") else 0
+            self._highest = 0.0  # GiB
+            self._known: dict[str, float] = {}  # the last value of each metric
+            self._spent = Counter[str]()  # seconds of each phase
+            self._health = Health(history_of(run, total_steps=total_steps))
             self._progress = Progress(
                 run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every
             )
@@ -72,11 +76,28 @@ class Recorder:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics outside a training step: evaluations."""
         if self._writer is not None and values:
-            self._writer.write(step, values)
+            self._note(step, values)
+            titles = {name: title_of(name, self._metrics).removeprefix("held-out ") for name in values}
+            named = {name: title for name, title in titles.items() if title != name} or titles
             # A no-break space holds a name and its number together where the line is cut.
-            numbers = "  ".join(f"{name}\u00a0{readable(value)}" for name, value in values.items())
-            text = textwrap.fill(f"[{self._writer.stage}] step {step}: {numbers}", WIDTH, subsequent_indent="    ")
-            log.info("%s", text.replace("\u00a0", " "))
+            parts = [f"{title} {readable(values[name])}".replace(" ", "\u00a0") for name, title in named.items()]
+            text = f"[{self._writer.stage}] step {step}, held out: {'  '.join(parts)}"
+            log.info("%s", textwrap.fill(text, WIDTH, subsequent_indent="    ").replace("\u00a0", " "))
+
+    def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some samples of an evaluation, lines of samples.jsonl, and look at their scores and lengths."""
+        if self._writer is not None:
+            show_samples(self._writer.stage, step, rows)
+            self._health.history.add_samples(rows)
+            self._health.look()
+
+    def _note(self, step: int, values: Mapping[str, float]) -> None:
+        """Write metrics, and look at them."""
+        if self._writer is not None:
+            self._writer.write(step, values)
+            self._known.update(values)
+            self._health.history.add(step, values)
+            self._health.look()
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the step (memory.PHASES), and end the one before: times and peak memory are told apart."""
@@ -98,13 +119,27 @@ class Recorder:
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
         peaks = self._peaks.taken()
         host = {"host_memory_gib": peak_memory() / GIB}
-        self._writer.write(step, {**values, **rates, **peaks, **host})
+        self._note(step, {**values, **rates, **peaks, **host})
         if self._models and self.device.type == "cuda":
             # Once, after a step: before it there are neither gradients nor moments.
             held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
             log.info("\n".join(memory_table(held, peaks)))
             self._models = {}
-        self._progress.update(step, {name: values[name] for name in self.shown if name in values})
+        numbers = {title_of(name, self._metrics): self._known[name] for name in self.shown if name in self._known}
+        self._progress.update(step, numbers, peak=self._peak_memory(), split=self._split(values))
+
+    def _peak_memory(self) -> str:
+        """Return the highest peak so far: `31 of 80 GiB` of rank 0's GPU, on a CPU that of the process."""
+        if self.device.type != "cuda":
+            return f"{self._known['host_memory_gib']:.3g} GiB"
+        self._highest = max(self._highest, self._known["gpu_memory_gib"])
+        return f"{self._highest:.3g} of {torch.cuda.get_device_properties(self.device).total_memory / GIB:.0f} GiB"
+
+    def _split(self, values: Mapping[str, float]) -> str:
+        """Return `sampling 62 %, scoring 21 %, updates 17 %` of the time so far, where steps have several phases."""
+        self._spent.update({name: value for name, value in values.items() if name.startswith("time/")})
+        shares = ((title_of(name, self._metrics), spent / self._spent.total()) for name, spent in self._spent.items())
+        return ", ".join(f"{title} {share:.0%}" for title, share in shares)
 
     def sync(self) -> None:
         """Before a checkpoint: no line of its past may be lost where it stays."""
@@ -122,81 +157,16 @@ class Recorder:
             self._progress.end()
 
 
-class Progress:
-    """The progress of a run: logged lines, and on a terminal a bar below them.
-
-    The lines are `every` so many steps apart. Where that is 0, a terminal gets one for each step; a log gets those of
-    the first and the last step, and in between some that are LEAST_PAUSE_S to MOST_PAUSE_S apart.
-    """
-
-    def __init__(
-        self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
-    ) -> None:
-        console = console or Terminal(stderr=True)
-        self._label, self._total, self._first = label, total_steps, start_step + 1
-        self._every = every or int(console.is_terminal)  # 0: by time
-        self._now = console.get_time
-        self._began = self._logged = self._now()
-        self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-        )
-        self._bar = rich.progress.Progress(
-            *columns,
-            console=console,
-            auto_refresh=False,  # no thread beside the one that launches the kernels
-            transient=True,
-            redirect_stdout=False,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task(label, total=total_steps, completed=start_step, rate="")
-        self._bar.start()
-
-    def update(self, step: int, shown: Mapping[str, float]) -> None:
-        """Show `step` of the total, the given numbers, the rate of the last steps and the time left."""
-        now = self._now()
-        is_due = self._is_due(step, now)
-        self._ended.append((now, step))
-        while len(self._ended) > RATE_STEPS + 1 and self._ended[1][0] <= now - RATE_PERIOD_S:
-            self._ended.popleft()
-        then, first = self._ended[0]
-        speed = (step - first) / (now - then) if now > then else 0.0
-        rate = f"{speed:.3g} steps/s  {duration((self._total - step) / speed)} left" if speed else ""
-        self._bar.update(self._task, completed=step, rate=rate, refresh=True)
-        if is_due:
-            self._logged = now
-            numbers = [f"{name} {readable(value)}" for name, value in shown.items()]
-            log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *numbers, *filter(None, [rate])]))
-
-    def _is_due(self, step: int, now: float) -> bool:
-        """Tell whether the step that has just ended gets a line; a time limit is kept where steps are short enough."""
-        if self._every:
-            return step % self._every == 0 or step == self._total
-        waited, last = now - self._logged, self._ended[-1][0] if self._ended else now
-        pause = min(max(LEAST_PAUSE_S, PAUSE_SHARE * (now - self._began)), MOST_PAUSE_S)
-        is_late = waited >= LEAST_PAUSE_S and waited + (now - last) > MOST_PAUSE_S  # behind the next step
-        return step in (self._first, self._total) or waited >= pause or is_late
-
-    def end(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
-
-
-class Terminal(Console):
-    """A console that never hides the cursor: a run that is killed could not show it again."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        return False
-
-
-def readable(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
+def history_of(run: Run, *, total_steps: int) -> History:
+    """Return what is known of the metrics and samples of a run, which are cut to the step that it goes on from."""
+    bound = SAMPLER_ERROR if weights_dtype(run) == torch.float32 else SAMPLER_ERROR_16_BITS
+    rate = run.stage.rate_flag(run.resolved.config)
+    history = History(total_steps, rate_flag=rate, sampler_bound=bound)
+    for line in map(json.loads, metrics_lines(run.folder)):
+        history.add(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
+    file = run.folder / "samples.jsonl"
+    # Not splitlines: a sample may hold other characters that end a line to it.
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line] if file.is_file() else []
+    if rows:
+        history.add_samples([row for row in rows if row["step"] == rows[0]["step"]])
+    return history

@@ -18,6 +18,7 @@ from pipeline.checkpoints.fingerprint import run_fingerprint
 from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.cache import StageData
+from pipeline.data.counts import Counts
 from pipeline.data.loader import Step, StepLoader, evaluation_batches, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
@@ -43,6 +44,7 @@ class Supervised(Generic[C, B]):
     tokenizer: tokenizer of the model.
     loader: data to train on.
     held_out: batch size -> this rank's evaluation batches, as functions that collate.
+    counts: rows of the data set by what became of them.
     engine: model with its optimizer.
     work: matrix operations of the model's passes.
     total_steps: optimizer steps of the run.
@@ -54,16 +56,18 @@ class Supervised(Generic[C, B]):
     tokenizer: PreTrainedTokenizerBase
     loader: StepLoader[B]
     held_out: Callable[[int], list[Callable[[], B]]]
+    counts: Counts
     engine: TrainingEngine
     work: TrainingWork
     total_steps: int
     rate: Callable[[int], float]
 
-    def resume(self, state_type: type[S], metrics: Mapping[str, Metric]) -> tuple[S, Course]:
+    def resume(self, state_type: type[S], metrics: Mapping[str, Metric], shown: Sequence[str]) -> tuple[S, Course]:
         """Return the state of the newest checkpoint, else that of the start; and the course of the run from there.
 
         Args:
             metrics: what the stage declares.
+            shown: those of the progress line.
         """
         settings, engines = self.config.run, {"model": self.engine}
         fingerprint = run_fingerprint(
@@ -84,6 +88,8 @@ class Supervised(Generic[C, B]):
             total_steps=self.total_steps,
             metrics=metrics,
             engines=engines,
+            counts=self.counts,
+            shown=shown,
         )
 
     def sum_gradients(
@@ -190,4 +196,4 @@ def assemble(
 
     total_steps = loader.total_steps(settings.num_train_epochs, settings.max_steps)
     work, rate = training_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
-    return Supervised(run, config, tokenizer, loader, held_out, engine, work, total_steps, rate)
+    return Supervised(run, config, tokenizer, loader, held_out, data.counts, engine, work, total_steps, rate)

@@ -15,8 +15,10 @@ from support.ppo_settings import ppo_config
 from support.ppo_updates import TEMPERATURE, text_step
 from support.tiny_models import EOS, PAD
 
+from pipeline.data.counts import Counts
 from pipeline.data.loader import Step
 from pipeline.errors import DivergedError
+from pipeline.training.health import RULES, History
 from step3_ppo import training
 from step3_ppo.mathematics.estimators import next_kl_coef
 
@@ -152,23 +154,28 @@ def test_a_policy_whose_weights_became_nan_ends_the_run_as_diverged(world, train
     assert loop.state.skipped_updates == 2 and loop.course.steps[0][1]["rows_masked"] == 4
 
 
-@pytest.mark.parametrize(("reference", "warned"), [(0.0, True), (-9.0, False)])
-def test_a_negative_kl_is_warned_of(world, trained_folders, tmp_path, monkeypatch, caplog, reference, warned):
+def findings(loop) -> set[str]:
+    """The rules of health that find something in the steps of a loop."""
+    history = History(total_steps=100)
+    for step, values in loop.course.steps:
+        history.add(step, values)
+    return {rule.__name__ for rule in RULES if rule(history)}
+
+
+@pytest.mark.parametrize(("reference", "found"), [(0.0, True), (-9.0, False)])
+def test_a_negative_kl_is_found(world, trained_folders, tmp_path, monkeypatch, reference, found):
     spoiled_scores(monkeypatch, ref_log_probs=reference)
-    with caplog.at_level(logging.WARNING):
-        loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders)).collect()
-    assert ("step 0: the mean KL is negative, -" in caplog.text) == warned
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    loop.iterate()
+    assert ("negative_kl" in findings(loop)) == found
 
 
-@pytest.mark.parametrize(("log_probs", "warned"), [(-9.0, True), (None, False)])
-def test_a_sampler_of_another_model_is_warned_of(
-    world, trained_folders, tmp_path, monkeypatch, caplog, log_probs, warned
-):
+@pytest.mark.parametrize(("log_probs", "found"), [(-9.0, True), (None, False)])
+def test_a_sampler_of_another_model_is_found(world, trained_folders, tmp_path, monkeypatch, log_probs, found):
     spoiled_scores(monkeypatch, **({} if log_probs is None else {"log_probs": log_probs}))
-    with caplog.at_level(logging.WARNING):
-        loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders)).collect()
-    found = [text for text in caplog.messages if text.startswith("step 0: sampler and trainer differ by ")]
-    assert len(found) == warned
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    loop.iterate()
+    assert ("sampler_apart" in findings(loop)) == found
 
 
 def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, tmp_path, caplog):
@@ -191,9 +198,11 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
     monkeypatch.setattr(training, "Course", lambda *args, shown, **settings: seen.append(shown))
     for steps in (1, 2):
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
-        models = SimpleNamespace(named=dict)
+        models, rows = SimpleNamespace(named=dict), SimpleNamespace(counts=Counts())
         training.make_course(
-            SimpleNamespace(run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None, reward_names=[]),
+            SimpleNamespace(
+                run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None, reward_names=[], prompts=rows
+            ),
             resumed_step=None,
         )
     assert ["policy/approx_kl" in shown for shown in seen] == [False, True]

@@ -54,6 +54,9 @@ class KeptMetrics:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self.evaluations.append(dict(values))
 
+    def show_samples(self, step: int, rows: Any) -> None:
+        """They are not shown."""
+
     def log(self, state: State, values: Mapping[str, float], **rates: float) -> None:
         for name in values:
             metric_of(name, METRICS | of_rewards([name.partition("/")[2]]))

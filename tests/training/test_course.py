@@ -13,6 +13,7 @@ from pipeline.checkpoints.checkpoint import Content
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.data.counts import Counts
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, Interrupted, StoppedRun
 from pipeline.training.course import Course
@@ -46,7 +47,9 @@ def make_course(folder, *, resumed_step: int | None = None, full: bool = False, 
         resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"), contents={},
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
-    course = Course(run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={})
+    course = Course(
+        run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={}, counts=Counts()
+    )
     course._saver = Saves(full=full)
     return course
 

@@ -20,9 +20,10 @@ from tensorboard.summary.writer import event_file_writer
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
-from pipeline.run.run import StderrHandler
-from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, metric_of
-from pipeline.training.recorder import Progress, Recorder, Terminal, duration
+from pipeline.run.logs import StderrHandler
+from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, metric_of, title_of
+from pipeline.training.progress import Progress, Terminal, duration, readable
+from pipeline.training.recorder import Recorder
 from pipeline.training.sinks import SINKS, Sink
 from rlhf.stages import STAGES
 from step1_sft.config import SFTConfig
@@ -188,7 +189,7 @@ def test_a_sink_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, caplog):
 
 @pytest.fixture
 def info(caplog):
-    caplog.set_level(logging.INFO, logger="pipeline.training.recorder")
+    caplog.set_level(logging.INFO, logger="pipeline.training")
     return caplog
 
 
@@ -267,10 +268,11 @@ def test_a_log_that_nobody_watches_gets_few_lines(info):
     assert info.messages[-1].startswith("[sft] 5/9")
 
 
-def test_a_flag_given_by_hand_and_a_terminal_get_a_line_a_step(info):
+def test_a_flag_given_by_hand_gets_a_line_a_step_and_a_terminal_those_of_a_log(info):
     short = {"seconds": [0.1] * 10, "total": 10}
     assert len(logged_times(info, **short, every=1)) == 10
-    assert len(logged_times(info, **short, terminal=True, every=0)) == 10
+    assert len(logged_times(info, **short, terminal=True, every=1)) == 10
+    assert len(logged_times(info, **short, terminal=True, every=0)) == 2, "its bar has the numbers of each step"
 
 
 def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
@@ -295,7 +297,7 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
     assert shown[0][0] == "checkpoint step-1" and len(shown[0]) == 2 and "1/3" in shown[0][1]
     kept = [line.split("  ")[0] for line in shown[2][:-1]]
     assert kept == ["checkpoint step-1", "[sft] 2/3", "checkpoint step-2", "[sft] 3/3", "checkpoint step-3"]
-    assert shown[2][-1].startswith("sft") and "3/3" in shown[2][-1]
+    assert shown[2][-1].startswith("[sft] ########## 3/3  loss 1  0s left")
     screen.reset()
     pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
     assert [line.split("  ")[0] for line in screen.display if line.strip()] == kept, "the bar goes at the end"
@@ -307,11 +309,20 @@ def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
     Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
-    assert max(len(line) for line in text.splitlines()) <= 80 and len(text.splitlines()) > 3
-    assert re.findall(r"(eval_\S+) \d", text) == list(values) and text.startswith("[sft] step 2: eval_")
+    assert max(len(line) for line in text.splitlines()) <= 80 and len(text.splitlines()) > 2
+    titles = [title_of(name, METRICS) for name in values if title_of(name, METRICS) != name]
+    assert titles and text.startswith("[sft] step 2, held out: ")
+    for line in text.removeprefix("[sft] step 2, held out: ").splitlines():
+        for part in line.strip().split("  "):
+            title, _, number = part.rpartition(" ")
+            assert title == titles.pop(0).removeprefix("held-out ") and float(number) >= 0
+    assert titles == [], "all that have a name in words, in their order"
 
 
-def test_durations_are_readable():
+def test_numbers_and_durations_are_readable():
+    assert [readable(x) for x in (1e-5, 0.41234567, 999.96, 13456.7, -2e6)] == [
+        "1e-05", "0.4123", "1000", "13,457", "-2,000,000",
+    ]  # fmt: skip
     assert [duration(s) for s in (59.9, 60, 3661, 90061)] == ["59s", "1m 00s", "1h 01m", "25h 01m"]
 
 
@@ -327,4 +338,4 @@ def test_only_rank_0_records(tmp_path, rank, info):
         first, second = lines(tmp_path)
         assert first["eval_loss"] == 2.0
         assert (second["tokens_per_s"], second["samples_per_s"], second["step_s"]) == (50.0, 4.0, 2.0)
-        assert "[sft] 1/4  loss 3" in info.messages[-1]
+        assert "[sft] 1/4  training loss 3" in info.messages[-1]

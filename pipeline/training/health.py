@@ -1,0 +1,258 @@
+"""Health of a run: signs of known illnesses in its metrics, each with its cure. Audits of numbers, not verdicts.
+
+The rules are pure functions of a `History`; "" is the answer of a healthy one, and of one that is too short to tell.
+"""
+
+import logging
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Values of a metric that are kept of the begin and of the end: enough for a mean of noisy numbers.
+FIRST, LAST = 10, 20
+LEAST = 5  # values below which a mean says nothing
+# A difference of two means below so many of its standard errors is noise.
+ERRORS = 2.0
+QUARTER = 0.25  # the share of the run after which it should have learnt something
+# Nats per sequence, and per token where that is more: people like summaries less from about 10 nats on (Stiennon et al.
+# 2020, figure 5), and a longer response has more by as many tokens.
+MOST_KL, MOST_KL_OF_TOKEN = 10.0, 0.1
+# No KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
+LEAST_KL = -1.0
+MOST_CUT = 0.5  # most responses
+MOST_EMPTY = 0.5
+# Share of the first entropy. By hand: a policy that has a tenth of it left samples nearly the same token every time.
+LEAST_ENTROPY = 0.1
+# By hand: answers that are half as long again, and whose score rises at equal length by a fifth of its gain at most.
+LONGER, MATCHED = 1.5, 0.2
+LEAST_PAIRS = 30  # with fewer an accuracy of 0.68 would be within the error of 0.5
+# By hand: from one pair in twenty on the truncation or the data set is to be looked at.
+MOST_EQUAL = 0.05
+# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+SAMPLER_ERROR, SAMPLER_ERROR_16_BITS = 0.05, 1.0
+# The mean difference of a token has grown where it is above this times the first rollout's, and these nats; by hand.
+DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
+
+
+@dataclass(slots=True)
+class History:
+    """What the rules look at: the first and the last values of each metric of a run, and samples of its evaluations.
+
+    total_steps: optimizer steps of the run.
+    rate_flag: the learning rate, as a flag.
+    sampler_bound: nats by which a token's log-probability may differ between sampler and trainer.
+    step: the last step.
+    first: name -> its first values.
+    last: name -> its last values.
+    counts: name -> number of its values.
+    samples: those of the first and of the last evaluation, as lines of samples.jsonl.
+    """
+
+    total_steps: int
+    rate_flag: str = "learning_rate"
+    sampler_bound: float = SAMPLER_ERROR
+    step: int = 0
+    first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LAST)))
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    samples: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the metrics of a step, a line of metrics.jsonl; null and numbers that are not finite count as absent."""
+        self.step = step
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                if self.counts[name] < FIRST:
+                    self.first[name].append(value)
+                self.last[name].append(value)
+                self.counts[name] += 1
+
+    def add_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the samples of an evaluation."""
+        self.samples = [*self.samples[:1], [row for row in rows if row["score"] is not None]]
+
+    def latest(self, name: str) -> float:
+        """Return the last value of a metric; NaN without one, which is neither above nor below anything."""
+        return self.last[name][-1] if self.counts[name] else math.nan
+
+    def mean(self, name: str, least: int = LEAST) -> float:
+        """Return the mean of the last values of a metric; NaN where they are fewer than `least`."""
+        return statistics.fmean(self.last[name]) if self.counts[name] >= least else math.nan
+
+
+def high_kl(history: History) -> str:
+    """The policy is far from the reference: it may be exploiting the reward."""
+    kl, length = history.mean("objective/kl"), history.mean("completions/mean_length")
+    if not kl > (most := max(MOST_KL, MOST_KL_OF_TOKEN * (length if length == length else 0.0))):
+        return ""
+    return (
+        f"the KL to the reference is {kl:.3g} nats a response, above {most:.3g}: the policy may be exploiting the "
+        f"reward; raise --kl_coef, set --kl_target, or lower --{history.rate_flag}"
+    )
+
+
+def negative_kl(history: History) -> str:
+    """Responses are not sampled from the policy that scores them."""
+    if not (kl := history.mean("objective/kl", 1)) < LEAST_KL:
+        return ""
+    return (
+        f"the mean KL is negative, {kl:.2f} nats per sequence: responses are not sampled from the policy that scores "
+        "them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error"
+    )
+
+
+def cut_responses(history: History) -> str:
+    """Most responses never come to their end."""
+    if not (share := history.mean("completions/truncated_fraction")) > MOST_CUT:
+        return ""
+    return (
+        f"{share:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise it, or "
+        "--missing_eos_penalty"
+    )
+
+
+def empty_responses(history: History) -> str:
+    """The policy answers nothing."""
+    if not history.latest("completions/empty_fraction") > MOST_EMPTY:
+        return ""
+    return (
+        "most responses are an EOS alone: the policy answers nothing; lower --missing_eos_penalty, or look at whether "
+        "the start model answers in this chat template"
+    )
+
+
+def falling_entropy(history: History) -> str:
+    """The policy says the same thing every time."""
+    entropy, first = history.mean("objective/entropy"), history.first["objective/entropy"]
+    if not (first and entropy < LEAST_ENTROPY * statistics.fmean(first)):
+        return ""
+    return (
+        f"the entropy has fallen from {statistics.fmean(first):.3g} to {entropy:.3g} nats a token: responses are "
+        f"nearly always the same; raise --kl_coef, or lower --{history.rate_flag}"
+    )
+
+
+def paid_for_length(history: History) -> str:
+    """The score rises because answers get longer, not because they get better.
+
+    The gain at equal length is that of an analysis of covariance: the slope of scores over lengths within both
+    evaluations, times the growth in length, is taken off the gain.
+    """
+    if len(history.samples) < 2 or min(map(len, history.samples)) < LEAST:
+        return ""
+    scores, lengths = ([[float(row[key]) for row in rows] for rows in history.samples] for key in ("score", "tokens"))
+    (before, after), (short, long) = map(statistics.fmean, scores), map(statistics.fmean, lengths)
+    pairs = [(x - short, y - before) for x, y in zip(lengths[0], scores[0], strict=True)]
+    pairs += [(x - long, y - after) for x, y in zip(lengths[1], scores[1], strict=True)]
+    spread = sum(x * x for x, _ in pairs)
+    slope = sum(x * y for x, y in pairs) / spread if spread else 0.0
+    gain, matched = after - before, after - before - slope * (long - short)
+    is_real = gain > ERRORS * error_of(scores[0], scores[1])
+    if not (is_real and long > LONGER * short and matched < MATCHED * gain):
+        return ""
+    return (
+        f"held-out scores rise by {gain:.3g} while answers grow from {short:.0f} to {long:.0f} tokens; at equal length "
+        f"they rise by {matched:.3g}: the reward pays for length; train it on pairs of equal length, take a length "
+        "penalty as a further --reward_function, or raise --kl_coef"
+    )
+
+
+def chance_accuracy(history: History) -> str:
+    """The reward model tells chosen from rejected no better than a coin."""
+    accuracy, rows = history.latest("eval_accuracy"), history.latest("eval_rows")
+    if history.step < QUARTER * history.total_steps or not rows >= LEAST_PAIRS:
+        return ""
+    if not accuracy <= 0.5 + ERRORS * 0.5 / math.sqrt(rows):
+        return ""
+    return (
+        f"the accuracy on {rows:.0f} held-out pairs is {accuracy:.3g}, which is chance: look at the pairs (are chosen "
+        f"and rejected what they should be?), train longer, or raise --{history.rate_flag}"
+    )
+
+
+def sampler_apart(history: History) -> str:
+    """Sampler and trainer do not compute the same model, from the first rollout on."""
+    errors = history.first["policy/sampler_error"]
+    if not errors or errors[0] <= history.sampler_bound:
+        return ""
+    return (
+        f"sampler and trainer differ by {errors[0]:.2f} nats in a token's log-probability (policy/sampler_error of the "
+        "first rollout), more than rounding makes: they do not compute the same model; try another "
+        "--generation_engine, and give --old_log_probs trainer"
+    )
+
+
+def sampler_drifts(history: History) -> str:
+    """Sampler and trainer have come apart since the first rollout."""
+    name = "policy/sampler_mean_error"
+    error, first = history.latest(name), history.first[name]
+    if not (first and error > max(DRIFT_FACTOR * first[0], DRIFT_BOUND)):
+        return ""
+    return (
+        f"sampler and trainer differ by {error:.3f} nats a token, by {first[0]:.3f} in the first rollout ({name}): "
+        "responses are less and less those of the policy that learns; give --off_policy_weights token_truncate"
+    )
+
+
+def nothing_learnt(history: History) -> str:
+    """A quarter of the run has changed nothing that noise would not explain."""
+    for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
+        first, last = history.first[name], history.last[name]
+        if history.step < QUARTER * history.total_steps or history.counts[name] < FIRST + LAST:
+            continue
+        before, now = statistics.fmean(first), statistics.fmean(last)
+        if better * (now - before) <= ERRORS * error_of(first, last):
+            return (
+                f"no more than noise has been learnt in a quarter of the run: the {words} was {before:.4g} in its "
+                f"first {FIRST} values and is {now:.4g} in its last {LAST}; raise --{history.rate_flag} (where the "
+                f"{words} jumps: lower it), or look at the rows"
+            )
+    return ""
+
+
+RULES: tuple[Callable[[History], str], ...] = (
+    high_kl, negative_kl, cut_responses, empty_responses, falling_entropy, paid_for_length, chance_accuracy,
+    sampler_apart, sampler_drifts, nothing_learnt,
+)  # fmt: skip
+
+
+def equal_pairs(num_equal: int, num_pairs: int) -> str:
+    """Of stage 2's data: many pairs have the same tokens on both sides, and teach nothing."""
+    if not num_pairs or num_equal / num_pairs <= MOST_EQUAL:
+        return ""
+    return (
+        f"{num_equal / num_pairs:.0%} of the pairs have the same tokens as chosen and as rejected, maybe after "
+        "truncation: they are dropped; raise --max_seq_len, or look at the data"
+    )
+
+
+def error_of(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the standard error of the difference of two means."""
+    return math.sqrt(sum(statistics.variance(values) / len(values) for values in map(list, (one, other))))
+
+
+@dataclass(slots=True)
+class Health:
+    """Says each finding of the rules once, until it has gone away.
+
+    history: what is known of the run. said: the rules whose finding was said and holds on.
+    """
+
+    history: History
+    said: set[str] = field(default_factory=set)
+    has_explained: bool = False
+
+    def look(self) -> None:
+        """Look at the history as it is now."""
+        findings = {rule.__name__: text for rule in RULES if (text := rule(self.history))}
+        for name in [name for name in findings if name not in self.said]:
+            log.warning("health: step %d: %s", self.history.step, findings[name])
+        if findings and not self.has_explained:
+            self.has_explained = True
+            log.info("lines of health are an audit of the metrics, not a verdict on the run")
+        self.said = set(findings)

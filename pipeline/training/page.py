@@ -1,0 +1,154 @@
+"""What people see of a stage beside its progress: the banner at its begin, samples, and the box at its end.
+
+A terminal gets them drawn by rich, the logs and a pipe as plain lines.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import ASCII, ROUNDED
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
+from pipeline.configuration.stage import StageConfig
+from pipeline.console import has_colour, printable, terminal_width
+from pipeline.data.counts import Counts
+from pipeline.engine.build import compute_dtype
+from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.files import read_object
+from pipeline.models.partitions import whole_numel
+from pipeline.processes import PIPELINE
+from pipeline.run.layout import environment_file
+from pipeline.run.run import PROJECT, Run
+from pipeline.training.inputs import fates_line
+from pipeline.training.progress import duration
+
+log = logging.getLogger(__name__)
+
+Engines = Mapping[str, TrainingEngine | FrozenEngine]
+SHOWN_SAMPLES = 3
+MOST_CHARACTERS = 180  # of a prompt or an answer that is shown: a line of a log has at most 200
+
+
+def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int) -> None:
+    """Say what the stage is about to do: version, models, rows, hardware, batch, folders."""
+    config: StageConfig = run.resolved.config
+    place = os.environ.get(PIPELINE, "").partition(" ")[0]
+    environment = read_object(environment_file(run.folder))
+    versions = environment.get("versions", {})
+    commit = f" ({environment['commit'][:7]})" if environment.get("commit") else ""
+    libraries = [f"{name} {versions.get(name)}" for name in ("torch", "deepspeed", "transformers")]
+    lines = {
+        "version": ", ".join([f"{PROJECT} {versions.get(PROJECT)}{commit}", *libraries]),
+        "models": ", ".join(models_in_words(run, engines)),
+        "rows": fates_line(counts.fates, config.data.data_split),
+        "hardware": f"{run.world.size} x {environment.get('device')}, {zero_stages(config)}, {compute_dtype(run)}",
+        "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
+        "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
+    }
+    show(f"{run.stage.title}{f', stage {place}' if place else ''}", lines)
+
+
+def show_end(run: Run, seconds: float, *, figures: str, checkpoints: str) -> None:
+    """Say what the stage has come to: its evaluations, and where its checkpoint, models and report are."""
+    reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]
+    lines = {
+        "held-out rows": figures,
+        "checkpoint": checkpoints,
+        "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
+        "report": ", ".join(str(report) for report in reports if report.is_file()),
+    }
+    title = f"{run.stage.title}: done in {duration(seconds)}"
+    show(title, {label: text for label, text in lines.items() if text}, is_boxed=True)
+
+
+def models_in_words(run: Run, engines: Engines) -> list[str]:
+    """Return `actor output/sft: 1,315,758,080 parameters` of each model; one that starts as another has no path."""
+    values, words = dict(flat_items(run.resolved.config)), []
+    paths = {prefix: values[run.stage.path_flag(prefix)] for prefix in run.stage.starts_given(values)}
+    for name, engine in engines.items():
+        path = paths.get(f"{name}_", paths.get("", ""))
+        parameters = sum(num_weights(parameter) for parameter in engine.module.parameters())
+        words.append(f"{f'{name} {path}'.strip()}: {parameters:,} parameters")
+    return words
+
+
+def num_weights(parameter: Any) -> int:
+    """Return the weights of a whole parameter, also of one whose codes are packed (nf4)."""
+    state = getattr(parameter, "quant_state", None)
+    return int(state.shape.numel()) if state is not None else whole_numel(parameter)
+
+
+def zero_stages(config: StageConfig) -> str:
+    """Return `ZeRO stage 2`, of several models each that occurs."""
+    values = dict(flat_items(config))
+    found = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})
+    return f"ZeRO stage {' and '.join(found)}"
+
+
+def batch_in_words(run: Run) -> str:
+    """Return `4 x 8 acc x 2 GPU = 64`: a micro-batch, accumulation, ranks, and the rows of an optimizer step."""
+    optimizer, ranks = run.resolved.config.optimizer, run.world.size
+    micro, steps = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
+    device = "GPU" if run.world.device.type == "cuda" else "CPU"
+    return f"{micro} x {steps} acc x {ranks} {device} = {micro * steps * ranks}"
+
+
+def show(title: str, lines: Mapping[str, str], *, is_boxed: bool = False) -> None:
+    """Log a title with labelled lines; a terminal gets it in colour, in a box if asked to."""
+    width = max(map(len, lines))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for label, text in lines.items():
+        grid.add_row(Text(label, style="cyan"), Text(printable(text)))
+    plain = "\n".join([title, *(f"  {label:<{width}}  {text}" for label, text in lines.items())])
+    box = Panel(grid, title=Text(title, style="bold"), expand=False, box=shape())
+    log.info("%s", plain, extra={"drawn": drawn(*([box] if is_boxed else [Text(title, style="bold"), grid]))})
+
+
+def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Log the first samples of an evaluation: the same prompts each time. rows: lines of samples.jsonl."""
+    if not rows:
+        return
+    table, plain = Table(title=f"step {step}: samples of the evaluation", box=shape(), title_justify="left"), []
+    for name in ("prompt", "answer"):
+        table.add_column(name, ratio=1, overflow="fold")
+    for name in ("score", "KL"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[:SHOWN_SAMPLES]:
+        prompt, answer = (shortened(row[name]) for name in ("prompt", "response"))
+        numbers = ["-" if row[name] is None else f"{row[name]:.3g}" for name in ("score", "kl")]
+        table.add_row(*(Text(text) for text in (prompt, answer, *numbers)))
+        plain += [f"  prompt: {prompt}", f"  answer: {answer}", f"  score {numbers[0]}  KL {numbers[1]}"]
+    log.info("%s", "\n".join([f"[{label}] step {step}: samples", *plain]), extra={"drawn": drawn(table)})
+
+
+def shortened(text: str) -> str:
+    """Return a text in one line, with its end left out where it is long."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 4] + " ..."
+
+
+def shape() -> Any:
+    """Return the box of tables: of ASCII where the reader's encoding is not UTF-8."""
+    return ROUNDED if (getattr(sys.stderr, "encoding", None) or "").lower().startswith("utf") else ASCII
+
+
+def drawn(*parts: RenderableType) -> str | None:
+    """Return what a terminal shows of renderables; None where the reader has neither a terminal nor colour."""
+    if not (sys.stderr.isatty() or has_colour(sys.stderr)):
+        return None
+    console = Console(
+        stderr=True, width=terminal_width(), highlight=False, force_terminal=True, no_color=not has_colour(sys.stderr)
+    )
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return captured.get().rstrip("\n")

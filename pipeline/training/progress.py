@@ -1,0 +1,126 @@
+"""The progress of a run: logged lines, and on a terminal a line below them that changes with each step."""
+
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from pipeline.console import has_colour, terminal_width
+from pipeline.processes import PIPELINE
+
+log = logging.getLogger(__name__)
+
+# Rates and the time left are those of so many last steps, or of all in this time where these are more.
+RATE_STEPS, RATE_PERIOD_S = 20, 30.0
+# Seconds between two lines of a log that nobody watches; between the limits, a share of the time since the start.
+LEAST_PAUSE_S, PAUSE_SHARE, MOST_PAUSE_S = 30.0, 0.05, 300.0
+BAR = 10  # characters of the bar
+
+
+class Progress:
+    """The progress of a run: logged lines, and on a terminal a bar below them.
+
+    The lines are `every` so many steps apart. Where that is 0, the first and the last step get one, and in between
+    some that are LEAST_PAUSE_S to MOST_PAUSE_S apart.
+    """
+
+    def __init__(
+        self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
+    ) -> None:
+        """Begin behind `start_step`; the place in the pipeline is what `rlhf train` says (PIPELINE)."""
+        self._console = console or Terminal(
+            stderr=True, width=terminal_width(), force_terminal=sys.stderr.isatty(), no_color=not has_colour(sys.stderr)
+        )
+        self._is_followed = console is None  # the terminal may get another width
+        self._label, self._total, self._first, self._every = label, total_steps, start_step + 1, every
+        place, _, later = os.environ.get(PIPELINE, "").partition(" ")
+        self._place, self._later_s = place, float(later) if later else None
+        self._now = self._console.get_time
+        self._began = self._logged = self._now()
+        self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
+        # No thread beside the one that launches the kernels.
+        self._bar = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
+        if self._console.is_terminal:
+            self._show(start_step, [])
+            self._bar.start()
+
+    def update(self, step: int, numbers: Mapping[str, float], *, peak: str = "", split: str = "") -> None:
+        """Show `step` of the total, the given numbers by their names, the rate of the last steps and the time left.
+
+        Args:
+            peak: memory. split: the shares of a step's phases.
+        """
+        now = self._now()
+        is_due = self._is_due(step, now)
+        self._ended.append((now, step))
+        while len(self._ended) > RATE_STEPS + 1 and self._ended[1][0] <= now - RATE_PERIOD_S:
+            self._ended.popleft()
+        then, first = self._ended[0]
+        speed = (step - first) / (now - then) if now > then else 0.0
+        shown = [f"{name} {readable(value)}" for name, value in numbers.items()]
+        rate = f"{speed:.3g} steps/s" if speed else ""
+        left = self._left((self._total - step) / speed) if speed else ""
+        parts = [*shown, rate, f"peak {peak}" if peak else "", split, left]
+        if self._console.is_terminal:
+            self._show(step, [*shown[:1], left, *shown[1:2], rate, *parts])
+        if is_due:
+            self._logged = now
+            log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *filter(None, parts)]))
+
+    def _show(self, step: int, by_weight: Sequence[str]) -> None:
+        """Show as many parts as fit into a line beside the bar, the first ones before others."""
+        if self._is_followed:
+            self._console.width = terminal_width()
+        done = BAR * step // max(self._total, 1)
+        bar, count = f"[{f'{self._place} {self._label}'.strip()}] ", f" {step}/{self._total}"
+        room, chosen = self._console.width - len(bar) - BAR - len(count), list[str]()
+        for part in dict.fromkeys(filter(None, by_weight)):
+            if len(part) + 2 <= room:
+                chosen.append(part)
+                room -= len(part) + 2
+        line = Text.assemble(
+            (bar, "bold"), ("#" * done, "green"), "-" * (BAR - done), count, *(f"  {x}" for x in chosen)
+        )
+        line.truncate(self._console.width)
+        self._bar.update(line, refresh=self._bar.is_started)
+
+    def _left(self, seconds: float) -> str:
+        """Return `4m 02s left`, and of the whole pipeline where it is known how long later stages take."""
+        pipeline = "" if self._later_s is None else f", pipeline {duration(seconds + self._later_s)}"
+        return f"{duration(seconds)} left{pipeline}"
+
+    def _is_due(self, step: int, now: float) -> bool:
+        """Tell whether the step that has just ended gets a line; a time limit is kept where steps are short enough."""
+        if self._every:
+            return step % self._every == 0 or step == self._total
+        waited, last = now - self._logged, self._ended[-1][0] if self._ended else now
+        pause = min(max(LEAST_PAUSE_S, PAUSE_SHARE * (now - self._began)), MOST_PAUSE_S)
+        is_late = waited >= LEAST_PAUSE_S and waited + (now - last) > MOST_PAUSE_S  # behind the next step
+        return step in (self._first, self._total) or waited >= pause or is_late
+
+    def end(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+
+class Terminal(Console):
+    """A console that never hides the cursor: a run that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def readable(value: float) -> str:
+    """Return a number with four significant digits, or all before its point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s" if minutes else f"{seconds}s"
