@@ -1,7 +1,9 @@
-"""What the ranks of a stage ask of the preparation when they were started: their dry run, and flags that are `auto`.
+"""What the ranks of a stage ask for from their entry: their dry run, flags that are `auto`, and their report.
 
 Imports no torch until something is planned.
 """
+
+from pathlib import Path
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
@@ -10,6 +12,7 @@ from pipeline.console import wrapped
 from pipeline.launching.target import this_machine
 from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.rendezvous import own_slots
+from pipeline.reporting.process import Reporter
 
 
 def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
@@ -33,3 +36,8 @@ def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
         ranks = f"{sum(slots)} ranks, {slots[0]} of them here"
         print(wrapped(f"  note: {ranks}: planned on machines like this one, of {machines} ranks"))
     dry_run_stage(stage, resolved, slots=slots)
+
+
+def report_own_run(run_dir: Path, resolved: Resolved) -> None:
+    """Write the report of the run of this process, which has ended."""
+    Reporter(run_dir, is_on=resolved.config.run.report).finish()
