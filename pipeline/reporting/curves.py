@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ GROUPS = {
 }  # fmt: skip
 MOST_POINTS = 300  # of a curve in the page: more are not seen
 SMOOTHED_FROM = 20  # points
-NOISE = 2.5  # a curve is smoothed where its way is so many times as long as its range
+NOISE = 0.1  # a curve is smoothed where this share of its points is above or below both neighbours
 FLAT = 1e-3  # a range below this share of the values is none
 LOG_FACTOR = 30.0  # from this ratio of the largest to the median value on, an axis is logarithmic
 # Colours of text, of grid lines, and of the runs; in the page they stand for those of its style sheet.
@@ -123,8 +123,8 @@ def draw_line(axes: Axes, points: Sequence[Point], **look: Any) -> None:
 def is_noisy(points: Sequence[Point]) -> bool:
     """Tell whether a curve goes up and down so much that an average shows more; a schedule does not."""
     values = [value for _, value in points]
-    way = sum(abs(after - before) for before, after in zip(values, values[1:], strict=False))
-    return len(points) >= SMOOTHED_FROM and way > NOISE * (max(values) - min(values))
+    moves = [after - before for before, after in pairwise(values)]
+    return len(points) >= SMOOTHED_FROM and sum(a * b < 0 for a, b in pairwise(moves)) > NOISE * len(moves)
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

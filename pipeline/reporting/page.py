@@ -142,7 +142,6 @@ def heading(group: str) -> str:
 def contents(chapters: Sequence[Chapter], folders: Sequence[Path], output: Path) -> dict[str, Any]:
     """Return what the templates are filled with."""
     runs = [run for chapter in chapters for run in chapter.runs]
-    kind, line = tables.verdict(runs)
     drawn = {
         chapter.key: [(heading(one.group), one.title, svg(one, f"{chapter.key}-{one.name}")) for one in chapter.panels]
         for chapter in chapters
@@ -152,7 +151,7 @@ def contents(chapters: Sequence[Chapter], folders: Sequence[Path], output: Path)
         "chapters": chapters,
         "drawn": drawn,
         "is_comparison": len(folders) > 1,
-        "verdict": (kind, line),
+        "verdict": tables.verdict(runs),
         "folder": folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} folders",
         "answers": tables.answers(output),
         "command": tables.answers_command(runs, output) if len(folders) == 1 else "",

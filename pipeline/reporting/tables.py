@@ -56,20 +56,19 @@ def compared(run: RunRecord) -> list[Change]:
     return changes(run, [str(name) for name in run.meaning.get("compared", [])])
 
 
-def verdict(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """Return good, bad or open, and a line that says how the runs went."""
-    endings = [(run, *run.ending) for run in runs]
-    if broken := [f"{run.label} {words.splitlines()[0]}" for run, kind, words in endings if kind in ("failed", "died")]:
-        return "bad", "; ".join(broken)
-    if unfinished := [f"{run.label}: {words.splitlines()[0]}" for run, kind, words in endings if kind != "finished"]:
-        return "open", "; ".join(unfinished)
-    found = [(run, change) for run in runs for change in compared(run)]
-    if worse := [f"{run.label} ({change_in_words(change)})" for run, change in found if change.verdict == "worse"]:
-        return "bad", f"Worse than at the start: {', '.join(worse)}"
-    better = [f"{run.label} ({change_in_words(change)})" for run, change in found if change.verdict == "better"]
-    if better:
-        return "good", f"Better than at the start: {', '.join(better)}"
-    return "open", "Finished; no evaluation says whether it is better than at the start"
+def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
+    """Return good, bad or open, how the runs went in a line, and what says so."""
+    endings = [(kind, f"{run.label}: {words.splitlines()[0]}") for run in runs for kind, words in [run.ending]]
+    if broken := [words for kind, words in endings if kind in ("failed", "died")]:
+        return "bad", "Broken off", broken
+    if unfinished := [words for kind, words in endings if kind != "finished"]:
+        return "open", "Not finished", unfinished
+    found = [(change, f"{run.label}: {change_in_words(change)}") for run in runs for change in compared(run)]
+    if worse := [words for change, words in found if change.verdict == "worse"]:
+        return "bad", "Worse than at the start", worse
+    if better := [words for change, words in found if change.verdict == "better"]:
+        return "good", "Better than at the start", better
+    return "open", "Finished; no evaluation says whether it is better than at the start", []
 
 
 def change_in_words(change: Change) -> str:

@@ -10,6 +10,8 @@ from support.recorded_runs import HOSTILE, METRICS, record_road
 
 from pipeline.reporting.page import write_report
 
+pytestmark = pytest.mark.slow
+
 PHONE, DESK = 390, 1200
 # The policy of the page allows no script: the sizes are asked for in a copy without it.
 ASK = """<script>
@@ -36,6 +38,13 @@ def framed(page: Path, width: int) -> Path:
         'onload="document.body.append(this.contentDocument.title)"></iframe>'
     )
     return frame
+
+
+def test_all_files_are_there_and_the_page_is_small(page):
+    for stage, group in {"sft": "objective", "reward": "objective", "ppo": "samples"}.items():
+        assert (page.parent / "curves" / f"{stage}-{group}.png").read_bytes()[:4] == b"\x89PNG"
+    assert page.stat().st_size < 2e6 and (page.parent / "report.md").is_file()
+    assert not list(page.parent.rglob(".*.writing"))
 
 
 def test_a_browser_finds_nothing_to_say_and_three_stages(page):

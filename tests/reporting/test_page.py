@@ -21,11 +21,15 @@ AGAINST = {"win_rate": {"value": 0.625, "low": 0.3, "high": 0.9}, "wins": 5, "ti
 ANSWER = {"text": HOSTILE, "num_tokens": 7, "finished": False, "score": 1.5}
 
 
+def without_pictures(patches: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a report, and has tests of its own."""
+    patches.setattr(page_module, "svg", lambda panel, salt: "<svg></svg>")
+    patches.setattr(page_module, "write_png", lambda file, panels: file.touch())
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes most of the time of a report."""
-    monkeypatch.setattr(page_module, "svg", lambda panel, salt: "<svg></svg>")
-    monkeypatch.setattr(page_module, "write_png", lambda file, panels: file.touch())
+    without_pictures(monkeypatch)
 
 
 class Tags(HTMLParser):
@@ -52,19 +56,15 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = [SUMMARY, SUMMARY | {"label": "B", "path": "output/actor", "against": AGAINST}]
     prompts = [{"prompt": HOSTILE, "answers": {"A": [ANSWER], "B": [ANSWER]}}]
     (output / "prompt_eval.json").write_text(json.dumps({"settings": {}, "models": models, "prompts": prompts}))
-    write_report([output], output)
+    with pytest.MonkeyPatch.context() as patches:
+        without_pictures(patches)
+        write_report([output], output)
     return output
 
 
 @pytest.fixture(scope="module")
 def page(road: Path) -> str:
     return (road / "report.html").read_text(encoding="utf-8")
-
-
-def test_all_files_are_there_and_the_page_is_small(road, page):
-    for stage, group in {"sft": "objective", "reward": "objective", "ppo": "samples"}.items():
-        assert (road / "curves" / f"{stage}-{group}.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(page.encode()) < 2e6 and (road / "report.md").is_file() and not list(road.glob("*.writing"))
 
 
 def test_the_table_has_the_numbers_of_metrics_jsonl(road, page):
@@ -158,31 +158,33 @@ def test_durations_have_a_unit():
     assert [duration(seconds) for seconds in (0.65, 41, 90, 5400)] == ["0.65 s", "41 s", "1.5 min", "1.5 h"]
 
 
-def verdict_of(output: Path, *, folders: list[Path] | None = None) -> tuple[str, str]:
-    text = write_report(folders or [output], output).read_text(encoding="utf-8")
-    found = re.search(r'<h1 class="verdict (\w+)">(.*?)</h1>', text, re.S)
+def verdict_of(output: Path) -> tuple[str, str, list[str]]:
+    text = write_report([output], output).read_text(encoding="utf-8")
+    found = re.search(r'<div class="verdict (\w+)"><h1>(.*?)</h1>(.*?)</div>', text, re.S)
     assert found
-    return found[1], html.unescape(found[2])
+    return found[1], found[2], [html.unescape(one) for one in re.findall(r"<span>(.*?)</span>", found[3], re.S)]
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     folder = record(tmp_path, "reward")
-    assert verdict_of(folder) == ("good", "Better than at the start: reward (accuracy on pairs 0.5 → 0.6935)")
+    better = ["reward: accuracy on pairs 0.5 → 0.6935"]
+    assert verdict_of(folder) == ("good", "Better than at the start", better)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.25, "eval_rows": 600}\n')
-    assert verdict_of(folder) == ("bad", "Worse than at the start: reward (accuracy on pairs 0.5 → 0.25)")
+    assert verdict_of(folder) == ("bad", "Worse than at the start", ["reward: accuracy on pairs 0.5 → 0.25"])
     die(folder)
-    kind, text = verdict_of(folder)
-    assert kind == "bad" and text.startswith("reward died at step 7 of 6 without a word")
+    kind, _, (words,) = verdict_of(folder)
+    assert kind == "bad" and words.startswith("reward: died at step 7 of 6 without a word")
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_goes_on_or_has_no_metrics_has_a_report(tmp_path):
-    assert verdict_of(record(tmp_path / "a", "sft", code=None, total=50)) == ("open", "sft: running, at step 6 of 50")
+    running = record(tmp_path / "a", "sft", code=None, total=50)
+    assert verdict_of(running) == ("open", "Not finished", ["sft: running, at step 6 of 50"])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.txt").write_text("")
-    assert verdict_of(tmp_path / "b") == ("open", "b: no word on how it ended, at step 0")
+    assert verdict_of(tmp_path / "b") == ("open", "Not finished", ["b: no word on how it ended, at step 0"])
 
 
 @pytest.mark.usefixtures("no_pictures")
