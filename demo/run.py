@@ -47,7 +47,8 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     make_model(MADE, seed=seed)
     say("base model: stage 1 on plain text")
     preset = ROOT / "demo" / "base.yaml"
-    call(["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--preset", str(preset), "--seed", str(seed), *again])
+    base = ["1", "--preset", str(preset), "--seed", str(seed), "--report", "false", *again]  # train.py's has all runs
+    call(["bash", str(ROOT / "launch" / "single_gpu.sh"), *base])
     train = [sys.executable, str(ROOT / "train.py"), "--deployment-type", "single_gpu", "--actor-model", "tiny", *seeds]
     if method == "ppo":
         call([*train, "--step", "1", "2", "3", "--reward-model", "tiny", *again])

@@ -12,6 +12,7 @@ from rlhf.compare import CompareConfig  # noqa: E402
 from rlhf.convert import ConvertConfig  # noqa: E402
 from rlhf.export import ExportConfig  # noqa: E402
 from rlhf.merge import MergeConfig  # noqa: E402
+from rlhf.report import ReportConfig  # noqa: E402
 from rlhf.rewards.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
@@ -68,6 +69,7 @@ PARTS = (
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),
     ("`rlhf sample`", SampleConfig),
+    ("`rlhf report`", ReportConfig),
     ("`rlhf convert`", ConvertConfig),
     ("`rlhf export`", ExportConfig),
     ("`rlhf merge`", MergeConfig),

@@ -69,13 +69,6 @@ def lasting_stream(descriptor: int, like: Any, *, by_line: bool = True) -> io.Te
     return io.TextIOWrapper(file, encoding=like.encoding, errors=like.errors, line_buffering=by_line)
 
 
-def has_colour(stream: Any) -> bool:
-    """Tell whether text on a stream has colour: NO_COLOR and TERM=dumb say no, FORCE_COLOR yes, else a terminal has."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or bool(stream.isatty())
-
-
 def terminal_width() -> int:
     """Return the columns of stderr's terminal: COLUMNS, else what it says itself; WIDTH where it is none.
 

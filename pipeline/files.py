@@ -32,12 +32,17 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically."""
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     flush(temporary)
     temporary.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

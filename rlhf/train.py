@@ -27,8 +27,10 @@ from pipeline.launching.scripts import Script, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.processes import PIPELINE
+from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
+from pipeline.run.layout import road_folder
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import start_preflight
 from rlhf.train_config import TrainConfig, known_model
@@ -254,6 +256,8 @@ def run(argv: list[str], prog: str) -> int:
             stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]
             return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
         code = run_stages(plan, finished, environment, early)
+    if to_run:
+        write_reports(plan)
     if code == EXIT_DONE:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
@@ -299,6 +303,14 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
         print("stopped between two stages; the same command continues", file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
+
+
+def write_reports(plan: Plan) -> None:
+    """Write the report of the stages that ran, however they ended: one for each folder that has their runs."""
+    runs = [planned.run_dir for planned in plan.chosen if planned.resolved.config.run.report]
+    for folder in dict.fromkeys(map(road_folder, runs)):
+        if page := Reporter(folder).finish():
+            print(f"report: {page}")
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:

@@ -1,6 +1,7 @@
 """The metrics of stage 3: of a rollout in the line of its first optimizer step, of an update in each line."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pipeline.training.metrics import SHARED, Metric
 
@@ -121,12 +122,13 @@ def of_rewards(names: Iterable[str]) -> dict[str, Metric]:
     failed = "share of responses for which the calls of this reward function failed"
     passed = "share of held-out {0} whose value by this function is 1 or more"
     declared = {
-        "reward": Metric(raw, "score", better=1),
-        "reward_failures": Metric(failed, "share", "progress"),
-        "pass_at_1": Metric(passed.format("responses"), "share", better=1),
-        "pass_at_k": Metric(passed.format("prompts with a response"), "share", better=1),
+        "reward": Metric(raw, "score", better=1, title="reward"),
+        "reward_failures": Metric(failed, "share", "progress", title="failed calls of"),
+        "pass_at_1": Metric(passed.format("responses"), "share", better=1, title="pass at 1 by"),
+        "pass_at_k": Metric(passed.format("prompts with a response"), "share", better=1, title="pass at k by"),
     }
-    return {f"{kind}/{name}": metric for name in names for kind, metric in declared.items()}
+    kinds = [(name, kind, metric) for name in names for kind, metric in declared.items()]
+    return {f"{kind}/{name}": replace(metric, title=f"{metric.title} {name}") for name, kind, metric in kinds}
 
 
 # Metrics of the progress line.

@@ -136,6 +136,7 @@ STAGE = Stage(
     starts=starts_of({}),
     starts_of=starts_of,
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
+    compared=("eval_completions/mean_length", "eval_completions/truncated_fraction"),
     methods=tuple(METHODS),
     outputs=model_folders,
     loop=loop,

@@ -283,11 +283,12 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         rewarded = ppo.rewarded(responses, scores, judged, state, group_size=1)
         metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
         metrics |= pass_metrics(responses, rewarded, ppo.functions_by_name, group_size=k)
-        course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
+        rows = list[dict[str, Any]]()
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             rows = append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
-            course.recorder.show_samples(state.step, rows)
+        course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
+        course.recorder.show_samples(state.step, rows)
         ppo.models.release_gathered()
     state.evaluated = state.step
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
+os.environ["RLHF_REPORT"] = "false"  # of the runs of tests: those of reports turn it on
 
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton

@@ -85,12 +85,14 @@ def cut(resolved: Resolved, size: int) -> dict[str, int]:
 class Choice:
     """Values of flags that are `auto`; none on a CPU.
 
-    flags: the values. origin: for which hardware they were chosen. line: them and what they give, for people.
+    flags: the values. origin: for which hardware they were chosen. line: them and what they give, for people. plan: the
+    memory and the time that the plan expects of them, for the report; {} where they were chosen before.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
     line: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, resolved: Resolved, ranks: int) -> Resolved:
         """Return the settings on so many ranks with these values."""

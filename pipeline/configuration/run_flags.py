@@ -14,7 +14,7 @@ RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
 TRIED = {
     "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
-    "monitors": "none",
+    "monitors": "none", "report": False,
 }  # fmt: skip
 
 
@@ -98,6 +98,9 @@ class RunConfig(Group):
         on_resume="free",
         per_stage=True,
         refused=dict.fromkeys(("hub_model_id", "hub_token"), "give --push_to_hub the id, and the token as HF_TOKEN"),
+    )
+    report: bool = flag(
+        True, "Write report.html, report.md and curves/ while the run lasts and when it ends", on_resume="free"
     )
     process_group_timeout_s: int = flag(
         1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"

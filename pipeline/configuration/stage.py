@@ -108,6 +108,7 @@ class Stage:
     runs_by_section: its run's folder is named by the section, not by the output.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
+    compared: further metrics of the evaluations that a report's table compares.
     loop: () imports and returns its loop, which is called with (run, configuration).
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
@@ -140,6 +141,7 @@ class Stage:
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True
     reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
+    compared: tuple[str, ...] = ()
 
     def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
         """Return the starts of a run with these values of flags, by the prefix of their flags."""

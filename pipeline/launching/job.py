@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -31,6 +31,10 @@ RANKS_PER_POLL = 64  # with more ranks the files are read less often
 SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
 AGENTS_SETTLE_S = 10.0  # for those of other hosts, whose outcomes an agent sends
 ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
+
+
+def do_nothing() -> None:
+    """Do nothing: nothing is looked after beside the ranks."""
 
 
 def start_here(
@@ -107,10 +111,15 @@ class Job:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
-    def supervise(self) -> Verdict:
-        """Watch until the job has ended or must be ended; processes may be left."""
+    def supervise(self, beside: Callable[[], None] = do_nothing) -> Verdict:
+        """Watch until the job has ended or must be ended; processes may be left.
+
+        Args:
+            beside: is called at each look at the ranks, and returns at once.
+        """
         while True:
             self.poll()
+            beside()
             if not self._watch.has_failed():
                 self._memory = free_memory()  # afterwards it is free again
             if verdict := self.ending():

@@ -1,13 +1,16 @@
-"""What the ranks of a stage ask of the preparation when they were started: their dry run, and flags that are `auto`.
+"""What the ranks of a stage ask for from their entry: their dry run, flags that are `auto`, and their report.
 
 Imports no torch until something is planned, and what a run needs only when it starts: `--help` answers at once.
 """
+
+from pathlib import Path
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.rendezvous import own_slots
+from pipeline.reporting.process import Reporter
 
 
 def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
@@ -35,3 +38,8 @@ def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
         ranks = f"{sum(slots)} ranks, {slots[0]} of them here"
         print(wrapped(f"  note: {ranks}: planned on machines like this one, of {machines} ranks"))
     dry_run_stage(stage, resolved, slots=slots)
+
+
+def report_own_run(run_dir: Path, resolved: Resolved) -> None:
+    """Write the report of the run of this process, which has ended."""
+    Reporter(run_dir, is_on=resolved.config.run.report).finish()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from pipeline.configuration.flag_table import CHOSEN
 from pipeline.configuration.flags import Resolved
@@ -11,9 +12,9 @@ from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.files import read_object
+from pipeline.files import GIB, read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
-from pipeline.planning.fastest import choice_in_words, fastest
+from pipeline.planning.fastest import Candidate, choice_in_words, fastest
 from pipeline.planning.ladder import Answers
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
 from pipeline.planning.summary import proposals, table
@@ -59,7 +60,21 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     if (best := fastest(planner, resolved)) is None:
         return Choice()
     began = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
-    return Choice(best.flags, origin, f"{best.line}{f'; anew, as the run began on {began}' if began else ''}")
+    line = f"{best.line}{f'; anew, as the run began on {began}' if began else ''}"
+    return Choice(best.flags, origin, line, expected(best, planner.target))
+
+
+def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
+    """Return what a plan expects, for the run's folder: GiB of a GPU in each phase, and seconds of a step.
+
+    Of each phase `allocated` by tensors, and `reserved` of the device with all that is beside them: expected and high.
+    """
+    plan = candidate.plan
+    memory = {
+        name: {"allocated": peak.total / GIB, "reserved": [n / GIB for n in plan.reserved(name)]}
+        for name, peak in plan.phases.items()
+    }
+    return {"target": str(target), "step_s": candidate.seconds, "memory_gib": memory}
 
 
 def plan_stages(

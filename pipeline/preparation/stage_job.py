@@ -25,7 +25,9 @@ from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.choice import chosen_words, searches
 from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.processes import WAITS, Signals, end_with_parent, has_word
+from pipeline.reporting.process import Reporter
 from pipeline.run.entry import read_flags
+from pipeline.run.layout import road_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, clear_outcomes
 
@@ -40,7 +42,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         InputError: wrong flags or hosts. EnvironmentFault: the folder is in use, not writable, or the port is taken.
     """
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
-    if os.environ.get(PARENT) == str(os.getppid()):
+    if is_of_train():
         end_with_parent(os.getppid(), signal.SIGTERM)
     words = list(request.words)
     # The file of a search holds lists, of which a stage never hears.
@@ -70,6 +72,11 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         return supervise(stage, request, resolved, signals, early)
 
 
+def is_of_train() -> bool:
+    """Tell whether an `rlhf train` started this process."""
+    return os.environ.get(PARENT) == str(os.getppid())
+
+
 def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
     is_other = request.check or request.enable_each_rank_log or searches(request, resolved)
@@ -82,6 +89,9 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
     early: the ranks of the first start where they are started already; else empty.
     """
     run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
+    # `rlhf train` has one report of all its stages, which it writes last.
+    reported = road_folder(run_dir) if is_of_train() else run_dir
+    reporter = Reporter(reported, is_on=resolved.config.run.report and request.is_first_host)
     while True:
         check_nobody_left(run_dir)
         if request.is_first_host:
@@ -91,9 +101,10 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
             run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again, early=early
         )
         try:
-            verdict = job.supervise()
+            verdict = job.supervise(reporter.poll)
         finally:
             job.kill()
+            reporter.stop()
         if not verdict.halved:
             break
         early = {}
@@ -105,6 +116,8 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
         cause, batches = verdict.lines[0].removeprefix("error: "), batches_in_words(verdict.halved)
         say(f"{cause}; starting again {start} with {batches}")
     say(*verdict.lines)
+    if not is_of_train() and signals.second is None:
+        reporter.finish()
     return verdict.code
 
 

@@ -43,12 +43,14 @@ def enter(
     *,
     dry_run: Callable[[Stage, Resolved], None],
     choose: "Choose",
+    write_report: Callable[[Path, Resolved], None],
 ) -> int:
     """Parse the flags of a stage and run its loop; returns the exit code of design.md, section 3.
 
     Args:
         dry_run: (stage, flags) is what rank 0 does in a dry run instead.
         choose: (stage, flags) returns on rank 0 what flags are that are `auto`.
+        write_report: (folder of the run, flags) is what rank 0 does last where no supervisor does it.
     """
     outlive_console()
     if WAITS in os.environ:
@@ -79,7 +81,10 @@ def enter(
         write_outcome(run_dir, own_rank(), None, "running")
     from pipeline.run.run import run_stage
 
-    return run_stage(stage, resolved, choose=choose, stop=stop)
+    code = run_stage(stage, resolved, choose=choose, stop=stop)
+    if own_rank() == 0 and supervisor_name() is None:
+        write_report(run_dir, resolved)
+    return code
 
 
 def check_supervised(run: RunConfig) -> None:

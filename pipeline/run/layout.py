@@ -42,6 +42,21 @@ def rows_file(run_dir: Path) -> Path:
     return run_dir / "rows.json"
 
 
+def meaning_file(run_dir: Path) -> Path:
+    """Return the file that says what a run is and what its metrics mean, which it writes when its loop begins."""
+    return run_dir / "meaning.json"
+
+
+def plan_file(run_dir: Path) -> Path:
+    """Return the file of the plan by which a run chose its flags; none where it chose none (on a CPU)."""
+    return run_dir / "plan.json"
+
+
+def road_folder(run_dir: Path) -> Path:
+    """Return the output folder whose stages keep their runs beside this one, or the run's own folder."""
+    return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
+
+
 def automatic_file(run_dir: Path) -> Path:
     """Return the preset that --auto_fit, --auto_batch and --autotuning write: the flags that they chose for a run."""
     return run_dir / "automatic.yaml"

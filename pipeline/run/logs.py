@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline import rendezvous
 from pipeline.configuration.stage import Stage
-from pipeline.console import fitted, has_colour, lasting_stream, printable
+from pipeline.console import fitted, lasting_stream, printable
+from pipeline.errors import is_coloured
 from pipeline.run.layout import rank_log_file
 
 # Logs to files only: the console prints the first cause of all ranks, once (pipeline/run/run.py:report).
@@ -46,8 +47,8 @@ class ReaderFormatter(logging.Formatter):
         if drawn := getattr(record, "drawn", None):
             return str(drawn)
         text = fitted(printable(super().format(record)))
-        is_coloured = record.levelno >= logging.WARNING and has_colour(sys.stderr)
-        return f"{WARNING_COLOUR}{text}{PLAIN}" if is_coloured else text
+        is_marked = record.levelno >= logging.WARNING and is_coloured(sys.stderr)
+        return f"{WARNING_COLOUR}{text}{PLAIN}" if is_marked else text
 
 
 def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> None:

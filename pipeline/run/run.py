@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -41,7 +42,7 @@ from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
-from pipeline.run.layout import beat_file, environment_file, lock_file, rank_log_file, rows_file
+from pipeline.run.layout import beat_file, environment_file, lock_file, plan_file, rank_log_file, rows_file
 from pipeline.run.lock import locked
 from pipeline.run.logs import file_log, libraries_print_to, start_logging
 from pipeline.run.outcome import (
@@ -128,6 +129,7 @@ class Run:
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
     contents: what identifies the data (by flag) and models (by name) that the run began with; empty until it is known.
     rows: content of rows.json, on rank 0 once its rows are read (`pipeline/training/inputs.py`).
+    plan: what the plan that chose flags expects of them; {} where none was made.
     """
 
     world: dist.World
@@ -138,6 +140,7 @@ class Run:
     engine_jsons: dict[str, Json] = field(default_factory=dict)
     contents: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
         """Return the exception to raise when the checkpoint of `step` is written."""
@@ -167,6 +170,8 @@ def take_folder(run: Run) -> None:
             if resolved.config.run.resumes_from == "never":
                 clear(run.folder)
             write_json(run.folder / "config.json", settings)
+            if run.plan:
+                write_json(plan_file(run.folder), run.plan)
             write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
             if run.rows:
                 write_json(rows_file(run.folder), run.rows)
@@ -263,11 +268,11 @@ def begin(run: Run, choose: Choose) -> None:
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
     resolved, chosen = as_rank_0_has_it(run.stage, run.resolved, choose, run.world.size)
-    run = replace(run, resolved=resolved)
+    run = replace(run, resolved=resolved, plan=chosen.plan)
     run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.decide(run))))
     if run.world.is_main:
-        if chosen:
-            log.info("chosen by the plan: %s", chosen)
+        if chosen.line:
+            log.info("chosen by the plan: %s", chosen.line)
         on_cpu = run.world.device.type == "cpu"
         for line in [*run.resolved.notes, *idle_flags(run.resolved.config, run.resolved.origins, on_cpu=on_cpu)]:
             log.warning("%s", line)

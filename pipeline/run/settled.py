@@ -173,8 +173,8 @@ def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
     return with_others(resolved, {ROLLOUT: responses}, why)
 
 
-def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, str]:
-    """Return the settings with what rank 0 says of split, rollouts and flags that are `auto`; and a line on the last.
+def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
+    """Return the settings with what rank 0 says of split, rollouts and flags that are `auto`; and the choice of these.
 
     Hosts without a common storage may see other runs. A collective.
 
@@ -187,4 +187,4 @@ def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: in
     resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
     resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
     choice = dist.on_main(lambda: choose(stage, resolved))
-    return choice.of(resolved, ranks), choice.line
+    return choice.of(resolved, ranks), choice

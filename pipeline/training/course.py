@@ -20,11 +20,14 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.hub import push
+from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.evaluations import reached
 from pipeline.run.host_storage import on_each_storage
+from pipeline.run.outcome import supervisor_name
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
+from pipeline.training.meaning import write_meaning
 from pipeline.training.metrics import Metric, title_of
 from pipeline.training.page import show_banner, show_end
 from pipeline.training.recorder import Recorder
@@ -63,6 +66,9 @@ class Course:
         self.recorder = Recorder(
             run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
         )
+        if run.world.is_main:
+            write_meaning(run, metrics, start_step=start, total_steps=total_steps)
+        self._reporter = Reporter(run.folder, is_on=config.report and supervisor_name() is None and run.world.is_main)
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
         run.contents.update(fingerprint.inputs, **fingerprint.hashes)
@@ -110,6 +116,7 @@ class Course:
         self._saved_step = state.step
         attempt(lambda: self._write(state, content))
         attempt(save_models)
+        self._reporter.poll()
 
     @contextmanager
     def resumable(self, state: Counters, content: Callable[[], Content]) -> Iterator[None]:
@@ -131,6 +138,7 @@ class Course:
             raise
         finally:
             self.recorder.end()
+            self._reporter.stop()
 
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
         """Write the model folders and the last checkpoint, and mark the run as done.

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import check_rows
 from pipeline.configuration.stage import StageConfig
-from pipeline.console import WIDTH
+from pipeline.console import WIDTH, terminal_width
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
@@ -68,7 +67,7 @@ def show_rows(
     samples, lines = samples_of_all(config, data, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq), list[str]()
     for line in preview_lines(samples, WIDTH, is_coloured=False):
         file_log.info("%s", line)
-    shown = preview_lines(samples, shutil.get_terminal_size().columns, is_coloured=is_coloured(sys.stderr))
+    shown = preview_lines(samples, terminal_width(), is_coloured=is_coloured(sys.stderr))
     print(*shown, sep="\n", file=sys.stderr, flush=True)
     for options, rows in data:
         lines += row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))

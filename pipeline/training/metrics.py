@@ -9,14 +9,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.files import tolerated, write_text
 from pipeline.training.sinks import SINKS, Sink
 
 log = logging.getLogger(__name__)
+
+SAMPLES_SHOWN = 8  # of an evaluation, by monitors that show text
 
 Unit = Literal[
     "nats", "score", "squared score", "number", "share", "points", "tokens", "rows", "steps", "epochs",
@@ -129,10 +133,13 @@ class MetricsWriter:
         cut_to_step(run_dir / "samples.jsonl", start_step, lambda line: json.loads(line)["step"])
         cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
+        self._samples = run_dir / "samples.jsonl"
+        self._seen = self._samples.stat().st_size if self._samples.is_file() else 0  # bytes of it
         self._sinks: dict[str, Sink] = {}
         for name in dict.fromkeys(monitors):
             try:
                 self._sinks[name] = SINKS[name](run_dir, stage, start_step)
+                self._sinks[name].declare(charts_of(metrics))
             except Exception as error:
                 log.warning("%s: not available, training goes on without it: %s", name, error)
 
@@ -145,12 +152,23 @@ class MetricsWriter:
         with tolerated("metrics"):
             self._jsonl.write(json.dumps(line) + "\n")
             self._jsonl.flush()
+        samples = self._new_samples() if any(name.startswith("eval_") for name in values) else []
         for name, sink in list(self._sinks.items()):
             try:
                 sink.write(step, clean)
+                sink.show(step, samples)
             except Exception as error:
                 del self._sinks[name]
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
+
+    def _new_samples(self) -> list[dict[str, Any]]:
+        """Return the first samples of the evaluation that has just added its own to samples.jsonl, if it has."""
+        samples: list[dict[str, Any]] = []
+        with tolerated("samples"), suppress(FileNotFoundError), self._samples.open("rb") as file:
+            file.seek(self._seen)
+            samples = [json.loads(line) for line in islice(file, SAMPLES_SHOWN)]
+            self._seen = file.seek(0, os.SEEK_END)
+        return samples
 
     def sync(self) -> None:
         """Everything written so far is on the disk, before a checkpoint says so."""
@@ -166,6 +184,15 @@ class MetricsWriter:
                 sink.close(exit_code)
             except Exception as error:
                 log.warning("%s: the end of the run was not logged: %s", name, error)
+
+
+def charts_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
+    """Return group -> title of a chart -> the numbers in it, of training and of held-out rows."""
+    charts: dict[str, dict[str, list[str]]] = {}
+    for name, metric in metrics.items():
+        if not (name.startswith("eval_") and name.removeprefix("eval_") in metrics):
+            charts.setdefault(metric.group, {})[metric.title or name] = [name, f"eval_{name.removeprefix('eval_')}"]
+    return charts
 
 
 def finite(value: float) -> float | None:

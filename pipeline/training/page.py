@@ -17,10 +17,11 @@ from rich.text import Text
 
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.stage import StageConfig
-from pipeline.console import has_colour, printable, terminal_width
+from pipeline.console import printable, terminal_width
 from pipeline.data.counts import Counts
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
+from pipeline.errors import is_coloured
 from pipeline.files import read_object
 from pipeline.models.partitions import whole_numel
 from pipeline.processes import PIPELINE
@@ -143,10 +144,10 @@ def shape() -> Any:
 
 def drawn(*parts: RenderableType) -> str | None:
     """Return what a terminal shows of renderables; None where the reader has neither a terminal nor colour."""
-    if not (sys.stderr.isatty() or has_colour(sys.stderr)):
+    if not (sys.stderr.isatty() or is_coloured(sys.stderr)):
         return None
     console = Console(
-        stderr=True, width=terminal_width(), highlight=False, force_terminal=True, no_color=not has_colour(sys.stderr)
+        stderr=True, width=terminal_width(), highlight=False, force_terminal=True, no_color=not is_coloured(sys.stderr)
     )
     with console.capture() as captured:
         for part in parts:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from pipeline.console import has_colour, terminal_width
+from pipeline.console import terminal_width
+from pipeline.errors import is_coloured
 from pipeline.processes import PIPELINE
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,10 @@ class Progress:
     ) -> None:
         """Begin behind `start_step`; the place in the pipeline is what `rlhf train` says (PIPELINE)."""
         self._console = console or Terminal(
-            stderr=True, width=terminal_width(), force_terminal=sys.stderr.isatty(), no_color=not has_colour(sys.stderr)
+            stderr=True,
+            width=terminal_width(),
+            force_terminal=sys.stderr.isatty(),
+            no_color=not is_coloured(sys.stderr),
         )
         self._is_followed = console is None  # the terminal may get another width
         self._label, self._total, self._first, self._every = label, total_steps, start_step + 1, every

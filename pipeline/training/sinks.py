@@ -7,7 +7,7 @@ import csv
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ class Sink:
     """A place that a run's metrics go to; it is left out from the first error on, and ends no run.
 
     write: takes the step and its values, None for a number that is not finite. close: takes the run's exit code. sync:
-    everything is on the disk before a checkpoint says so.
+    everything is on the disk before a checkpoint says so. declare: takes the charts to come, group -> title -> names of
+    their numbers. show: takes the step and some samples of an evaluation, lines of samples.jsonl.
     """
 
     write: Callable[[int, Mapping[str, float | None]], None]
     close: Callable[[int], None] = nothing
     sync: Callable[[], None] = nothing
+    declare: Callable[[Mapping[str, Mapping[str, list[str]]]], None] = nothing
+    show: Callable[[int, Sequence[Mapping[str, Any]]], None] = nothing
 
 
 def csv_file(run_dir: Path, stage: str, start_step: int) -> Sink:
@@ -56,7 +59,20 @@ def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Sink(write)
+    def declare(charts: Mapping[str, Mapping[str, list[str]]]) -> None:
+        multiline = {
+            title: {name: ["Multiline", tags] for name, tags in names.items()} for title, names in charts.items()
+        }
+        writer.add_custom_scalars(multiline)
+
+    def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        for number, sample in enumerate(samples):
+            # Indented by four spaces, a text is no markup to TensorBoard, which reads it as Markdown.
+            said = f"{sample['prompt']}\n\u2192 {sample['response']}\n(score {sample['score']}, KL {sample['kl']})"
+            writer.add_text(f"samples/{number + 1}", "    " + said.replace("\n", "\n    "), step)
+        writer.flush()
+
+    return Sink(write, declare=declare, show=show)
 
 
 def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:

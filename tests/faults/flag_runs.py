@@ -32,6 +32,7 @@ from rlhf.compare import CompareConfig
 from rlhf.convert import ConvertConfig
 from rlhf.export import ExportConfig
 from rlhf.merge import MergeConfig
+from rlhf.report import ReportConfig
 from rlhf.rewards.reward import RewardTrialConfig
 from rlhf.rewards.sample import SampleConfig
 from rlhf.train_config import TrainConfig
@@ -52,6 +53,7 @@ CONFIGS: dict[str, type[BaseModel]] = {
     "merge": MergeConfig,
     "convert": ConvertConfig,
     "reward_trial": RewardTrialConfig,
+    "report": ReportConfig,
 }
 SITE = ROOT / "tests" / "faults" / "site"
 TIMEOUT_S = 400.0

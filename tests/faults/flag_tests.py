@@ -291,6 +291,8 @@ TESTS: dict[str, str] = {
     "rlhf/test_reward.py::test_values_of_tokens_and_failures": "reward_trial.n reward_trial.reward_timeout_s",
     "rlhf/test_reward.py::test_values_of_two_functions":
         "reward_trial.reward_function reward_trial.data reward_trial.completion",
+    "reporting/test_page.py::test_the_command_writes_where_it_is_told_and_says_where": "report.folder report.output",
+    "reporting/test_report_runs.py::test_a_flag_turns_the_report_off[sft]": "sft.report",
     "rlhf/test_chat.py::test_seeds_repeat_a_sampled_reply_and_greedy_ignores_them": "chat.seed",
     "step3_ppo/test_rewarded_by_functions.py::test_calls_have_a_limit_of_time_and_processes_of_their_own":
         "ppo.reward_timeout_s ppo.reward_workers",

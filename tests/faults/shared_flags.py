@@ -46,10 +46,11 @@ ONE_PLACE = """
     optimizer_states deepspeed_config max_bad_steps save_in_background print_steps process_group_timeout_s
     rank_timeout_s auto_fit auto_batch gpu_memory_gib debug push_to_hub
 """.split()
-# Read by what restores a stage's checkpoint.
+# Read by what restores a stage's checkpoint, and by what ends its run.
 RESUMED: dict[str, str] = {
     "faults/test_resume_changed.py::test_changed_data_is_refused_unless_forced[{0}]": "force_resume",
     "faults/test_resume_changed.py::test_an_older_step_is_resumed_by_name[{0}]": "resume",
+    "reporting/test_report_runs.py::test_a_flag_turns_the_report_off[{0}]": "report",
 }
 
 

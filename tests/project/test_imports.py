@@ -20,8 +20,8 @@ TENSOR_MATH = (
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.
 LIGHT = (
     "pipeline.errors", "pipeline.models.paths", "train", "chat", "prompt_eval",
-    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export", "rlhf.rewards.reward",
-    "rlhf.rewards.sample",
+    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export", "rlhf.report",
+    "rlhf.rewards.reward", "rlhf.rewards.sample", "pipeline.reporting.page", "pipeline.reporting.process",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),
     "pipeline.preparation.dry_run", "pipeline.preparation.stage_job", "rlhf.preflight", "rlhf.stages",
@@ -43,7 +43,7 @@ ORDER = (
     ("pipeline.configuration", "pipeline.kernels", "pipeline.data"),
     ("pipeline.models", "pipeline.run"),
     ("pipeline.launching", "pipeline.engine"),
-    ("pipeline.generation", "pipeline.checkpoints", "pipeline.rewards"),
+    ("pipeline.generation", "pipeline.checkpoints", "pipeline.rewards", "pipeline.reporting"),
     ("pipeline.training",),
     ("pipeline.planning",),
     ("pipeline.preparation",),

@@ -30,7 +30,7 @@ PLAIN = (
 # What a new process starts by `python -m`, and the package whose data file is read.
 ENTRY_POINTS = {
     "rlhf.preflight", "pipeline.launching.host_agent", "pipeline.run.measure_device", "pipeline.rewards.worker",
-    "pipeline.inference",
+    "pipeline.inference", "pipeline.reporting", "pipeline.reporting.main",
 }  # fmt: skip
 # Files that import a module by a name that they put together.
 IMPORT_BY_NAME = {"rlhf/main.py"}

@@ -1,0 +1,159 @@
+"""The pages of a report, report.html and report.md, with the pictures of curves/ beside them."""
+
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+from pipeline.errors import InputError
+from pipeline.files import refused_by_disk, write_text
+from pipeline.reporting import tables
+from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
+from pipeline.reporting.records import RunRecord, labels_of, runs_of
+
+LOCK, LOCKED_S = ".report.lock", 120.0
+MOST_TEXT = 1500  # characters of a text from a model or a file that are shown
+KEPT = "\n\t"  # control characters that are shown as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """A stage of the report.
+
+    key: its name in links and names of files. title: its heading. runs: one, or several that are compared.
+    panels: its pictures.
+    """
+
+    key: str
+    title: str
+    runs: Sequence[RunRecord]
+    panels: Sequence[Panel]
+
+    @property
+    def groups(self) -> dict[str, list[Panel]]:
+        """The pictures by group, in order."""
+        return {name: list(part) for name, part in groupby(self.panels, key=lambda panel: panel.group)}
+
+    @classmethod
+    def of(cls, key: str, runs: Sequence[RunRecord]) -> "Chapter":
+        """Return the chapter of some runs of a stage."""
+        meaning = next((run.meaning for run in runs if run.meaning), {})
+        title = f"Step {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {key}"
+        title += f" ({key})" if "stage" in meaning and key != meaning["stage"] else ""
+        return cls(re.sub(r"[^\w.-]", "_", key), title, runs, panels_of(runs))
+
+
+def visible(text: Any) -> str:
+    """Return a text of a model or a file without control characters, marks that turn its direction, and its end."""
+    text = str(text)
+    shown = "".join(
+        char if char.isprintable() or char in KEPT or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
+        for char in text[:MOST_TEXT]
+    )
+    return shown + (
+        f" \N{HORIZONTAL ELLIPSIS} ({len(text) - MOST_TEXT:,} more characters)" if len(text) > MOST_TEXT else ""
+    )
+
+
+def fenced(text: Any) -> str:
+    """Return a text as a block of code of Markdown, in which nothing is markup."""
+    safe = visible(text)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", safe)), default=0))
+    return f"{fence}text\n{safe}\n{fence}"
+
+
+def cell(text: Any) -> str:
+    """Return a text as code in a cell of a Markdown table, in which nothing is markup."""
+    return "`" + visible(text).replace("\n", " ").replace("`", "'").replace("|", "\\|") + "`"
+
+
+def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
+    """Return the stages of an output folder or of a run; of several folders those of the same stage side by side.
+
+    Raises:
+        InputError: a folder without a run.
+    """
+    labels = labels_of(list(folders)) if len(folders) > 1 else [""] * len(folders)
+    found = {folder: runs_of(folder, label=label) for folder, label in zip(folders, labels, strict=True)}
+    if empty := [folder for folder, runs in found.items() if not runs]:
+        raise InputError(f"{empty[0]}: found no run; give an output folder, which has runs/, or the folder of a run")
+    runs = [run for one in found.values() for run in one]
+    if len(folders) == 1:
+        return [Chapter.of(run.label, [run]) for run in runs]
+    sections = dict.fromkeys(run.stage for run in runs)
+    return [Chapter.of(section, [run for run in runs if run.stage == section]) for section in sections]
+
+
+def templates() -> Environment:
+    """Return the templates of the pages; what they are given is escaped, but for our own pictures."""
+    environment = Environment(
+        loader=PackageLoader("pipeline.reporting"),
+        autoescape=select_autoescape(("html", "html.j2", "md.j2")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "number": tables.number, "duration": tables.duration}
+    environment.filters |= {"fenced": fenced, "cell": cell, "shell": shlex.join}
+    return environment
+
+
+def write_report(folders: Sequence[Path], output: Path) -> Path:
+    """Write report.html, report.md and curves/ of runs into a folder; return the page.
+
+    Raises:
+        InputError: a folder without a run. EnvironmentFault: the folder cannot be written.
+    """
+    with refused_by_disk(output):
+        output.mkdir(parents=True, exist_ok=True)
+        with FileLock(output / LOCK, timeout=LOCKED_S):
+            chapters = chapters_of(folders)
+            (output / "curves").mkdir(exist_ok=True)
+            pictures = [write_group(output, chapter, group) for chapter in chapters for group in chapter.groups]
+            content = contents(chapters, folders, output) | {"pictures": pictures}
+            for name in ("report.md", "report.html"):
+                write_text(output / name, templates().get_template(f"{name}.j2").render(content))
+    return output / "report.html"
+
+
+def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:
+    """Write the picture of a group; return the chapter's key, the group's name and the picture's place.
+
+    One that is younger than the metrics of its runs is kept.
+    """
+    file = output / "curves" / f"{chapter.key}-{group}.png"
+    written = max((one.stat().st_mtime for run in chapter.runs for one in run.folder.glob("*.jsonl")), default=0.0)
+    if len(chapter.runs) > 1 or not file.is_file() or file.stat().st_mtime <= written:
+        write_png(file, chapter.groups[group])
+    return chapter.key, heading(group), f"curves/{file.name}"
+
+
+def heading(group: str) -> str:
+    return GROUPS.get(group, group.capitalize())
+
+
+def contents(chapters: Sequence[Chapter], folders: Sequence[Path], output: Path) -> dict[str, Any]:
+    """Return what the templates are filled with."""
+    runs = [run for chapter in chapters for run in chapter.runs]
+    drawn = {
+        chapter.key: [(heading(one.group), one.title, svg(one, f"{chapter.key}-{one.name}")) for one in chapter.panels]
+        for chapter in chapters
+    }
+    return {
+        "tables": tables,
+        "chapters": chapters,
+        "drawn": drawn,
+        "is_comparison": len(folders) > 1,
+        "verdict": tables.verdict(runs),
+        "folder": folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} folders",
+        "answers": tables.answers(output),
+        "command": tables.answers_command(runs, output) if len(folders) == 1 else "",
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+    }

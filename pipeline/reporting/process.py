@@ -1,0 +1,88 @@
+"""The report's own process: started now and then while a run lasts, and once more when it has ended."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from pipeline.console import say
+from pipeline.processes import python_environment
+
+EVERY_S = 60.0  # between two starts, and before the first one: shorter runs have the last one alone
+SWITCH = "RLHF_REPORT"  # variable that turns all reports off, by `false`, whatever --report says
+LONGEST_S = 300.0  # then the last one is given up
+
+
+class Reporter:
+    """Starts the process that writes the report of a folder, never two at once; its failure is one warning.
+
+    Where nothing was measured yet, there is nothing to write. `is_on` False: it does nothing.
+    """
+
+    def __init__(self, folder: Path, *, is_on: bool = True) -> None:
+        self._folder, self._is_on = folder, is_on and os.environ.get(SWITCH) != "false"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._began = time.monotonic()  # when the last one was started
+        self._has_warned = False
+
+    def poll(self) -> None:
+        """Collect a process that has ended; start one where the last start is long ago."""
+        if self._process is not None and self._process.poll() is not None:
+            self._collect()
+        if self._process is None and time.monotonic() - self._began >= EVERY_S:
+            self._start()
+
+    def stop(self) -> None:
+        """End a process that is at work; what it was going to write is left as it was."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def finish(self) -> Path | None:
+        """Write the report of a run that has ended, and wait for it; return the page if it was written."""
+        self.stop()
+        self._start()
+        if self._process is None:
+            return None
+        try:
+            self._process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        return self._folder / "report.html" if self._collect() else None
+
+    def _start(self) -> None:
+        """Start the process, if it is on and there are metrics."""
+        self._began = time.monotonic()
+        has_metrics = (self._folder / "metrics.jsonl").is_file() or any(self._folder.glob("runs/*/metrics.jsonl"))
+        if not (self._is_on and has_metrics):
+            return
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.reporting.main", str(self._folder)],
+            env=python_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+    def _collect(self) -> bool:
+        """Wait for the process, and warn of its failure, once; return True if it did not fail."""
+        process, errors, self._process = self._process, self._errors, None
+        if process is None or errors is None:
+            return False
+        with errors:
+            if process.wait() == 0:
+                return True
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").splitlines()
+        if not self._has_warned:
+            self._has_warned = True
+            reason = lines[-1].removeprefix("error: ") if lines else f"its process ended with {process.returncode}"
+            say(f"warning: no report of {self._folder} was written: {reason}")
+        return False

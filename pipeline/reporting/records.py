@@ -1,0 +1,194 @@
+"""What the files of a run's folder say. A file that is missing or was cut off is read as far as it goes."""
+
+import json
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EXIT_STOPPED
+from pipeline.files import read_object
+from pipeline.processes import read_process
+from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
+from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
+
+SIGN_OF_LIFE_S = 300.0  # without one for so long a run of another machine is taken for dead
+LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) \S+ (.*)")
+RESUMED = re.compile(r"resuming from \S*step-(\d+)")
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run by its folder; `label` is its name among others."""
+
+    folder: Path
+    label: str
+
+    @cached_property
+    def meaning(self) -> dict[str, Any]:
+        """What the run is and what its metrics mean; see `pipeline.training.metrics.write_meaning`."""
+        return read_object(meaning_file(self.folder))
+
+    @property
+    def stage(self) -> str:
+        """The section of its stage; without a word about it, the name of its folder."""
+        named = self.meaning.get("stage") or read_object(environment_file(self.folder)).get("stage")
+        return str(named or self.folder.name)
+
+    @property
+    def metrics(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each metric means, by name: the fields of a `Metric`."""
+        declared = self.meaning.get("metrics")
+        return declared if isinstance(declared, dict) else {}
+
+    def metric(self, name: str) -> Mapping[str, Any]:
+        """Return what a metric means, also one on held-out rows; of one that is not declared its name alone."""
+        found = self.metrics.get(name) or self.metrics.get(name.removeprefix("eval_")) or {}
+        return {"title": found.get("title") or name, "unit": found.get("unit", ""), "better": found.get("better", 0)}
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        return [line for line in json_lines(self.folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """The lines of samples.jsonl."""
+        lines = json_lines(self.folder / "samples.jsonl")
+        return [line for line in lines if isinstance(line.get("step"), int) and "prompt" in line]
+
+    def points(self, name: str) -> list[Point]:
+        """Return step and value of a metric wherever it is a finite number."""
+        return [(line["step"], line[name]) for line in self.lines if is_number(line.get(name))]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines that hold an evaluation."""
+        return [line for line in self.lines if any(name.startswith("eval_") for name in line)]
+
+    @property
+    def last_step(self) -> int:
+        """The last step with metrics; 0 without any."""
+        return max((line["step"] for line in self.lines), default=0)
+
+    @cached_property
+    def settings(self) -> dict[str, tuple[Any, str]]:
+        """Value and origin of each flag."""
+        content = read_object(self.folder / "config.json").items()
+        return {name: (flag["value"], str(flag.get("from"))) for name, flag in content if is_flag(flag)}
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, hardware and command."""
+        return read_object(environment_file(self.folder))
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """Counts and lengths of its rows, and some of them."""
+        return read_object(rows_file(self.folder))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What the plan that chose its flags expects of them; {} where none was made."""
+        return read_object(plan_file(self.folder))
+
+    @cached_property
+    def log(self) -> list[tuple[str, str]]:
+        """Level and text of the lines of log.txt since the run began, without those of an earlier one there."""
+        began, found = self.meaning.get("began", 0.0), list[tuple[str, str]]()
+        with suppress(OSError):
+            for line in (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n"):
+                if match := LOG_LINE.match(line):
+                    moment, level, text = match.groups()
+                    if datetime.strptime(moment, "%Y-%m-%d %H:%M:%S").timestamp() >= began - 1.0:
+                        found.append((level, text))
+        return found
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """The WARNING lines of its log, each with how often it is there."""
+        return dict(Counter(text for level, text in self.log if level in ("WARNING", "ERROR")))
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps from which it was resumed."""
+        return [int(match[1]) for _, text in self.log if (match := RESUMED.search(text))]
+
+    @property
+    def ending(self) -> tuple[str, str]:
+        """How it ended: finished, running, stopped, failed or died; and that in words."""
+        ranks = ranks_with_outcome(self.folder)
+        outcomes = [found for rank in ranks if (found := read_outcome(self.folder, rank))]
+        at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
+        if failed := sorted((one for one in outcomes if one.has_failed), key=lambda one: (one.secondary, one.time)):
+            return "failed", f"failed at {at} with exit code {failed[0].code}: {failed[0].message}"
+        if unended := [one for one in outcomes if one.code is None]:
+            if all(is_running(self.folder, one) for one in unended):
+                return "running", f"running, at {at}"
+            return "died", f"died at {at} without a word: it was killed, or its machine is gone"
+        if any(one.code == EXIT_STOPPED for one in outcomes):
+            return "stopped", f"stopped on request at {at}; the same command resumes"
+        if is_number(steps := read_object(done_file(self.folder)).get("steps")):
+            return "finished", f"finished after {steps} steps"
+        return "unknown", f"no word on how it ended, at {at}"
+
+
+def is_running(folder: Path, outcome: Outcome) -> bool:
+    """Tell whether a rank that has not ended lives: by its process here, by its last sign of life elsewhere."""
+    file = outcome_file(folder, outcome.rank)
+    if outcome.is_local:
+        process = read_process(outcome.pid)
+        return (
+            process is not None and process.started_s <= file.stat().st_mtime + 1.0
+        )  # else its number was given again
+    signs = [one.stat().st_mtime for one in (file, beat_file(folder, outcome.rank)) if one.is_file()]
+    return time.time() - max(signs, default=0.0) < SIGN_OF_LIFE_S
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_flag(entry: Any) -> bool:
+    return isinstance(entry, dict) and "value" in entry
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; lines that are none, as one that was cut off, are left out."""
+    with suppress(OSError):
+        # Not splitlines: a sample may hold other characters that end a line to it.
+        for line in file.read_bytes().split(b"\n"):
+            with suppress(ValueError):
+                value = json.loads(line)
+                if isinstance(value, dict):
+                    yield value
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is a run's."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "env.json", "log.txt"))
+
+
+def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
+    """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
+    folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
+    runs = [RunRecord(one, label or one.resolve().name) for one in folders]
+    return sorted(runs, key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
+
+
+def labels_of(folders: list[Path]) -> list[str]:
+    """Return names that tell folders apart: their paths without what all of them begin with."""
+    paths = [str(folder) for folder in folders]
+    common = (
+        os.path.commonpath(paths) if len(paths) > 1 and len({Path(path).is_absolute() for path in paths}) == 1 else ""
+    )
+    return [os.path.relpath(path, common) if common else path for path in paths]

@@ -1,0 +1,181 @@
+"""What a report says in words and numbers: how runs went, before and after, time, memory, flags, and answers."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import has_config, read_object
+from pipeline.reporting.records import RunRecord, is_number
+
+TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
+ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes there
+SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A number of the evaluations of a run, before and after.
+
+    name: of the metric. title: in words. unit: of the number. better: 1 where higher is better, -1 lower, 0 neither.
+    first: at the first evaluation. last: at the last one; None where there is one alone. num_rows: held-out rows.
+    """
+
+    name: str
+    title: str
+    unit: str
+    better: int
+    first: float | None
+    last: float | None
+    num_rows: float | None
+
+    @property
+    def verdict(self) -> str:
+        """Return better, worse, or nothing where it did not change, or has no direction."""
+        if not self.better or self.first is None or self.last is None or self.first == self.last:
+            return ""
+        return "better" if self.better * (self.last - self.first) > 0 else "worse"
+
+
+def changes(run: RunRecord, names: Sequence[str]) -> list[Change]:
+    """Return the numbers of these names at the first and the last evaluation of a run, as metrics.jsonl has them."""
+    evaluations, found = run.evaluations, list[Change]()
+    for name in names:
+        lines = [line for line in evaluations if name in line]
+        values = [line[name] if is_number(line[name]) else None for line in lines]
+        if values:
+            metric, last = run.metric(name), values[-1] if len(values) > 1 else None
+            rows = lines[-1].get("eval_rows")
+            found.append(Change(name, metric["title"], metric["unit"], metric["better"], values[0], last, rows))
+    return found
+
+
+def compared(run: RunRecord) -> list[Change]:
+    """Return the numbers by which a run is judged."""
+    return changes(run, [str(name) for name in run.meaning.get("compared", [])])
+
+
+def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
+    """Return good, bad or open, how the runs went in a line, and what says so."""
+    endings = [(kind, f"{run.label}: {words.splitlines()[0]}") for run in runs for kind, words in [run.ending]]
+    if broken := [words for kind, words in endings if kind in ("failed", "died")]:
+        return "bad", "Broken off", broken
+    if unfinished := [words for kind, words in endings if kind != "finished"]:
+        return "open", "Not finished", unfinished
+    found = [(change, f"{run.label}: {change_in_words(change)}") for run in runs for change in compared(run)]
+    if worse := [words for change, words in found if change.verdict == "worse"]:
+        return "bad", "Worse than at the start", worse
+    if better := [words for change, words in found if change.verdict == "better"]:
+        return "good", "Better than at the start", better
+    return "open", "Finished; no evaluation says whether it is better than at the start", []
+
+
+def change_in_words(change: Change) -> str:
+    return f"{change.title} {number(change.first)} \N{RIGHTWARDS ARROW} {number(change.last)}"
+
+
+def number(value: Any) -> str:
+    """Return a number with four digits; a dash where there is none."""
+    if not is_number(value):
+        return "\N{EN DASH}"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{0 if abs(value) < TINY else value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Return `41 s`, `12 min` or `3.4 h`."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def times(run: RunRecord) -> list[tuple[str, float]]:
+    """Return what the time of a run's loop went to, in seconds: the phases of its steps, and what is between steps."""
+    steps = run.points("step_s")
+    total = sum(value for _, value in steps)
+    names = [name for name, metric in run.metrics.items() if name.startswith("time/") and metric.get("unit") == "s"]
+    phases = [(run.metric(name)["title"], sum(value for _, value in run.points(name))) for name in names]
+    rest = total - sum(seconds for _, seconds in phases)
+    parts = [*phases, ("the rest of the steps" if any(seconds for _, seconds in phases) else "steps", rest)]
+    return [part for part in [*parts, ("evaluations and saving", between_steps(run))] if part[1] > 0.005]
+
+
+def between_steps(run: RunRecord) -> float:
+    """Return the seconds from line to line of metrics.jsonl that are no step, but for those of a new start."""
+    restarts, found = set(run.resumed), 0.0
+    for before, line in zip(run.lines, run.lines[1:], strict=False):
+        if before["step"] not in restarts and is_number(line.get("time")) and is_number(before.get("time")):
+            step_s = line.get("step_s")
+            found += max(0.0, line["time"] - before["time"] - (step_s if is_number(step_s) else 0.0))
+    return found
+
+
+def memory(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return rows of peak memory in GiB: what of, by the plan, and measured."""
+
+    def measured(name: str) -> str:
+        values = [value for _, value in run.points(name)]
+        return f"{max(values):.3g}" if values else "\N{EN DASH}"
+
+    phases, rows = run.plan.get("memory_gib", {}), list[tuple[str, str, str]]()
+    for name, planned in phases.items():
+        rows.append((f"tensors, {name}", f"{planned['allocated']:.3g}", measured(f"memory/{name}_gib")))
+    if rows:
+        reserved = [max(planned["reserved"][i] for planned in phases.values()) for i in (0, 1)]
+        rows.append(("a whole GPU", f"{reserved[0]:.3g} to {reserved[1]:.3g}", measured("gpu_reserved_gib")))
+    names = [name for name in ("gpu_memory_gib", "host_memory_gib") if run.points(name)]
+    return rows + [(run.metric(name)["title"], "", measured(name)) for name in names]
+
+
+def why_no_plan(run: RunRecord) -> str:
+    """Return why there is nothing to compare the memory with; empty where a plan was made."""
+    if run.plan:
+        return ""
+    if run.environment.get("device") == "cpu":
+        return "No plan was made: on a CPU no flag is chosen by one."
+    return "No plan was made: no flag was left to be chosen by one (--dry_run prints a plan)."
+
+
+def given_flags(run: RunRecord) -> dict[str, tuple[Any, str]]:
+    """Return value and origin of the flags that are not at their default."""
+    return {name: (value, origin) for name, (value, origin) in run.settings.items() if origin != "default"}
+
+
+def differing_flags(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the values of each flag that differs among the runs, in their order; None where a run has no such flag."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name, (None, ""))[0] for run in runs] for name in names}
+    return {name: column for name, column in values.items() if any(value != column[0] for value in column)}
+
+
+def sample_rows(run: RunRecord) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield the first held-out prompts, each with its responses at some evaluations, from the first to the last."""
+    steps = sorted({sample["step"] for sample in run.samples})
+    places = {round(n * (len(steps) - 1) / max(1, SHOWN_STEPS - 1)) for n in range(SHOWN_STEPS)}
+    shown = [steps[place] for place in sorted(places)] if steps else []
+    by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for sample in run.samples:
+        by_prompt.setdefault(str(sample["prompt"]), {}).setdefault(sample["step"], sample)
+    for prompt in list(by_prompt)[:SHOWN_PROMPTS]:
+        yield prompt, [by_prompt[prompt][step] for step in shown if step in by_prompt[prompt]]
+
+
+def answers(folder: Path) -> dict[str, Any]:
+    """Return the comparison that `rlhf compare` has left in a folder; {} where there is none that can be read."""
+    content = read_object(folder / ANSWERS_FILE)
+    return content if isinstance(content.get("models"), list) and isinstance(content.get("prompts"), list) else {}
+
+
+def answers_command(runs: Sequence[RunRecord], folder: Path) -> str:
+    """Return the command that compares the models of these runs, and leaves its file in the folder; "" for too few."""
+    answering = [run.meaning for run in runs if run.meaning.get("answers")]
+    outputs = [Path(str(folders[0])) for one in answering if (folders := one.get("outputs"))]
+    models = [*(str(one["start"]) for one in answering[:1]), *(str(path) for path in outputs if has_config(path))]
+    judges = [Path(str(run.meaning["outputs"][0])) for run in runs if run.meaning.get("answers") is False]
+    if len(models := list(dict.fromkeys(models))) < 2:
+        return ""
+    scored = [word for path in judges[-1:] if has_config(path) for word in ("--reward_model", str(path))]
+    return shlex.join(["python", "-m", "rlhf", "compare", *models, *scored, "--output", f"{folder}/"])

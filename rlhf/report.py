@@ -1,0 +1,43 @@
+"""Reports of runs: `rlhf report output`, or several folders side by side."""
+
+import sys
+from pathlib import Path
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.groups import Group
+from pipeline.errors import InputError
+from pipeline.run.entry import command_flags, run_command
+
+
+class ReportConfig(Group):
+    """Write the report of runs, for example with: output"""
+
+    folder: list[str] = flag(
+        [], "Output folders, or folders of runs (output/runs/ppo); several are compared", kind="path", positional=True
+    )
+    output: str = flag("", "Folder to write to; none: the folder itself, of several ./report", kind="written path")
+
+
+def main(argv: list[str] | None = None, *, prog: str = "rlhf report") -> int:
+    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
+    return run_command(lambda: run(stage_arguments(argv), prog))
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, write the report and say where it is. Raises InputError, EnvironmentFault."""
+    config: ReportConfig = command_flags(ReportConfig, argv, section="report", prog=prog).config
+    folders = [Path(folder) for folder in dict.fromkeys(config.folder)]
+    if not folders:
+        raise InputError("--folder: found none, wanted an output folder or folders of runs, like output")
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise InputError(f"{missing[0]}: no such folder; give an output folder or the folder of a run")
+    # It imports matplotlib, which takes a second.
+    from pipeline.reporting.page import write_report
+
+    page = write_report(folders, Path(config.output or (folders[0] if len(folders) == 1 else "report")))
+    print(f"report: {page}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.report"))
