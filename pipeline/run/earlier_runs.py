@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 BATCH = (MICRO, STEPS)
 IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
 RUN_FILES = (
-    "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "rows.json", "done.json", "meaning.json",
-    "plan.json", "report.html", "report.md", "curves",
+    "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "rows.json", "done.json",
+    "meaning.json", "plan.json", "report.html", "report.md", "curves",
 )  # fmt: skip
 
 
