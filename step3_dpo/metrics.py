@@ -15,3 +15,5 @@ METRICS: dict[str, Metric] = SUPERVISED | {
     "mean_chosen_reward": Metric("mean implicit reward of chosen responses", better=0, title="reward of chosen"),
     "mean_rejected_reward": Metric("mean implicit reward of rejected responses", better=0, title="reward of rejected"),
 }
+# Metrics of the progress line.
+SHOWN = ("loss", "eval_accuracy", "eval_margin", "grad_norm")

@@ -27,7 +27,7 @@ from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step3_dpo.config import DPOConfig
 from step3_dpo.loss import dpo_loss, ipo_loss
-from step3_dpo.metrics import METRICS
+from step3_dpo.metrics import METRICS, SHOWN
 from step3_dpo.reference import COLUMNS, response_log_probs, with_reference
 
 
@@ -52,7 +52,7 @@ def train(run: Run, config: DPOConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     dpo = build(run, config)
-    state, course = dpo.resume(Counters, METRICS)
+    state, course = dpo.resume(Counters, METRICS, SHOWN)
     steps = PrefetchedSteps(dpo.loader, end=dpo.total_steps, device=run.world.device)
     with course.resumable(state, lambda: dpo.content(state)), steps:
         while True:

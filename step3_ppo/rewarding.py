@@ -235,8 +235,7 @@ def advantages_of(
         rewards = rewards - token_rewards(baseline, torch.zeros_like(rewards), mask, kl_coef=0.0)
     own = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha) if ppo.lambda_alpha else ppo.gae_lambda
     of_returns = ppo.gae_lambda if ppo.returns_lambda < 0 else ppo.returns_lambda
-    lambdas = {"gae_lambda": own, "returns_lambda": of_returns}
-    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, **lambdas)
+    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=own, returns_lambda=of_returns)
 
 
 def off_policy_weights(ppo: PPOCoefficients, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
