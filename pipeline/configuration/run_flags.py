@@ -97,7 +97,7 @@ class RunConfig(Group):
         "Upload the finished model (stage 3: the actor) to this repository of the hub, private if new; empty: nowhere",
         on_resume="free",
         per_stage=True,
-        refused=dict.fromkeys(("hub_model_id", "hub_token"), "give --push_to_hub the id, and the token as HF_TOKEN"),
+        other_tools="hub_model_id",
     )
     process_group_timeout_s: int = flag(
         1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"
