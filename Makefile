@@ -84,6 +84,8 @@ sbom: $(VENV)/bin/python
 reference: $(VENV)/installed
 	$(PYTHON) docs/make_configuration.py
 	$(PYTHON) docs/make_files.py
+	$(PYTHON) docs/make_metrics.py
+	$(PYTHON) docs/make_errors.py
 
 plans: $(VENV)/installed
 	$(PYTHON) docs/make_plans.py

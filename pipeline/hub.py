@@ -78,13 +78,10 @@ def check_push(repository: str) -> None:
 
     if not repository:
         return
-    reason = ""
-    if constants.HF_HUB_OFFLINE:
-        reason = "the hub's client is in offline mode (HF_HUB_OFFLINE)"
-    elif not is_reachable():
-        reason = f"the hub cannot be reached ({constants.ENDPOINT})"
-    elif not get_token():
-        reason = "there is no token of the hub: run `hf auth login`, or set HF_TOKEN"
+    reason = "" if get_token() else "there is no token of the hub: run `hf auth login`, or set HF_TOKEN"
+    if not is_reachable():
+        how = "its client is in offline mode (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
+        reason = f"the hub cannot be reached: {how}"
     if reason:
         raise EnvironmentFault(f"--push_to_hub {repository}: {reason}; without the flag the model stays on the disk")
 
@@ -102,12 +99,11 @@ def push(folder: Path, repository: str) -> str:
         client = HfApi()
         made = client.create_repo(repository, private=True, exist_ok=True)
         message = f"Upload {folder.name} by rlhf-pipeline"
-        work = client.upload_folder(
-            repo_id=made.repo_id, folder_path=folder, commit_message=message, run_as_future=True
+        result_of(
+            client.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, run_as_future=True)
         )
-        result_of(work)
     except Exception as error:  # the client's, its HTTP library's, or the disk's
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = re.sub("[^ -~]+", " ", f"{type(error).__name__}: {error}")[:300]  # the hub's words, for a terminal
         by_hand = shlex.join(["hf", "upload", repository, str(folder), ".", "--private"])
         raise EnvironmentFault(
             f"--push_to_hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"

@@ -16,13 +16,7 @@ MAX_POINTS = 10
 BAR = 20  # characters of the longest bar
 NUM_SAMPLES = 3
 # Metrics of an evaluation that are means of a field of its samples.
-OF_SAMPLES = {
-    "eval_objective/scores": "score",
-    "eval_objective/kl": "kl",
-    "eval_completions/mean_length": "tokens",
-    "eval_completions/eos_fraction": "finished",
-    "eval_completions/truncated_fraction": "finished",
-}
+OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
 
 
 def evaluated(run: Run, step: int) -> list[dict[str, Any]]:
@@ -48,12 +42,8 @@ def standard_error(run: Run, last: dict[str, Any], name: str) -> float | None:
 def results(run: Run, step: int, task: str) -> list[EvalResult]:
     """Return the last evaluation up to `step` as the hub's metadata have it."""
     data = run.resolved.config.data
-    sources = data.eval_data_path or data.data_path
-    about: dict[str, Any] = {
-        "task_type": task,
-        "dataset_type": "held-out",
-        "dataset_name": ", ".join(map(data_name, sources)),
-    }
+    names = ", ".join(map(data_name, data.eval_data_path or data.data_path))
+    about: dict[str, Any] = {"task_type": task, "dataset_type": "held-out", "dataset_name": names}
     last = evaluated(run, step)[-1:]
     return [
         EvalResult(**about, metric_type=name.removeprefix("eval_"), metric_value=value, metric_name=name)

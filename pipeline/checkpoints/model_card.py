@@ -13,16 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from pipeline.checkpoints.card_results import curve, evaluation_table, results, sample_blocks
-from pipeline.checkpoints.shared_names import (
-    FOLDERS,
-    card_of,
-    code,
-    data_name,
-    licence_of,
-    shareable,
-    shareable_flags,
-    table,
-)
+from pipeline.checkpoints.shared_names import card_of, code, data_name, licence_of, shareable, shareable_flags, table
 from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
@@ -123,10 +114,9 @@ def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
     for flag, paths in values_by_rule(config, "data").items():
         for text, content in zip(paths, run.contents.get(flag) or [""] * len(paths), strict=False):
             yield [code(f"--{flag}"), code(data_name(text)), identity(parse_path(text)[0], content.rpartition(":")[0])]
-    for function in config.reward_functions:
-        about = f"{FOLDERS.sub('', function.target)}, weight {function.weight:g}"
-        args = f", {json.dumps(function.args)}" if function.args else ""
-        yield [f"reward function {code(function.name)}", code(about + args), identity("", function.digest)]
+    yield from (
+        [name, "", identity("", content)] for name, content in run.contents.items() if name.startswith("file of ")
+    )
     if licence:
         yield ["licence of the base", code(", ".join(licence.values())), ""]
     environment = read_object(environment_file(run.folder))

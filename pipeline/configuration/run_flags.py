@@ -97,7 +97,7 @@ class RunConfig(Group):
         "Upload the finished model (stage 3: the actor) to this repository of the hub, private if new; empty: nowhere",
         on_resume="free",
         per_stage=True,
-        refused=dict.fromkeys(("hub_model_id", "hub_token"), "give --push_to_hub the id, and the token as HF_TOKEN"),
+        other_tools="hub_model_id",
     )
     report: bool = flag(
         True, "Write report.html, report.md and curves/ while the run lasts and when it ends", on_resume="free"

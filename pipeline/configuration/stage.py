@@ -31,11 +31,6 @@ class StageConfig(Group):
         """Folders and hub ids of the models that a run begins with, by the names that checkpoints have for them."""
         return {}
 
-    @property
-    def reward_functions(self) -> list[Any]:
-        """The `RewardFunction`s of a stage that has some."""
-        return []
-
     def rollout_size(self, ranks: int) -> Any:
         """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
         return None

@@ -14,7 +14,6 @@ from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage
 from pipeline.console import say
-from pipeline.hub import check_push
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.job import Job, start_early, start_here
 from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
@@ -52,8 +51,6 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         slots = None if resolved.config.run.target else ranks_by_host(request)
         dry_run_stage(stage, resolved, slots=slots)
         return errors.EXIT_DONE
-    if request.is_first_host:
-        check_push(resolved.config.run.push_to_hub)
     # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word.
     early = start_early(stage, request) if WAITS in os.environ and may_start_early(request, resolved) else {}
     if not has_word():

@@ -68,8 +68,6 @@ def enter(
             check_launched()
             resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
-        if supervisor_name() is None and own_rank() == 0 and not resolved.config.run.starts_nothing:
-            check_push(resolved.config.run.push_to_hub)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.starts_nothing:

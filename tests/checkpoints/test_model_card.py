@@ -115,7 +115,7 @@ def actor_run(folder: Path, base: Path, *words: object) -> Run:
     return make_run(
         folder / "run", PPO, "--actor_model_name_or_path", base, "--reward_function", function, "--method", "grpo",
         "--reward_model_name_or_path", folder / "scorer", "--more_reward_models", f"{folder}/other:0.5", *words,
-        contents={"actor model": HASH, "reward_2 model": HASH},
+        contents={"actor model": HASH, "reward_2 model": HASH, "file of reward function short": HASH},
     )  # fmt: skip
 
 
@@ -129,12 +129,14 @@ def test_the_card_of_an_actor_has_samples_rewards_and_errors(tmp_path: Path, bas
         ["`eval_objective/kl`", "0.75", "0.75", f"{math.sqrt(1.25 / 3) / 2:.4g}"],
     ]
     made_of = [row for row in rows_of(sections(text)["What it is made of"][1]) if "data_path" not in row[0]]
-    assert [row[:2] for row in made_of[:4]] == [
-        ["actor model", "`base`"], ["reward model", "`scorer`"], ["reward_2 model", "`other`"],
-        ["reward function `short`", '`rules.py:short, weight 2, {"most": 9}`'],
-    ]  # fmt: skip
-    assert made_of[3][2].startswith("SHA-256 `") and made_of[2][2] == f"SHA-256 `{HASH}`"
+    assert made_of[:4] == [
+        ["actor model", "`base`", f"SHA-256 `{HASH}`"],
+        ["reward model", "`scorer`", ""],
+        ["reward_2 model", "`other`", f"SHA-256 `{HASH}`"],
+        ["file of reward function short", "", f"SHA-256 `{HASH}`"],
+    ]
     settings = {row[0].strip("`-"): row[1:] for row in rows_of(sections(text)["Settings"][1])}
+    assert "rules.py:short" in settings["reward_function"][0]
     assert settings["kl_in_loss"] == ["`true`", "`method grpo`"], "the method's own defaults are told"
     documents = model_documents(run, model=run.resolved.config.actor, kind="A model", step=20)
     assert str(tmp_path) not in "".join(documents.values())

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
-from support.model_card import files_that_name, read_card, run_example
+from support.model_card import files_that_name, read_card, rows_of, run_example, sections
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.data.sources import fingerprint
+from pipeline.files import model_fingerprint
 from step1_sft.main import main
 from step1_sft.metrics import METRICS
 
@@ -170,8 +172,14 @@ def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPat
     assert (metadata["library_name"], metadata["pipeline_tag"]) == ("transformers", "text-generation")
     assert "sft" in metadata["tags"] and "base_model" not in metadata, "the base is a folder of this machine"
     last = [line for line in read_metrics(trained.run()) if "eval_loss" in line][-1]
-    assert metrics == {name: float(f"{value:.4g}") for name, value in last.items() if name.startswith("eval_")}
+    assert metrics == {name: float(f"{last[name]:.4g}") for name in ("eval_loss", "eval_perplexity")}
     assert files_that_name(trained.folder, trained.model()) == []
+    rows = rows_of(sections((trained.model() / "README.md").read_text())["What it is made of"][1])
+    source = trained.folder / "train.jsonl"
+    hashes = {"model": model_fingerprint(str(trained.folder / "base")), "`--data_path`": fingerprint(str(source))}
+    assert {name: content for name, _, content in rows}.items() >= {
+        name: f"SHA-256 `{content}`" for name, content in hashes.items()
+    }.items()
     assert json.loads((trained.model() / "training_config.json").read_text())["data"]["data_path"] == [
         f"{trained.folder.name}/train.jsonl"
     ]

@@ -1,0 +1,64 @@
+"""Write docs/metrics.md, what each metric means, from the declarations of the stages: `make reference`."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pipeline.training.metrics import SHARED, SUPERVISED, Metric  # noqa: E402
+from step1_sft.metrics import METRICS as SFT  # noqa: E402
+from step2_reward.metrics import METRICS as REWARD  # noqa: E402
+from step3_ppo.metrics import METRICS as PPO  # noqa: E402
+from step3_ppo.metrics import of_rewards  # noqa: E402
+
+INTRODUCTION = """# What each metric means
+
+Made by `make reference` from the declarations in `pipeline/training/metrics.py` and `stepN/metrics.py`; edit those, not
+this page. [How to read the curves](reading_curves.md) says what a healthy run looks like, and what to change in others.
+
+`metrics.jsonl` in a run's folder has a line for each optimizer step, with `stage`, `step`, `time` and these names; each
+of `--monitors` gets the same. `eval_` in front of a name is the same on held-out rows, in lines of their own: before
+and after training, and every `--eval_interval` steps. Numbers are of the whole step, over all ranks. One that is not
+finite, or that nothing counts into, is null.
+"""
+BETTER = {1: "higher", -1: "lower", 0: ""}
+PARTS: tuple[tuple[str, str, Mapping[str, Metric], Mapping[str, Metric]], ...] = (
+    ("Of every stage", "", SHARED, {}),
+    ("Stages 1 and 2", "", SUPERVISED, SHARED),
+    ("Stage 1: supervised fine-tuning", "", SFT, SUPERVISED),
+    ("Stage 2: the reward model", "", REWARD, SUPERVISED),
+    ("Stage 3: PPO and its other methods", "Those of a whole rollout are in the line of its first step.", PPO, SHARED),
+    ("Stage 3: each reward", "NAME is a reward function, or a reward model.", of_rewards(["NAME"]), {}),
+)
+
+
+def row(name: str, metric: Metric) -> str:
+    """Return the line of a metric."""
+    cells = (f"`{name}`", metric.title, metric.unit, BETTER[metric.better], metric.meaning.replace("|", r"\|"))
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def groups_of(metrics: Mapping[str, Metric]) -> Iterable[str]:
+    """Return the groups of some metrics in the order of their first one."""
+    return dict.fromkeys(metric.group for metric in metrics.values())
+
+
+def section(title: str, note: str, metrics: Mapping[str, Metric], known: Mapping[str, Metric]) -> str:
+    """Return the section of a stage: its metrics that are not `known` from a section before, by their groups."""
+    own = {name: metric for name, metric in metrics.items() if name not in known}
+    lines = [f"## {title}", ""] + ([note, ""] if note else [])
+    lines += ["| metric | in words | unit | better | meaning |", "|---|---|---|---|---|"]
+    for group in groups_of(own):
+        lines += [row(name, metric) for name, metric in own.items() if metric.group == group]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the text of docs/metrics.md."""
+    return "\n\n".join([INTRODUCTION.rstrip(), *(section(*part) for part in PARTS)]) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "metrics.md").write_text(page(), encoding="utf-8")

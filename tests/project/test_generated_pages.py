@@ -1,0 +1,112 @@
+"""Pages that are made from the code are up to date, and what they and the page on curves name exists."""
+
+import ast
+import re
+import runpy
+from collections.abc import Iterator
+
+import pytest
+from support.source_tree import ROOT, tree_of
+
+from pipeline import errors
+from pipeline.configuration.flag_table import flag_table
+from rlhf import chat, compare, convert, export, merge
+from rlhf.rewards import reward, sample
+from rlhf.train_config import TrainConfig
+from step1_sft.config import SFTConfig
+from step1_sft.metrics import METRICS as SFT
+from step2_reward.config import RewardConfig, RewardEvalConfig
+from step2_reward.metrics import METRICS as REWARD
+from step3_ppo.config import PPOConfig
+from step3_ppo.metrics import METRICS as PPO
+from step3_ppo.metrics import of_rewards
+
+MAKERS = {name: runpy.run_path(str(ROOT / "docs" / f"make_{name}.py")) for name in ("metrics", "errors")}
+NAMING_PAGES = ("errors.md", "metrics.md", "reading_curves.md")
+CONFIGS = (
+    TrainConfig, SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, chat.ChatConfig, compare.CompareConfig,
+    convert.ConvertConfig, export.ExportConfig, merge.MergeConfig, reward.RewardTrialConfig, sample.SampleConfig,
+)  # fmt: skip
+METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_page_is_up_to_date(name: str) -> None:
+    assert text_of(f"{name}.md") == MAKERS[name]["page"](), f"run: python docs/make_{name}.py"
+
+
+def test_every_metric_is_on_the_page_once() -> None:
+    named = re.findall(r"^\| `([\w/]+)` \|", text_of("metrics.md"), re.MULTILINE)
+    assert sorted(named) == sorted(METRICS) and len(named) > 70
+
+
+# --- flags and metrics that pages name --------------------------------------------------------------------------------
+
+
+def unknown_flags(text: str) -> list[str]:
+    """Flags, with or without a stage's section, that no command has; `--help` and `--check` are everybody's."""
+    tables = [flag_table(config) for config in CONFIGS]
+    known = {"help", "config", "preset"} | {
+        name for table in tables for flag in table.values() for name in (flag.name, *flag.aliases)
+    }
+    named = re.findall(r"(?<![\w-])--(?:sft\.|reward\.|ppo\.)?([a-zA-Z][\w-]*)", text)
+    return [name for name in dict.fromkeys(named) if name.replace("-", "_") not in known]
+
+
+def unknown_metrics(text: str) -> list[str]:
+    """Names in backticks that look like a metric's, and are none."""
+    named = re.findall(
+        r"`((?:eval_)?(?:objective|policy|value|completions|groups|advantages|loss)/\w+|eval_\w+)`", text
+    )
+    return [name for name in named if name not in METRICS and name.removeprefix("eval_") not in METRICS]
+
+
+@pytest.mark.parametrize("page", NAMING_PAGES)
+def test_flags_and_metrics_that_a_page_names_exist(page: str) -> None:
+    text = text_of(page)
+    assert "--" in text and unknown_flags(text) == []
+    assert unknown_metrics(text) == []
+
+
+def test_a_flag_and_a_metric_that_do_not_exist_are_found() -> None:
+    text = "`--ppo.kl_coef`, `--kl_coeff 2` and `--num-gpus`; `eval_objective/scores`, `policy/clip_frac`, `eval_lost`"
+    assert unknown_flags(text) == ["kl_coeff"]
+    assert unknown_metrics(text) == ["policy/clip_frac", "eval_lost"]
+
+
+# --- errors by message ------------------------------------------------------------------------------------------------
+
+
+def raised(file: str, words: str) -> Iterator[int]:
+    """The exit codes of the errors that a file raises with these words, where a message is made at its `raise`."""
+    for node in ast.walk(tree_of(ROOT / file)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            texts = [part.value for part in ast.walk(node.exc) if isinstance(part, ast.Constant)]
+            error = getattr(errors, ast.unparse(node.exc.func).split(".")[-1], None)
+            if error and any(isinstance(text, str) and words in text for text in texts):
+                yield error.code
+
+
+def test_every_message_is_in_the_code() -> None:
+    messages = MAKERS["errors"]["read_messages"]()
+    assert MAKERS["errors"]["missing"](messages) == []
+    assert sum(map(len, messages.values())) >= 30
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert codes - {errors.EXIT_INTERRUPTED} == messages.keys(), "each code has lines"
+
+
+def test_messages_stand_under_the_code_that_they_end_with() -> None:
+    messages = MAKERS["errors"]["read_messages"]()
+    found = {(line["words"], code) for lines in messages.values() for line in lines
+             for code in raised(line["file"], line["words"])}  # fmt: skip
+    listed = {(line["words"], code) for code, lines in messages.items() for line in lines}
+    assert len(found) > 20 and found - listed == set()
+
+
+def test_words_that_the_code_does_not_say_are_found() -> None:
+    entry = {"file": "pipeline/errors.py", "words": "Exit codes of a run"}  # of its docstring alone
+    assert MAKERS["errors"]["missing"]({2: [entry]}) == ["pipeline/errors.py: Exit codes of a run"]
