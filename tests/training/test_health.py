@@ -51,9 +51,9 @@ def findings(lines: list[dict], *, total_steps: int) -> dict[str, str]:
         ("sft_still", {"nothing_learnt"}),
         ("reward", set()),
         ("reward_still", {"nothing_learnt"}),
-        ("ppo", set()),
-        ("ppo_absurd", {"high_kl", "falling_entropy", "cut_responses"}),
-        ("ppo_long", {"paid_for_length"}),
+        ("ppo", {"nothing_learnt"}),  # its reward model gives nearly all answers the same score
+        ("ppo_absurd", {"falling_entropy", "empty_responses", "nothing_learnt"}),
+        ("ppo_long", {"paid_for_length", "cut_responses"}),
     ],
 )
 def test_recorded_runs_have_what_they_suffer_from(name, ill):
