@@ -238,21 +238,22 @@ def error_of(one: Sequence[float], other: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Health:
-    """Says each finding of the rules once, until it has gone away.
+    """Says each finding of the rules once, until it has gone away: until the rule has found nothing LAST times.
 
-    history: what is known of the run. said: the rules whose finding was said and holds on.
+    history: what is known of the run. silent: rule whose finding was said -> how often it has found nothing since.
     """
 
     history: History
-    said: set[str] = field(default_factory=set)
+    silent: dict[str, int] = field(default_factory=dict)
     has_explained: bool = False
 
     def look(self) -> None:
         """Look at the history as it is now."""
         findings = {rule.__name__: text for rule in RULES if (text := rule(self.history))}
-        for name in [name for name in findings if name not in self.said]:
+        for name in [name for name in findings if name not in self.silent]:
             log.warning("health: step %d: %s", self.history.step, findings[name])
         if findings and not self.has_explained:
             self.has_explained = True
             log.info("lines of health are an audit of the metrics, not a verdict on the run")
-        self.said = set(findings)
+        since = {name: 0 if name in findings else count + 1 for name, count in self.silent.items()}
+        self.silent = {name: count for name, count in since.items() if count < LAST} | dict.fromkeys(findings, 0)

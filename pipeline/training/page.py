@@ -44,12 +44,13 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
     environment = read_object(environment_file(run.folder))
     versions = environment.get("versions", {})
     commit = f" ({environment['commit'][:7]})" if environment.get("commit") else ""
+    device = "CPU" if environment.get("device") == "cpu" else environment.get("device")
     libraries = [f"{name} {versions.get(name)}" for name in ("torch", "deepspeed", "transformers")]
     lines = {
         "version": ", ".join([f"{PROJECT} {versions.get(PROJECT)}{commit}", *libraries]),
         "models": ", ".join(models_in_words(run, engines)),
         "rows": fates_line(counts.fates, config.data.data_split),
-        "hardware": f"{run.world.size} x {environment.get('device')}, {zero_stages(config)}, {compute_dtype(run)}",
+        "hardware": f"{run.world.size} x {device}, {zero_stages(config)}, {compute_dtype(run)}",
         "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
     }
@@ -139,7 +140,8 @@ def shortened(text: str) -> str:
 
 def shape() -> Any:
     """Return the box of tables: of ASCII where the reader's encoding is not UTF-8."""
-    return ROUNDED if (getattr(sys.stderr, "encoding", None) or "").lower().startswith("utf") else ASCII
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # below a progress bar
+    return ROUNDED if (getattr(stream, "encoding", None) or "").lower().startswith("utf") else ASCII
 
 
 def drawn(*parts: RenderableType) -> str | None:

@@ -43,7 +43,7 @@ class Progress:
         self._is_followed = console is None  # the terminal may get another width
         self._label, self._total, self._first, self._every = label, total_steps, start_step + 1, every
         place, _, later = os.environ.get(PIPELINE, "").partition(" ")
-        self._place, self._later_s = place, float(later) if later else None
+        self._place, self._later_s = place, float(later or 0)
         self._now = self._console.get_time
         self._began = self._logged = self._now()
         self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
@@ -68,10 +68,12 @@ class Progress:
         speed = (step - first) / (now - then) if now > then else 0.0
         shown = [f"{name} {readable(value)}" for name, value in numbers.items()]
         rate = f"{speed:.3g} steps/s" if speed else ""
-        left = self._left((self._total - step) / speed) if speed else ""
-        parts = [*shown, rate, f"peak {peak}" if peak else "", split, left]
+        seconds = (self._total - step) / speed if speed else 0.0
+        left = f"{duration(seconds)} left" if speed else ""
+        pipeline = f"pipeline {duration(seconds + self._later_s)} left" if speed and self._later_s else ""
+        parts = [*shown, rate, f"peak {peak}" if peak else "", split, left, pipeline]
         if self._console.is_terminal:
-            self._show(step, [*shown[:1], left, *shown[1:2], rate, *parts])
+            self._show(step, [*shown[:1], left, *shown[1:2], rate, pipeline, *parts])
         if is_due:
             self._logged = now
             log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *filter(None, parts)]))
@@ -92,11 +94,6 @@ class Progress:
         )
         line.truncate(self._console.width)
         self._bar.update(line, refresh=self._bar.is_started)
-
-    def _left(self, seconds: float) -> str:
-        """Return `4m 02s left`, and of the whole pipeline where it is known how long later stages take."""
-        pipeline = "" if self._later_s is None else f", pipeline {duration(seconds + self._later_s)}"
-        return f"{duration(seconds)} left{pipeline}"
 
     def _is_due(self, step: int, now: float) -> bool:
         """Tell whether the step that has just ended gets a line; a time limit is kept where steps are short enough."""

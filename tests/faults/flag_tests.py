@@ -238,6 +238,7 @@ TESTS: dict[str, str] = {
     "faults/test_flag_runs.py::test_progress_lines_are_as_far_apart_as_the_flag_says": "sft.print_steps",
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[reward]": "reward.keep_best",
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
+    "run/test_logs.py::test_verbose_shows_what_libraries_print": "sft.verbose",
     "rlhf/test_sample.py::test_scores_and_their_weighted_sum": "sample.reward_function",
     "rlhf/test_sample.py::test_a_call_that_takes_too_long_gives_no_value": "sample.reward_timeout_s",
     "rlhf/test_sample.py::test_as_many_workers_as_the_flag_says": "sample.reward_workers",

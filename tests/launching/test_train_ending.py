@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.launch_stub import TINY, train
+from support.launch_stub import TINY, notes, train
 
 from rlhf.train_config import split_overrides
 
@@ -61,6 +61,29 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
         assert following.startswith("next: python chat.py")
+
+
+def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
+    """A stage that has not run before has no known time; nor has one whose last line was cut short."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    for section, times in (("reward", (100.0, 130.0)), ("ppo", (200.0, 260.0))):
+        run_dir = tmp_path / "out/runs" / section
+        run_dir.mkdir(parents=True)
+        (run_dir / "run.lock").touch()
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "time": time}) + "\n" for time in times))
+
+    def places() -> list[str]:
+        words = ("--step", "1", "2", "3", "--output-dir", "out", "--data_path", "a.jsonl", "--overwrite")
+        done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0,0")
+        assert done.returncode == 0, done.stderr
+        found = [note["environment"]["RLHF_PIPELINE"] for note in notes(tmp_path)]
+        (tmp_path / "log.jsonl").unlink()
+        return found
+
+    assert places() == ["1/3 90", "2/3 60", "3/3"]
+    with (tmp_path / "out/runs/ppo/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ti')
+    assert places() == ["1/3", "2/3", "3/3"]
 
 
 def test_split_overrides():

@@ -304,6 +304,35 @@ def test_lines_stay_above_the_bar_of_a_terminal(monkeypatch):
     assert "\x1b[?25l" not in stream.getvalue(), "the cursor stays visible: a killed run could not show it again"
 
 
+def test_the_bar_says_what_matters_most_on_a_narrow_terminal_and_the_time_of_the_pipeline(info, monkeypatch):
+    """Widths by hand: the head has 32 columns, each part two more than its letters."""
+    monkeypatch.setenv("RLHF_PIPELINE", "2/3 600")
+    shown = {width: bar_at(width) for width in (40, 60, 80, 120, 200)}
+    head = "[2/3 reward] ####------ 412/900"
+    assert shown == {
+        40: head,
+        60: f"{head}  training loss 0.41",
+        80: f"{head}  training loss 0.41  4m 04s left  accuracy 0.71",
+        120: f"{head}  training loss 0.41  4m 04s left  accuracy 0.71  2 steps/s  pipeline 14m 04s left",
+        200: f"{head}  training loss 0.41  4m 04s left  accuracy 0.71  2 steps/s  pipeline 14m 04s left"
+        "  peak 31 of 80 GiB  sampling 9%",
+    }
+    assert info.messages[0] == "[reward] 411/900  training loss 0.41  accuracy 0.71  peak 31 of 80 GiB  sampling 9%"
+
+
+def bar_at(width: int) -> str:
+    """The bar of a terminal so wide after two steps of half a second."""
+    clock = iter([0.0, 0.5, 1.0])
+    console = Terminal(file=io.StringIO(), force_terminal=True, width=width, get_time=lambda: next(clock))
+    progress = Progress("reward", total_steps=900, start_step=410, every=0, console=console)
+    for step in (411, 412):
+        progress.update(step, {"training loss": 0.41, "accuracy": 0.71}, peak="31 of 80 GiB", split="sampling 9%")
+    screen = pyte.Screen(width, 5)
+    pyte.Stream(screen).feed(console.file.getvalue().replace("\n", "\r\n"))
+    (line,) = [line.rstrip() for line in screen.display if line.strip()]
+    return line
+
+
 def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info):
     run = run_of(tmp_path, World(0, 1, 0, torch.device("cpu")))
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
