@@ -25,6 +25,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`, at whose death the supervisor stops
 WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`
 REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
 
@@ -94,6 +95,11 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def is_of_train() -> bool:
+    """Tell whether an `rlhf train` started this process."""
+    return os.environ.get(PARENT) == str(os.getppid())
 
 
 def has_word() -> bool:
