@@ -25,6 +25,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`, at whose death the supervisor stops
 WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`
 # Variable of the ranks of `rlhf train`: `2/3 340`, the stage's place among those that it runs, and the seconds that the
 # later ones took when they last ran, where all have.
@@ -97,6 +98,11 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
+
+
+def is_of_train() -> bool:
+    """Tell whether an `rlhf train` started this process."""
+    return os.environ.get(PARENT) == str(os.getppid())
 
 
 def has_word() -> bool:

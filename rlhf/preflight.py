@@ -8,11 +8,26 @@ from collections.abc import Mapping, Sequence
 from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console
 from pipeline.errors import EXIT_DONE, RunError, print_error
+from pipeline.launching.hosts import chosen_hosts
+from pipeline.launching.machine import check_device_count, check_port
 from pipeline.preparation.dry_run import look_and_plan
 from pipeline.preparation.preflight import look_before_start
 from pipeline.processes import python_environment
 from pipeline.run.entry import leave, read_flags
 from rlhf.stages import SECTIONS, stage_of
+from rlhf.train_config import TrainConfig
+from rlhf.train_plan import request_of
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
+    if config.deployment_type == "multi_node":
+        chosen_hosts(request_of(config))
+        return
+    if config.num_gpus:
+        check_device_count(config.num_gpus)
+    if config.master_port:
+        check_port(config.master_port)
 
 
 def start_preflight(

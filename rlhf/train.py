@@ -21,8 +21,7 @@ from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
-from pipeline.launching.hosts import chosen_hosts, ranks_by_host
-from pipeline.launching.machine import check_device_count, check_port
+from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.scripts import Script, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
@@ -30,9 +29,8 @@ from pipeline.processes import PIPELINE
 from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
-from pipeline.run.layout import road_folder
 from pipeline.run.output_checks import check_outputs
-from rlhf.preflight import start_preflight
+from rlhf.preflight import check_machine, start_preflight
 from rlhf.train_config import TrainConfig, known_model
 from rlhf.train_plan import (
     Plan,
@@ -57,17 +55,6 @@ MEANING = {
     130: "killed on request",
     143: "killed on request",
 }
-
-
-def check_machine(config: TrainConfig) -> None:
-    """Raise EnvironmentFault or InputError if the machine or the host file does not fit the flags."""
-    if config.deployment_type == "multi_node":
-        chosen_hosts(request_of(config))
-        return
-    if config.num_gpus:
-        check_device_count(config.num_gpus)
-    if config.master_port:
-        check_port(config.master_port)
 
 
 def check_stages(plan: Plan) -> None:
@@ -308,8 +295,9 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
 def write_reports(plan: Plan) -> None:
     """Write the report of the stages that ran, however they ended: one for each folder that has their runs."""
     runs = [planned.run_dir for planned in plan.chosen if planned.resolved.config.run.report]
-    for folder in dict.fromkeys(map(road_folder, runs)):
-        if page := Reporter(folder).finish():
+    reporters = [Reporter(run_dir, of_road=True) for run_dir in runs]
+    for reporter in {reporter.folder: reporter for reporter in reporters}.values():
+        if page := reporter.finish():
             print(f"report: {page}")
 
 

@@ -111,15 +111,15 @@ class Job:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
-    def supervise(self, beside: Callable[[], None] = do_nothing) -> Verdict:
+    def supervise(self, look_after: Callable[[], None] = do_nothing) -> Verdict:
         """Watch until the job has ended or must be ended; processes may be left.
 
         Args:
-            beside: is called at each look at the ranks, and returns at once.
+            look_after: is called at each look at the ranks, and returns at once.
         """
         while True:
             self.poll()
-            beside()
+            look_after()
             if not self._watch.has_failed():
                 self._memory = free_memory()  # afterwards it is free again
             if verdict := self.ending():

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault
-from pipeline.processes import WAITS, give_word
+from pipeline.processes import PARENT, WAITS, give_word
 
-# Process id of an `rlhf train`, at whose death the supervisor stops.
-PARENT = "RLHF_TRAIN_PID"
 Script = subprocess.Popen[bytes]  # the process of one
 
 

@@ -19,14 +19,12 @@ from pipeline.launching.job import Job, start_early, start_here
 from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
 from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
-from pipeline.launching.scripts import PARENT
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.choice import chosen_words, searches
 from pipeline.preparation.dry_run import dry_run_stage
-from pipeline.processes import WAITS, Signals, end_with_parent, has_word
+from pipeline.processes import WAITS, Signals, end_with_parent, has_word, is_of_train
 from pipeline.reporting.process import Reporter
 from pipeline.run.entry import read_flags
-from pipeline.run.layout import road_folder
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, clear_outcomes
 
@@ -69,11 +67,6 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         return supervise(stage, request, resolved, signals, early)
 
 
-def is_of_train() -> bool:
-    """Tell whether an `rlhf train` started this process."""
-    return os.environ.get(PARENT) == str(os.getppid())
-
-
 def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
     is_other = request.check or request.enable_each_rank_log or searches(request, resolved)
@@ -87,8 +80,7 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
     """
     run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
     # `rlhf train` has one report of all its stages, which it writes last.
-    reported = road_folder(run_dir) if is_of_train() else run_dir
-    reporter = Reporter(reported, is_on=resolved.config.run.report and request.is_first_host)
+    reporter = Reporter(run_dir, of_road=is_of_train(), is_on=resolved.config.run.report and request.is_first_host)
     while True:
         check_nobody_left(run_dir)
         if request.is_first_host:

@@ -10,6 +10,7 @@ from typing import IO
 
 from pipeline.console import say
 from pipeline.processes import python_environment
+from pipeline.run.layout import road_folder
 
 EVERY_S = 60.0  # between two starts, and before the first one: shorter runs have the last one alone
 SWITCH = "RLHF_REPORT"  # variable that turns all reports off, by `false`, whatever --report says
@@ -19,11 +20,13 @@ LONGEST_S = 300.0  # then the last one is given up
 class Reporter:
     """Starts the process that writes the report of a folder, never two at once; its failure is one warning.
 
-    Where nothing was measured yet, there is nothing to write. `is_on` False: it does nothing.
+    Where nothing was measured yet, there is nothing to write. `of_road`: of the run's whole road, see `road_folder`.
+    `is_on` False: it does nothing.
     """
 
-    def __init__(self, folder: Path, *, is_on: bool = True) -> None:
-        self._folder, self._is_on = folder, is_on and os.environ.get(SWITCH) != "false"
+    def __init__(self, run_dir: Path, *, of_road: bool = False, is_on: bool = True) -> None:
+        self.folder = road_folder(run_dir) if of_road else run_dir
+        self._is_on = is_on and os.environ.get(SWITCH) != "false"
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._began = time.monotonic()  # when the last one was started
@@ -53,17 +56,17 @@ class Reporter:
             self._process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        return self._folder / "report.html" if self._collect() else None
+        return self.folder / "report.html" if self._collect() else None
 
     def _start(self) -> None:
         """Start the process, if it is on and there are metrics."""
         self._began = time.monotonic()
-        has_metrics = (self._folder / "metrics.jsonl").is_file() or any(self._folder.glob("runs/*/metrics.jsonl"))
+        has_metrics = (self.folder / "metrics.jsonl").is_file() or any(self.folder.glob("runs/*/metrics.jsonl"))
         if not (self._is_on and has_metrics):
             return
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.reporting.main", str(self._folder)],
+            [sys.executable, "-m", "pipeline.reporting.main", str(self.folder)],
             env=python_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -84,5 +87,5 @@ class Reporter:
         if not self._has_warned:
             self._has_warned = True
             reason = lines[-1].removeprefix("error: ") if lines else f"its process ended with {process.returncode}"
-            say(f"warning: no report of {self._folder} was written: {reason}")
+            say(f"warning: no report of {self.folder} was written: {reason}")
         return False

@@ -18,8 +18,13 @@ SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
 class Change:
     """A number of the evaluations of a run, before and after.
 
-    name: of the metric. title: in words. unit: of the number. better: 1 where higher is better, -1 lower, 0 neither.
-    first: at the first evaluation. last: at the last one; None where there is one alone. num_rows: held-out rows.
+    name: of the metric.
+    title: the name in words.
+    unit: what the number is counted in.
+    better: 1 where higher is better, -1 where lower is, 0 where neither is.
+    first: the number at the first evaluation; None where it was not finite.
+    last: the number at the last one; None too where there is one alone.
+    num_rows: held-out rows of the last one.
     """
 
     name: str

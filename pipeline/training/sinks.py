@@ -23,9 +23,11 @@ def nothing(*_: Any) -> None:
 class Sink:
     """A place that a run's metrics go to; it is left out from the first error on, and ends no run.
 
-    write: takes the step and its values, None for a number that is not finite. close: takes the run's exit code. sync:
-    everything is on the disk before a checkpoint says so. declare: takes the charts to come, group -> title -> names of
-    their numbers. show: takes the step and some samples of an evaluation, lines of samples.jsonl.
+    write: takes the step and its values, None for a number that is not finite.
+    close: takes the run's exit code.
+    sync: everything is on the disk before a checkpoint says so.
+    declare: takes the charts to come, group -> title -> names of their numbers.
+    show: takes the step and some samples of an evaluation, lines of samples.jsonl.
     """
 
     write: Callable[[int, Mapping[str, float | None]], None]

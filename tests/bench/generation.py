@@ -98,7 +98,7 @@ def main() -> None:
 
     entry = importlib.import_module("pipeline.run.entry")
     stage = replace(STAGE, loop=lambda: measure)
-    code = entry.enter(stage, sys.argv[cut + 1 :], dry_run=no_dry_run, choose=choose_for_run)
+    code = entry.enter(stage, sys.argv[cut + 1 :], dry_run=no_dry_run, choose=choose_for_run, write_report=no_dry_run)
     sys.stdout.flush()
     os._exit(code)
 

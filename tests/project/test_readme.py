@@ -16,7 +16,7 @@ from support.source_tree import ROOT, source_files, tree_of
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, convert, export, merge, train, train_plan
+from rlhf import chat, compare, convert, export, merge, report, train, train_plan
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
@@ -32,7 +32,7 @@ PROGRAMS = {"chat.py": chat.ChatConfig, "prompt_eval.py": compare.CompareConfig}
 SUBCOMMANDS = {"train": "train.py", "chat": "chat.py", "compare": "prompt_eval.py"}
 OTHER_COMMANDS = {
     "convert": convert.ConvertConfig, "export": export.ExportConfig, "merge": merge.MergeConfig,
-    "reward": reward.RewardTrialConfig, "sample": sample.SampleConfig,
+    "report": report.ReportConfig, "reward": reward.RewardTrialConfig, "sample": sample.SampleConfig,
 }  # fmt: skip
 # What a reader's own shell or another project answers for.
 OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")

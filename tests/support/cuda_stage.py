@@ -62,12 +62,12 @@ def note_settings(folder: Path) -> None:
     begin_with = running.as_rank_0_has_it
 
     def noted(*given: Any) -> Any:
-        resolved, line = begin_with(*given)
+        resolved, choice = begin_with(*given)
         settings = {
             name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)
         }
         (folder / f"settings-{os.environ['RANK']}.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
-        return resolved, line
+        return resolved, choice
 
     running.as_rank_0_has_it = noted
 
