@@ -25,7 +25,6 @@ from pipeline.errors import (
     RunError,
     print_error,
 )
-from pipeline.hub import check_push
 from pipeline.processes import WAITS, has_word
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import phases
 from bench.gpu_room import Room
 from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, output_words, plain, run_logged
-from bench.planned import Run, planner_of
+from bench.planned import PlannerOfThen, Run, planner_of
 from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
+from bench.run_list import RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
 from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import parse
 from pipeline.files import GIB, write_json
+from pipeline.planning.fastest import auto_flags
+from pipeline.planning.page import StagePlanner
 from rlhf.stages import stage_of
 
 PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
@@ -35,165 +38,22 @@ STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 # measured also has `<phase>_at_first`, the GiB of the plan before.
 Peaks = dict[str, dict[str, float]]
 MEASURED = Path(__file__).resolve().parents[2] / "docs/benchmarks/raw/memory_measured_h200_202611.json"
-STEPS, TIMED_STEPS, WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 3, 5, 2, 10, 480
+WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 2, 10, 480
+SCORING = ("--critic", "--reward_model")  # roles whose models have a head for scores
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
-ADAPTERS = "--actor_lora_dim 64 --save_adapter_only true"
-CHECKPOINTED = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """A run by its stage's command line: model flags name shapes of random_models.SHAPES.
-
-    alone: nothing else is on its GPUs, and its times are compared. A run whose memory decides whether it keeps its KV
-    cache has to be.
-    """
-
-    name: str
-    section: str
-    words: str
-    gpus: int = 1
-    held_out: bool = False
-    alone: bool = False
-
-    @property
-    def steps(self) -> int:
-        return TIMED_STEPS if self.alone else STEPS
-
-
-def sft(model: str, zero_stage: int, micro: int, rest: str = "") -> str:
-    return f"--model_name_or_path {model} {supervised(zero_stage, micro)} --train_on_prompt true {rest}"
-
-
-def reward(model: str, zero_stage: int, micro: int, rest: str = "") -> str:
-    return f"--model_name_or_path {model} {supervised(zero_stage, micro)} --long_pairs truncate_left {rest}"
-
-
-def supervised(zero_stage: int, micro: int) -> str:
-    return f"--zero_stage {zero_stage} --per_device_train_batch_size {micro} --max_seq_len 512 --dtype bf16"
-
-
-def ppo(actor: str, critic: str, zero_stage: int, micro: int, rest: str = "") -> str:
-    return (
-        f"--actor_model_name_or_path {actor} --critic_model_name_or_path {critic} --actor_zero_stage {zero_stage} "
-        f"--critic_zero_stage {zero_stage} --per_device_generation_batch_size 32 --per_device_train_batch_size {micro} "
-        "--gradient_accumulation_steps 2 --max_prompt_seq_len 256 --max_answer_seq_len 256 --dtype bf16 "
-        f"--long_prompts truncate_left --release_inference_cache false --old_log_probs trainer {rest}"
-    )
-
-
-def held_out(name: str, section: str, words: str, *, rows: str, lengths: str, alone: bool = False) -> PlannedRun:
-    """A run on one GPU whose family, lengths, batches and generation sizes no run had before it was planned.
-
-    rows: micro-batch and accumulation, of PPO prompts before them. lengths: tokens of rows, or of prompt and response.
-    """
-    *prompts, micro, accumulation = rows.split()
-    words += f" --per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation} --dtype bf16"
-    if section == "ppo":
-        prompt, answer = lengths.split()
-        words += f" --per_device_generation_batch_size {prompts[0]} --long_prompts truncate_left"
-        words += f" --max_prompt_seq_len {prompt} --max_answer_seq_len {answer} --old_log_probs trainer"
-    else:
-        words += f" --max_seq_len {lengths} " + ("--train_on_prompt true" if section == "sft" else LONG_PAIRS)
-    return PlannedRun(name, section, words, held_out=True, alone=alone)
-
-
-def of_two(actor: str, critic: str, zero_stage: int, rest: str = "") -> str:
-    return (
-        f"--actor_model_name_or_path {actor} --critic_model_name_or_path {critic} --actor_zero_stage {zero_stage} "
-        f"--critic_zero_stage {zero_stage} {rest}"
-    )
-
-
-LONG_PAIRS = "--long_pairs truncate_left"
-# Planned before any of them was run; not measured yet.
-NEXT = (
-    held_out("SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384", "sft", "--model_name_or_path qwen3-0.6b --zero_stage 2",
-             rows="12 1", lengths="384"),
-    held_out("SFT, Pythia-1.4B, ZeRO-0, LoRA 32, 6 rows of 896", "sft",
-             "--model_name_or_path pythia-1.4b --zero_stage 0 --lora_dim 32", rows="6 3", lengths="896"),
-    held_out("SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640", "sft",
-             "--model_name_or_path olmo2-1b --zero_stage 3 --gradient_checkpointing true", rows="20 2", lengths="640"),
-    held_out("reward, Pythia-410M, ZeRO-1, 10 pairs of 320", "reward",
-             "--model_name_or_path pythia-410m --zero_stage 1", rows="10 1", lengths="320"),
-    held_out("reward, Qwen3-1.7B, ZeRO-2, checkpointing, 3 pairs of 768", "reward",
-             "--model_name_or_path qwen3-1.7b --zero_stage 2 --gradient_checkpointing true", rows="3 5", lengths="768"),
-    held_out("reward, Mistral-7B int8 LoRA 16, ZeRO-0, 2 pairs of 704", "reward",
-             "--model_name_or_path mistral-7b --zero_stage 0 --lora_dim 16 --quantization int8", rows="2 2",
-             lengths="704"),
-    held_out("PPO, Pythia-1.4B and 410M, ZeRO-2, 24 rows of 128 + 384", "ppo",
-             of_two("pythia-1.4b", "pythia-410m", 2), rows="24 12 2", lengths="128 384", alone=True),
-    held_out("PPO, Qwen3-1.7B and 0.6B, ZeRO-0, 48 rows of 448 + 128", "ppo", of_two("qwen3-1.7b", "qwen3-0.6b", 0),
-             rows="48 6 8", lengths="448 128", alone=True),
-    held_out("PPO, Mistral-7B LoRA 32 and Pythia-410M, ZeRO-2, 96 rows of 192 + 832", "ppo",
-             of_two("mistral-7b", "pythia-410m", 2, "--actor_lora_dim 32 --save_adapter_only true"), rows="96 12 8",
-             lengths="192 832", alone=True),
-    held_out("PPO, OLMo-2-1B and Qwen3-0.6B, ZeRO-3, 480 rows of 320 + 704", "ppo",
-             of_two("olmo2-1b", "qwen3-0.6b", 3), rows="480 10 48", lengths="320 704", alone=True),
-    held_out("PPO, Qwen3-1.7B and Pythia-410M, ZeRO-1, optimizers move, 40 rows of 64 + 960", "ppo",
-             of_two("qwen3-1.7b", "pythia-410m", 1, "--offload_optimizer_during_rollout true"), rows="40 5 8",
-             lengths="64 960", alone=True),
-    held_out("PPO, Pythia-1.4B and Qwen3-0.6B, ZeRO-2, checkpointing, 3 samples of 28 prompts, 384 + 576", "ppo",
-             of_two("pythia-1.4b", "qwen3-0.6b", 2, f"{CHECKPOINTED} --num_samples_per_prompt 3 --top_p 0.9"),
-             rows="28 14 6", lengths="384 576", alone=True),
-)  # fmt: skip
-RUNS = (
-    PlannedRun("SFT, OPT-350M, ZeRO-0", "sft", sft("350m", 0, 16)),
-    PlannedRun("SFT, OPT-1.3B, ZeRO-2, checkpointing", "sft", sft("1.3b", 2, 16, "--gradient_checkpointing true")),
-    PlannedRun("SFT, Llama-1B, ZeRO-1, LoRA 64", "sft", sft("llama-1b", 1, 8, "--lora_dim 64")),
-    PlannedRun("SFT, Llama-1B, ZeRO-3", "sft", sft("llama-1b", 3, 8)),
-    PlannedRun("SFT, OPT-1.3B, ZeRO-2, optimizer on the host", "sft", sft("1.3b", 2, 8, "--offload true")),
-    PlannedRun("reward, OPT-350M, ZeRO-0", "reward", reward("350m", 0, 16)),
-    PlannedRun("reward, OPT-125M, ZeRO-3", "reward", reward("125m", 3, 16)),
-    PlannedRun("reward, Llama-1B, ZeRO-2, checkpointing", "reward",
-               reward("llama-1b", 2, 8, "--gradient_checkpointing true")),
-    PlannedRun("PPO, OPT-350M and 125M, ZeRO-0", "ppo", ppo("350m", "125m", 0, 16)),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-2", "ppo", ppo("1.3b", "350m", 2, 16)),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-3", "ppo", ppo("1.3b", "350m", 3, 16)),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-2, LoRA 64", "ppo", ppo("1.3b", "350m", 2, 16, "--actor_lora_dim 64")),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-2, checkpointing", "ppo", ppo("1.3b", "350m", 2, 16, CHECKPOINTED)),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-2, optimizers on the host", "ppo",
-               ppo("1.3b", "350m", 2, 8, "--actor_offload_optimizer cpu --critic_offload_optimizer cpu")),
-    PlannedRun("PPO, Llama-1B and OPT-350M, ZeRO-1", "ppo", ppo("llama-1b", "350m", 1, 8)),
-    PlannedRun("PPO, Llama-7B LoRA 64 and Llama-1B, ZeRO-2", "ppo",
-               ppo("llama-7b", "llama-1b", 2, 4, ADAPTERS), alone=True),
-    PlannedRun("PPO, Llama-7B int8 LoRA 64 and OPT-350M, ZeRO-0", "ppo",
-               ppo("llama-7b", "350m", 0, 4, f"{ADAPTERS} --actor_quantization int8"), alone=True),
-    PlannedRun("SFT, Qwen2.5-0.5B, ZeRO-2", "sft", sft("qwen2.5-0.5b", 2, 8), held_out=True),
-    PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-0, LoRA 64", "sft", sft("qwen2.5-1.5b", 0, 8, "--lora_dim 64"), held_out=True),
-    PlannedRun("reward, Qwen2.5-0.5B, ZeRO-1", "reward", reward("qwen2.5-0.5b", 1, 8), held_out=True),
-    PlannedRun("PPO, Qwen2.5-1.5B and 0.5B, ZeRO-2", "ppo", ppo("qwen2.5-1.5b", "qwen2.5-0.5b", 2, 8), held_out=True),
-    PlannedRun("PPO, Qwen2.5-1.5B and 0.5B, ZeRO-2, LoRA 64", "ppo",
-               ppo("qwen2.5-1.5b", "qwen2.5-0.5b", 2, 8, "--actor_lora_dim 64"), held_out=True),
-    PlannedRun("PPO, Llama-3-8B LoRA 64 and Llama-3-1B, ZeRO-2", "ppo",
-               ppo("llama-3-8b", "llama-3-1b", 2, 4, ADAPTERS), held_out=True, alone=True),
-    PlannedRun("SFT, OPT-1.3B, ZeRO-2", "sft", sft("1.3b", 2, 8), gpus=2, held_out=True),
-    PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-3", "sft", sft("qwen2.5-1.5b", 3, 8), gpus=2, held_out=True),
-    PlannedRun("reward, Llama-1B, ZeRO-2", "reward", reward("llama-1b", 2, 8), gpus=2, held_out=True),
-    PlannedRun("PPO, OPT-1.3B and 350M, ZeRO-1", "ppo", ppo("1.3b", "350m", 1, 16), gpus=2, held_out=True),
-    PlannedRun("PPO, Qwen2.5-1.5B and 0.5B, ZeRO-3", "ppo", ppo("qwen2.5-1.5b", "qwen2.5-0.5b", 3, 8), gpus=2,
-               held_out=True),
-    PlannedRun("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "ppo",
-               ppo("13b", "350m", 3, 8, f"{CHECKPOINTED} --actor_offload_optimizer cpu --critic_offload_optimizer cpu"),
-               gpus=2, held_out=True, alone=True),
-    PlannedRun("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "ppo",
-               ppo("30b", "350m", 3, 4, f"{ADAPTERS} {CHECKPOINTED}"), gpus=2, held_out=True, alone=True),
-    PlannedRun("SFT, Qwen2.5-1.5B, ZeRO-1", "sft", sft("qwen2.5-1.5b", 1, 8), gpus=4, held_out=True, alone=True),
-    PlannedRun("PPO, Llama-3-1B and Qwen2.5-0.5B, ZeRO-2", "ppo", ppo("llama-3-1b", "qwen2.5-0.5b", 2, 8), gpus=4,
-               held_out=True, alone=True),
-    PlannedRun("PPO, OPT-13B and 350M, ZeRO-3, checkpointing", "ppo", ppo("13b", "350m", 3, 8, CHECKPOINTED), gpus=4,
-               held_out=True, alone=True),
-    PlannedRun("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing", "ppo",
-               ppo("30b", "350m", 3, 8, f"{ADAPTERS} {CHECKPOINTED}"), gpus=4, held_out=True, alone=True),
-    *NEXT,
-)  # fmt: skip
 
 
 def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
     """Return the run's models: their shapes, and whether they are made as reward models."""
     words = run.words.split()
     pairs = [(word, words[n + 1]) for n, word in enumerate(words) if word.endswith("model_name_or_path")]
-    return [(shape, name.startswith("--critic")) for name, shape in pairs]
+    return [(shape, name.startswith(SCORING)) for name, shape in pairs]
+
+
+def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
+    """Return the planner of a run, on so many H200s, and its settings."""
+    planner = PlannerOfThen if run.kernels_of_then else StagePlanner
+    return planner_of(run.section, run.words, f"{run.gpus}xH200", planner)
 
 
 def plan(file: Path) -> None:
@@ -203,7 +63,7 @@ def plan(file: Path) -> None:
     """
     planned = read_peaks(file)
     for run in (run for run in RUNS if run.name not in planned):
-        planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200")
+        planner, resolved = planner_for(run)
         memory = planner.memory(resolved)
         planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
         seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
@@ -234,16 +94,18 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
     words: list[object] = list(run.words.split())
     for n, word in enumerate(words[:-1]):
         if str(word).endswith("model_name_or_path"):
-            words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith("--critic"))
+            words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith(SCORING))
     rows = {"sft": "sft", "reward": "pairs", "ppo": "prompts"}[run.section]
     shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
-    return [*words, *assumed(run), *flags(shared), *NO_HELD_OUT]
+    words += [*flags(shared), *NO_HELD_OUT]
+    return [*words, *assumed(run, words)]
 
 
-def assumed(run: PlannedRun) -> list[object]:
+def assumed(run: PlannedRun, words: Sequence[object]) -> list[object]:
     """Return the defaults of the flags that the run would choose on GPUs and that its plan takes as they are."""
-    table, given = flag_table(stage_of(run.section).config), set(run.words.split())
-    left = {name: flag.default for name, flag in table.items() if flag.auto and f"--{name}" not in given}
+    resolved = parse(stage_of(run.section).config, list(map(str, words)), section=run.section)
+    table = flag_table(type(resolved.config))
+    left = {name: table[name].default for name in auto_flags(resolved)}
     return flags({name: str(value).lower() for name, value in left.items()})
 
 

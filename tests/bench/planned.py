@@ -202,7 +202,9 @@ def shape_folder(shape: str) -> str:
     return str(folder)
 
 
-def planner_of(section: str, words: str, target: str) -> tuple[StagePlanner, object]:
+def planner_of(
+    section: str, words: str, target: str, planner: type[StagePlanner] = PlannerOfThen
+) -> tuple[StagePlanner, object]:
     """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
     given = words.split()
     for place, word in enumerate(given):
@@ -215,7 +217,7 @@ def planner_of(section: str, words: str, target: str) -> tuple[StagePlanner, obj
     def jsons_of(settings: object) -> dict[str, dict[str, object]]:
         return engine_jsons(stage, settings, ranks=hardware.num_gpus)
 
-    return PlannerOfThen(stage.needs, jsons_of, {}, hardware), resolved
+    return planner(stage.needs, jsons_of, {}, hardware), resolved
 
 
 def planned(run: Run) -> float:

@@ -60,12 +60,7 @@ TIMEOUT_S = 400.0
 
 CHANGING = ("time", "_s", "_per_s", "mfu", "gib", "seconds", "rss")
 TRAINED = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "data_output_path": "@cache"}
-ROLLOUTS = {
-    "per_device_generation_batch_size": 4,
-    "max_prompt_seq_len": 64,
-    "max_answer_seq_len": 12,
-    "reward_clip": 5.0,
-}
+ROLLOUTS = {"per_device_generation_batch_size": 4, "max_prompt_seq_len": 64, "max_answer_seq_len": 12}
 ANSWERS = {"max_new_tokens": 12}
 SIZES: dict[str, dict[str, Any]] = {
     "sft": TRAINED,

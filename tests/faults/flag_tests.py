@@ -34,6 +34,8 @@ GROUPS = {
     "method": "grpo", "num_samples_per_prompt": 4, "critic_model_name_or_path": None,
     "reward_model_name_or_path": "@other-scorer",
 }  # fmt: skip
+# Some prompts have answers that all get 1, and not all prompts have.
+SHORT_ANSWERS = '{"name": "length", "args": {"high": 10, "margin": 1}}'
 OPT = "transformers.models.opt.modeling_opt"
 FORWARD = f"{OPT}:OPTDecoder.forward"
 FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
@@ -129,10 +131,11 @@ TWINS: dict[str, Twin] = {
     "ppo.ppo_epochs": Twin(2, both={"max_steps": 2}),
     "ppo.ratio_cap": Twin(0.5, both={"policy_loss": "cispo"}),
     "ppo.replace_equal_groups": Twin(
-        "true", "metrics", both=GROUPS | {"reward_model_name_or_path": None, "reward_function": "repetition"}
+        "true", "metrics", both=GROUPS | {"reward_model_name_or_path": None, "reward_function": SHORT_ANSWERS}
     ),
     "ppo.reward_clip": Twin(0.01),
-    "ppo.reward_function": Twin("repetition", "metrics"),
+    # A penalty of 0 is what functions have by default: it would stay where the function is ignored.
+    "ppo.reward_function": Twin("repetition", "metrics", both={"missing_eos_penalty": 0.0}),
     "ppo.returns_lambda": Twin(0.0),
     "ppo.reward_scaling": Twin("batch"),
     "ppo.reward_weight": Twin(3.0),

@@ -6,11 +6,9 @@ import threading
 import pytest
 from bench.gpu_room import Room
 from bench.plan_runs import (
-    NEXT,
-    RUNS,
-    PlannedRun,
     main,
     peaks_in,
+    planner_for,
     read_peaks,
     run_words,
     shapes_of,
@@ -19,8 +17,9 @@ from bench.plan_runs import (
     time_table,
 )
 from bench.planned import RUNS as COMPARED
-from bench.planned import TIMES, planner_of
+from bench.planned import TIMES
 from bench.random_models import SHAPES
+from bench.run_list import METHODS, NEXT, RUNS, PlannedRun
 from support.marks import slow_but
 from support.source_tree import ROOT
 
@@ -71,13 +70,14 @@ def values(words: str, *flags: str) -> dict[str, set[str]]:
 def test_the_next_runs_are_of_families_lengths_batches_and_sizes_that_no_run_had():
     flags = ("max_seq_len", "max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size",
              "per_device_train_batch_size", "model_name_or_path", "actor_model_name_or_path")  # fmt: skip
-    earlier = [*(run.words for run in RUNS if run not in NEXT), *(run.words for run in (*COMPARED, *TIMES))]
+    runs = [run for run in RUNS if run not in (*NEXT, *METHODS)]
+    earlier = [run.words for run in (*runs, *COMPARED, *TIMES)]
     before = {flag: {"256", "32"}.union(*(values(words, *flags)[flag] for words in earlier)) for flag in flags}
     assert len(NEXT) == 12 and all(run.held_out and run.gpus == 1 for run in NEXT)
     for run in NEXT:
         known = {flag: found & before[flag] for flag, found in values(run.words, *flags).items()}
         assert set().union(*known.values()) == set(), run.name
-    families = {shape.partition("-")[0] for run in RUNS if run not in NEXT for shape, _ in shapes_of(run)}
+    families = {shape.partition("-")[0] for run in runs for shape, _ in shapes_of(run)}
     assert families.isdisjoint(shape.partition("-")[0] for run in NEXT for shape, _ in shapes_of(run))
 
 
@@ -165,7 +165,7 @@ CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
 
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.name)
 def test_the_planner_still_says_what_was_planned(run: PlannedRun):
-    planner, resolved = planner_of(run.section, run.words, f"{run.gpus}xH200")
+    planner, resolved = planner_for(run)
     found = {phase: peak.total / GIB for phase, peak in planner.memory(resolved).phases.items()}
     if run.name in MENDED:
         measured = peaks_in(MEASURED[run.name])
