@@ -9,9 +9,9 @@ sys.path.insert(0, str(ROOT))
 from pipeline.configuration.help import reference  # noqa: E402
 from rlhf.chat import ChatConfig  # noqa: E402
 from rlhf.compare import CompareConfig  # noqa: E402
-from rlhf.convert import ConvertConfig  # noqa: E402
-from rlhf.export import ExportConfig  # noqa: E402
-from rlhf.merge import MergeConfig  # noqa: E402
+from rlhf.models.convert import ConvertConfig  # noqa: E402
+from rlhf.models.export import ExportConfig  # noqa: E402
+from rlhf.models.merge import MergeConfig  # noqa: E402
 from rlhf.report import ReportConfig  # noqa: E402
 from rlhf.rewards.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
@@ -24,7 +24,7 @@ INTRODUCTION = """# Configuration
 
 Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` and
 `rlhf/train_config.py` and those of `chat.py` (`rlhf/chat.py`), `prompt_eval.py` (`rlhf/compare.py`) and
-`rlhf convert` (`rlhf/convert.py`) by `make reference`; edit those, not this file.
+`rlhf convert` (`rlhf/models/convert.py`) by `make reference`; edit those, not this file.
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
 YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;

@@ -81,7 +81,7 @@ def document(plan: Plan, words: list[str], command: str) -> Iterator[str]:
     _, common = split_common(own)
     values, table = dict(flat_items(plan.config)), flag_table(TrainConfig)
     names = [name for name in USUAL if name in table and name not in NOT_IN_FILE - {"output_dir"}]
-    yield from section_lines("train", table, names, values, plan.given | {"actor_model"}, {})
+    yield from section_lines("train", table, usual=names, values=values, given=plan.given | {"actor_model"}, origins={})
     for planned in plan.stages.values():
         section = planned.stage.section
         known = Names(planned.stage.config).known
@@ -96,12 +96,13 @@ def stage_lines(planned: PlannedStage, given: Collection[str]) -> Iterator[str]:
     usual = [name for name in planned.stage.config.usual if name not in chained]
     yield f"\n# {planned.stage.config.__doc__}"
     origins = {name: origin for name, origin in planned.resolved.origins.items() if origin.endswith(SUFFIXES)}
-    yield from section_lines(planned.stage.section, table, usual, values, given, origins)
+    yield from section_lines(planned.stage.section, table, usual=usual, values=values, given=given, origins=origins)
 
 
 def section_lines(
     section: str,
     table: Mapping[str, Flag],
+    *,
     usual: Collection[str],
     values: Mapping[str, Any],
     given: Collection[str],

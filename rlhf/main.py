@@ -1,6 +1,6 @@
 """The command `rlhf SUBCOMMAND ...`: finds the subcommand and passes the other words on to it.
 
-A subcommand is a module of this package, or of `rlhf/rewards/`, imported when it is called: `rlhf --help` takes
+A subcommand is a module of this package, of `rlhf/rewards/` or of `rlhf/models/`, imported when it is called: `rlhf --help` takes
 milliseconds.
 """
 
@@ -10,7 +10,8 @@ import sys
 from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, painted
 
-OF_REWARDS = ("sample", "reward")
+# Subcommands whose modules are in a folder of their own.
+FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert", "export", "merge"), "models.")
 # Subcommand, which is also the name of its module -> its line of help.
 SUBCOMMANDS = {
     "init": "write a commented YAML file of flags for a model and data",
@@ -50,7 +51,7 @@ def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
     if name == "train" and not {*HELP, *HELP_ALL}.isdisjoint(words):
         name = "train_config"
     try:
-        module = importlib.import_module(f"rlhf.rewards.{name}" if name in OF_REWARDS else f"rlhf.{name}")
+        module = importlib.import_module(f"rlhf.{FOLDERS.get(name, '')}{name}")
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed for {sys.executable}"
         print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)

@@ -22,10 +22,9 @@ from pipeline.console import outlive_console, raise_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
 from pipeline.launching.hosts import ranks_by_host
-from pipeline.launching.scripts import Script, run_script, started_early
+from pipeline.launching.scripts import Script, place_in_pipeline, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
-from pipeline.processes import PIPELINE
 from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
@@ -159,8 +158,7 @@ def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]
     """Return the environment of a stage: its place among those of the plan, and how long later ones have taken."""
     place = plan.chosen.index(planned) + 1
     seconds = [recorded_seconds(later.run_dir) for later in plan.chosen[place:]]
-    later = f" {sum(filter(None, seconds)):.0f}" if seconds and all(seconds) else ""
-    return {**environment, PIPELINE: f"{place}/{len(plan.chosen)}{later}"}
+    return {**environment, **place_in_pipeline(place, len(plan.chosen), seconds)}
 
 
 def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:

@@ -1,7 +1,7 @@
 """Models that DeepSpeed-Chat saved, read and written as model folders of this project.
 
 The only place where a pickle is read by this project itself, with `weights_only=True`. Nothing is written in
-DeepSpeed-Chat's format. The command is in `rlhf/convert.py`.
+DeepSpeed-Chat's format. The command is in `rlhf/models/convert.py`.
 """
 
 import re

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault
-from pipeline.processes import PARENT, WAITS, give_word
+from pipeline.processes import PARENT, PIPELINE, WAITS, give_word
 
 Script = subprocess.Popen[bytes]  # the process of one
 
@@ -18,6 +18,12 @@ Script = subprocess.Popen[bytes]  # the process of one
 def launch_file(name: str) -> Path:
     """Return the path of a launch script, or of a preset (`presets/...`), of the installed project or the checkout."""
     return Path(str(files("launch"))) / name
+
+
+def place_in_pipeline(place: int, count: int, later_seconds: Sequence[float]) -> dict[str, str]:
+    """Return the variable of a stage's place, 1 to `count`, and of how long the later ones have taken; 0: unknown."""
+    later = f" {sum(later_seconds):.0f}" if later_seconds and all(later_seconds) else ""
+    return {PIPELINE: f"{place}/{count}{later}"}
 
 
 def start_script(command: Sequence[str], environment: Mapping[str, str]) -> Script:

@@ -50,8 +50,11 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
 def page_lines(options: DataOptions, rows: StageData) -> list[str]:
     """Return the lines about a data set: rows by fate, shares that are cut and dropped, percentiles of lengths."""
     counts, lengths = rows.counts.fates, sequence_lengths(rows.train).max(1)
-    kept = counts["to train on"] + counts["held out"]
-    shares = {"cut": counts["cut"] / max(kept, 1), "dropped": counts["dropped"] / max(kept + counts["dropped"], 1)}
+    num_taken = counts["to train on"] + counts["held out"]
+    shares = {
+        "cut": counts["cut"] / max(num_taken, 1),
+        "dropped": counts["dropped"] / max(num_taken + counts["dropped"], 1),
+    }
     percentiles: Any = np.percentile(lengths, PERCENTILES, method="higher")
     by_share = ", ".join(f"{share} % {size}" for share, size in zip(PERCENTILES, percentiles, strict=True))
     return [

@@ -11,10 +11,16 @@ from typing import IO
 from pipeline.console import say
 from pipeline.processes import python_environment
 from pipeline.run.layout import road_folder
+from pipeline.run.outcome import supervisor_name
 
 EVERY_S = 60.0  # between two starts, and before the first one: shorter runs have the last one alone
 SWITCH = "RLHF_REPORT"  # variable that turns all reports off, by `false`, whatever --report says
 LONGEST_S = 300.0  # then the last one is given up
+
+
+def own_reporter(run_dir: Path, *, is_on: bool) -> "Reporter":
+    """Return what rank 0 starts the report of its run with, where no supervisor does."""
+    return Reporter(run_dir, is_on=is_on and supervisor_name() is None)
 
 
 class Reporter:

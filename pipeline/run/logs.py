@@ -37,6 +37,7 @@ class FileFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         return printable(super().format(record))
 
 
@@ -44,6 +45,7 @@ class ReaderFormatter(logging.Formatter):
     """The message alone, as wide as a terminal, warnings in colour; `drawn` of a record is shown in its place."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return what the reader sees of a record."""
         if drawn := getattr(record, "drawn", None):
             return str(drawn)
         text = fitted(printable(super().format(record)))
@@ -88,9 +90,9 @@ def libraries_print_to(file: Path) -> Iterator[None]:
 
     sys.stderr stays the reader's. A stream that a test has put in its place stays as it is.
     """
-    reader, kept = sys.stderr, [os.dup(number) for number in (1, 2)]
+    reader, descriptors = sys.stderr, [os.dup(number) for number in (1, 2)]
     if is_descriptor(reader, 2):
-        sys.stderr = lasting_stream(kept[1], reader)
+        sys.stderr = lasting_stream(descriptors[1], reader)
     sys.stdout.flush()
     log_file = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     lead(log_file, log_file)
@@ -102,8 +104,8 @@ def libraries_print_to(file: Path) -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr, reader):
             stream.flush()
         sys.stderr = reader
-        lead(*kept)
-        for descriptor in (log_file, *kept):
+        lead(*descriptors)
+        for descriptor in (log_file, *descriptors):
             os.close(descriptor)
 
 

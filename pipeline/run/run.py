@@ -25,7 +25,6 @@ from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.redact import redacted
-from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
     EXIT_DONE,
@@ -203,7 +202,7 @@ def run_stage(stage: Stage, resolved: Resolved, *, choose: Choose, stop: StopReq
 
 def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, choose: Choose) -> int:
     """Run one rank from its first log line to its outcome file; returns the exit code."""
-    run_config: RunConfig = resolved.config.run
+    run_config = resolved.config.run
     rank = own_rank()
     code, message, secondary, trace = EXIT_DONE, "done", False, ""
     halved: Halved = {}

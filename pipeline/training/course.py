@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import dist
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
-from pipeline.checkpoints.checkpoint_files import delete_older, held_line
+from pipeline.checkpoints.checkpoint_files import delete_older
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.global_batch import evaluation_unit
 from pipeline.configuration.run_flags import RunConfig
@@ -20,15 +20,12 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.hub import push
-from pipeline.reporting.process import Reporter
+from pipeline.reporting.process import own_reporter
 from pipeline.run.earlier_runs import write_done
-from pipeline.run.evaluations import reached
 from pipeline.run.host_storage import on_each_storage
-from pipeline.run.outcome import supervisor_name
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
-from pipeline.training.meaning import write_meaning
-from pipeline.training.metrics import Metric, title_of
+from pipeline.training.metrics import Metric
 from pipeline.training.page import show_banner, show_end
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters, Stopping, divergence_advice
@@ -66,9 +63,7 @@ class Course:
         self.recorder = Recorder(
             run, config, start_step=start, total_steps=total_steps, metrics=metrics, shown=shown, models=engines
         )
-        if run.world.is_main:
-            write_meaning(run, metrics, start_step=start, total_steps=total_steps)
-        self._reporter = Reporter(run.folder, is_on=config.report and supervisor_name() is None and run.world.is_main)
+        self._reporter = own_reporter(run.folder, is_on=config.report and run.world.is_main)
         self.stopping = Stopping(run)
         self.halving = Halving(run, engines.values(), buffers=buffers)
         run.contents.update(fingerprint.inputs, **fingerprint.hashes)
@@ -166,13 +161,7 @@ class Course:
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
         if run.world.is_main:
-            figures, worse = reached(run.folder, stage, config)
-            if worse:
-                rate = stage.rate_flag(config)
-                log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
-            for name in stage.reached:
-                figures = figures.replace(f"{name} ", f"{title_of(name, self._metrics)} ")
-            show_end(run, time.monotonic() - self._began, figures=figures, checkpoints=held_line(checkpoints))
+            show_end(run, time.monotonic() - self._began, metrics=self._metrics)
         if repository := self._config.push_to_hub:
             beat("save", state.step)
             address = dist.on_main(lambda: push(stage.outputs(config)[0], repository))

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.checkpoints.checkpoint_files import held_line
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import printable, terminal_width
@@ -25,9 +26,11 @@ from pipeline.errors import is_coloured
 from pipeline.files import read_object
 from pipeline.models.partitions import whole_numel
 from pipeline.processes import PIPELINE
+from pipeline.run.evaluations import reached
 from pipeline.run.layout import environment_file
 from pipeline.run.run import PROJECT, Run
 from pipeline.training.inputs import fates_line
+from pipeline.training.metrics import Metric, title_of
 from pipeline.training.progress import duration
 
 log = logging.getLogger(__name__)
@@ -50,19 +53,28 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
         "version": ", ".join([f"{PROJECT} {versions.get(PROJECT)}{commit}", *libraries]),
         "models": ", ".join(models_in_words(run, engines)),
         "rows": fates_line(counts.fates, config.data.data_split),
-        "hardware": f"{run.world.size} x {device}, {zero_stages(config)}, {compute_dtype(run)}",
+        "hardware": f"{run.world.size} x {device}, {zero_in_words(config)}, {compute_dtype(run)}",
         "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
     }
     show(f"{run.stage.title}{f', stage {place}' if place else ''}", lines)
 
 
-def show_end(run: Run, seconds: float, *, figures: str, checkpoints: str) -> None:
-    """Say what the stage has come to: its evaluations, and where its checkpoint, models and report are."""
+def show_end(run: Run, seconds: float, *, metrics: Mapping[str, Metric]) -> None:
+    """Say what the stage has come to: its evaluations, and where its checkpoint, models and report are.
+
+    Warns of a run that ends worse than it began.
+    """
+    figures, worse = reached(run.folder, run.stage, run.resolved.config)
+    if worse:
+        rate = run.stage.rate_flag(run.resolved.config)
+        log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
+    for name in run.stage.reached:
+        figures = figures.replace(f"{name} ", f"{title_of(name, metrics)} ")
     reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]
     lines = {
         "held-out rows": figures,
-        "checkpoint": checkpoints,
+        "checkpoint": held_line(run.folder / "checkpoints"),
         "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
         "report": ", ".join(str(report) for report in reports if report.is_file()),
     }
@@ -87,7 +99,7 @@ def num_weights(parameter: Any) -> int:
     return int(state.shape.numel()) if state is not None else whole_numel(parameter)
 
 
-def zero_stages(config: StageConfig) -> str:
+def zero_in_words(config: StageConfig) -> str:
     """Return `ZeRO stage 2`, of several models each that occurs."""
     values = dict(flat_items(config))
     found = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})

@@ -20,6 +20,7 @@ from pipeline.processes import peak_memory
 from pipeline.run.evaluations import metrics_lines
 from pipeline.run.run import Run
 from pipeline.training.health import SAMPLER_ERROR, SAMPLER_ERROR_16_BITS, Health, History
+from pipeline.training.meaning import write_meaning
 from pipeline.training.metrics import Metric, MetricsWriter, metric_of, title_of
 from pipeline.training.page import show_samples
 from pipeline.training.progress import Progress, readable
@@ -68,6 +69,7 @@ class Recorder:
             self._highest = 0.0  # GiB
             self._known: dict[str, float] = {}  # the last value of each metric
             self._spent = Counter[str]()  # seconds of each phase
+            write_meaning(run, metrics, start_step=start_step, total_steps=total_steps)
             self._health = Health(history_of(run, total_steps=total_steps))
             self._progress = Progress(
                 run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every

@@ -29,7 +29,7 @@ from pipeline.models.loading import load_language_model
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import last_token_scores, load_reward_model
 from pipeline.models.source import ModelSource, prepare_tokenizer
-from rlhf import merge
+from rlhf.models import merge
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TEMPLATE = (

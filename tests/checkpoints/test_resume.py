@@ -17,7 +17,7 @@ from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_NO_CHECKPOINT
-from rlhf import export
+from rlhf.models import export
 from step3_ppo.models import saving
 
 NOT_REPEATABLE = ("time", "_s", "_per_s", "_gib")

@@ -29,9 +29,9 @@ from pipeline.configuration.flag_table import flag_table
 from pipeline.engine.memory import ModelMemory
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
-from rlhf.convert import ConvertConfig
-from rlhf.export import ExportConfig
-from rlhf.merge import MergeConfig
+from rlhf.models.convert import ConvertConfig
+from rlhf.models.export import ExportConfig
+from rlhf.models.merge import MergeConfig
 from rlhf.report import ReportConfig
 from rlhf.rewards.reward import RewardTrialConfig
 from rlhf.rewards.sample import SampleConfig

@@ -67,7 +67,7 @@ def test_one_command_alone_reads_a_pickle() -> None:
     found = [name for name in TREES if words.search((ROOT / name).read_text(encoding="utf-8"))]
     assert found == ["pipeline/checkpoints/deepspeed_chat.py"]
     importers = [name for name in TREES if "deepspeed_chat import" in (ROOT / name).read_text(encoding="utf-8")]
-    assert importers == ["rlhf/convert.py"]
+    assert importers == ["rlhf/models/convert.py"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import check_model_files
-from rlhf import merge
+from rlhf.models import merge
 
 ROW = random_rows(0, (12,))[0].unsqueeze(0)
 SHARED = {

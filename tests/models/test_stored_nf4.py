@@ -25,7 +25,7 @@ from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.planning.measurement import model_size
 from pipeline.planning.needs import ModelUse
-from rlhf import export, merge
+from rlhf.models import export, merge
 
 NF4 = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 ROW = random_rows(0, (8,))[0].unsqueeze(0)

@@ -14,7 +14,7 @@ from support.model_folders import assert_same_folder
 from support.tiny_run import make_folder, take_lines
 
 from pipeline.errors import EXIT_DONE
-from rlhf import export
+from rlhf.models import export
 
 UNPARTITIONED = "z3 unpartitioned"
 SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]

@@ -10,7 +10,8 @@ from support.source_tree import ROOT, tree_of
 
 from pipeline import errors
 from pipeline.configuration.flag_table import flag_table
-from rlhf import chat, compare, convert, export, merge
+from rlhf import chat, compare
+from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig

@@ -20,7 +20,7 @@ TENSOR_MATH = (
 # Configuration, flags and DeepSpeed's JSON, and the programs that a user waits for.
 LIGHT = (
     "pipeline.errors", "pipeline.models.paths", "train", "chat", "prompt_eval",
-    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.convert", "rlhf.export", "rlhf.report",
+    "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.models.convert", "rlhf.models.export", "rlhf.report",
     "rlhf.rewards.reward", "rlhf.rewards.sample", "pipeline.reporting.page", "pipeline.reporting.process",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),

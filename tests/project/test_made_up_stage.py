@@ -100,6 +100,6 @@ def test_it_trains_resumes_and_is_exported(tmp_path, data, number):
     losses = [[line["loss"] for line in read_metrics(output / "runs/labelled")] for output in (whole, parts)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     exported = tmp_path / "exported"
-    done = run(["-m", "rlhf.export", str(parts / "runs/labelled"), "--output", str(exported)], data, project)
+    done = run(["-m", "rlhf.models.export", str(parts / "runs/labelled"), "--output", str(exported)], data, project)
     assert done.returncode == 0, done.stderr
     assert all(tensor.equal(weights[0][name]) for name, tensor in load_file(exported / "model.safetensors").items())

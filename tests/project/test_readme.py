@@ -16,7 +16,8 @@ from support.source_tree import ROOT, source_files, tree_of
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, convert, export, merge, report, train, train_plan
+from rlhf import chat, compare, report, train, train_plan
+from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan

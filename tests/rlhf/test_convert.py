@@ -29,7 +29,7 @@ from transformers import (
 from pipeline.models.reward_model import last_token_scores, load_reward_model
 from pipeline.models.source import ModelSource
 from rlhf import chat
-from rlhf.convert import main
+from rlhf.models.convert import main
 from step2_reward import eval as reward_eval
 
 LORA = {"opt": "decoder.layers.", "opt-350m": "decoder.layers.", "llama": "layers."}

@@ -21,8 +21,8 @@ from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import STORED_INT8_ENTRY, add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
-from rlhf import merge
-from rlhf.export import main
+from rlhf.models import merge
+from rlhf.models.export import main
 
 INT8: Any = {"dtype": torch.bfloat16, "quantization": "int8"}
 

@@ -35,8 +35,8 @@ from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import load_reward_model, score_head_fields
 from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import ADAPTER_WEIGHTS
-from rlhf.export import main as export
-from rlhf.merge import SENTENCES, main, sixteen_bits
+from rlhf.models.export import main as export
+from rlhf.models.merge import SENTENCES, main, sixteen_bits
 
 SETTINGS = {"dim": 4, "alpha": 8.0, "dropout": 0.0, "module_name": "all-linear", "only_lora": True, "seed": 0}
 LINE = re.compile(r"largest difference ([0-9.e-]+), mean ([0-9.e-]+)")

@@ -16,7 +16,7 @@ from support.ppo_settings import ppo_config
 from support.tiny_run import make_folder
 
 from pipeline.checkpoints import checkpoint
-from rlhf import export
+from rlhf.models import export
 from step3_ppo.build import resume
 from step3_ppo.main import main
 from step3_ppo.state import State

@@ -62,4 +62,4 @@ def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.convert"))
+    sys.exit(main(prog="python -m rlhf.models.convert"))

@@ -74,7 +74,7 @@ def write_int8(path: str, output: Path) -> str:
     from pipeline.inference.answers import load_chat_tokenizer
     from pipeline.models.lora import STORED_INT8_ENTRY
     from pipeline.models.source import ModelSource
-    from rlhf.merge import load, sixteen_bits
+    from rlhf.models.merge import load, sixteen_bits
 
     if output.exists():
         raise InputError(f"--output: {output} exists; name a new folder")
@@ -99,4 +99,4 @@ def write_int8(path: str, output: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.export"))
+    sys.exit(main(prog="python -m rlhf.models.export"))

@@ -202,4 +202,4 @@ def difference_lines(
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m rlhf.merge"))
+    sys.exit(main(prog="python -m rlhf.models.merge"))

@@ -1,0 +1,1 @@
+"""Programs that write model folders without training: convert, export, merge."""
