@@ -101,6 +101,7 @@ def test_rows_are_shown_once_and_kept(trained: Trained, ranks: int) -> None:
     printed, log = trained.ended[ranks].stderr, (trained.run(ranks) / "log.txt").read_text(encoding="utf-8")
     assert document["lines"][0] == "sft rows: 64 to train on, 8 held out, of 72 given"
     assert all(printed.count(f"{line}\n") == 1 for line in document["lines"])
+    assert "\x1b" not in log and "\r" not in log
     for number, sample in zip((1, 22, 43), document["samples"], strict=True):
         line = f"sft row {number}: {sample['tokens']} tokens"
         assert sample["title"] == f"sft row {number}" and printed.count(f"{line}\n") == log.count(f"{line}\n") == 1
