@@ -7,26 +7,30 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pipeline.configuration.flag_table import AUTO, Flag, flag_table, flat_items
+from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import scan, stage_arguments
+from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError
 from pipeline.files import write_text
 from pipeline.run.entry import run_command
 from rlhf.stages import SECTIONS
-from rlhf.train_config import USUAL, TrainConfig, split_common, split_overrides
-from rlhf.train_plan import Plan, PlannedStage, make_plan
+from rlhf.train_config import USUAL, split_common, split_overrides
+
+if TYPE_CHECKING:
+    from rlhf.train_plan import Plan
 
 DEFAULT_FILE = "rlhf.yaml"
 SUFFIXES = (".yaml", ".yml")
 WIDTH = 100  # columns of the file
-# Usual flags that are no settings of a file, and those that `rlhf train` derives from its own.
-NOT_IN_FILE = {"dry_run", "resume", "output_dir"}
+# Usual flags of a command, not of a file.
+NOT_IN_FILE = {"dry_run", "resume"}
+NOTE = "  # "
 USAGE = """\
 usage: {prog} [FILE] [--FLAG VALUE ...]
 Write a commented YAML file (rlhf.yaml) for a model and data; it asks nothing.
@@ -56,6 +60,8 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"{name} exists and stays as it is; name another file: {prog} other.yaml ...")
     if any(flag == "config" for flag, _ in scan(words)):
         raise InputError("--config: a file of flags is what this writes; give the flags themselves")
+    from rlhf.train_plan import make_plan
+
     plan = make_plan(words, prog=train)
     command = f"{train} --config {shlex.quote(name)}"
     write_text(Path(name), "\n".join([*document(plan, words, command), ""]))
@@ -72,56 +78,36 @@ def file_and_flags(argv: list[str]) -> tuple[str, list[str]]:
     return DEFAULT_FILE, argv
 
 
-def document(plan: Plan, words: list[str], command: str) -> Iterator[str]:
+def document(plan: "Plan", words: list[str], command: str) -> Iterator[str]:
     """Yield the lines of the file: the section of `rlhf train`, then one of each stage."""
     yield f"# Checked by `{command} --dry-run`, run by `{command}`."
     yield "# A line without # holds; a flag behind # has the value that it shows: take the # away to change it."
     yield f"# All other flags have their defaults: {command.partition(' --config')[0]} --help-all"
+    yield from section_lines("train", plan.config, USUAL, plan.given | {"actor_model"}, {})
     own, overrides = split_overrides(words, SECTIONS[1:])
-    _, common = split_common(own)
-    values, table = dict(flat_items(plan.config)), flag_table(TrainConfig)
-    names = [name for name in USUAL if name in table and name not in NOT_IN_FILE - {"output_dir"}]
-    yield from section_lines("train", table, usual=names, values=values, given=plan.given | {"actor_model"}, origins={})
+    common = [word for flag in split_common(own)[1] for word in flag]
     for planned in plan.stages.values():
-        section = planned.stage.section
-        known = Names(planned.stage.config).known
-        typed = [name for flag in common for name, _ in scan(flag)] + [name for name, _ in scan(overrides[section])]
-        yield from stage_lines(planned, {known[name] for name in typed if name in known})
-
-
-def stage_lines(planned: PlannedStage, given: Collection[str]) -> Iterator[str]:
-    """Yield the section of a stage; `given`: its flags that the user gives."""
-    table, values = flag_table(planned.stage.config), dict(flat_items(planned.resolved.config))
-    chained = {planned.stage.path_flag(prefix) for prefix in planned.stage.starts_given(values)} | NOT_IN_FILE
-    usual = [name for name in planned.stage.config.usual if name not in chained]
-    yield f"\n# {planned.stage.config.__doc__}"
-    origins = {name: origin for name, origin in planned.resolved.origins.items() if origin.endswith(SUFFIXES)}
-    yield from section_lines(planned.stage.section, table, usual=usual, values=values, given=given, origins=origins)
+        stage, resolved = planned.stage, planned.resolved
+        known = Names(stage.config).known
+        given = {known[name] for name, _ in scan([*common, *overrides[stage.section]]) if name in known}
+        chained = {stage.path_flag(prefix) for prefix in stage.starts_given(dict(flat_items(resolved.config)))}
+        usual = [name for name in stage.config.usual if name not in chained | {"output_dir"}]
+        yield f"\n# {stage.config.__doc__}"
+        yield from section_lines(stage.section, resolved.config, usual, given, resolved.origins)
 
 
 def section_lines(
-    section: str,
-    table: Mapping[str, Flag],
-    *,
-    usual: Collection[str],
-    values: Mapping[str, Any],
-    given: Collection[str],
-    origins: Mapping[str, str],
+    section: str, config: Group, usual: Sequence[str], given: Collection[str], origins: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a section: usual and given flags with their meaning; those that are not given as comments.
-
-    origins: flag -> the preset that its value comes from.
-    """
+    """Yield a section: usual and given flags with their meaning, those that are not given as comments."""
+    table, values = flag_table(type(config)), dict(flat_items(config))
     yield f"{section}:"
-    for name in [*usual, *(name for name in table if name in given and name not in usual)]:
-        origin = f" (preset {Path(origins[name]).name})" if name in origins else ""
-        yield from comment(f"{table[name].meaning}{origin}")
+    for name in dict.fromkeys(name for name in (*usual, *given) if name in table and name not in NOT_IN_FILE):
+        preset = Path(origins.get(name, "")).name
+        origin = f" (preset {preset})" if preset.endswith(SUFFIXES) else ""
+        yield from textwrap.wrap(f"{table[name].meaning}{origin}", WIDTH, initial_indent=NOTE, subsequent_indent=NOTE)
         value = json.dumps(AUTO if table[name].auto and name not in given else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
-
-
-def comment(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
 
 
 if __name__ == "__main__":

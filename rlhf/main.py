@@ -1,7 +1,7 @@
 """The command `rlhf SUBCOMMAND ...`: finds the subcommand and passes the other words on to it.
 
-A subcommand is a module of this package, of `rlhf/rewards/` or of `rlhf/models/`, imported when it is called: `rlhf --help` takes
-milliseconds.
+A subcommand is a module of this package, of `rlhf/rewards/` or of `rlhf/models/`, imported when it is called:
+`rlhf --help` takes milliseconds.
 """
 
 import importlib

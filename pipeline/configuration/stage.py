@@ -41,7 +41,7 @@ class SupervisedConfig(StageConfig):
 
     usual = (
         "model_name_or_path", "data_path", "output_dir", "max_seq_len", "num_train_epochs", "learning_rate",
-        "per_device_train_batch_size", "lora_dim", "zero_stage", "dry_run",
+        "per_device_train_batch_size", "lora_dim", "eval_interval", "dry_run",
     )  # fmt: skip
     examples = (
         "--model facebook/opt-125m --data_path my.jsonl",

@@ -5,8 +5,7 @@ All rows are tokenised, into the cache that a run reads; of a model only the tok
 
 import shutil
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -18,8 +17,8 @@ from pipeline.data.selection import DataOptions
 from pipeline.errors import is_coloured
 from pipeline.models.source import prepare_tokenizer
 from pipeline.run.settled import data_of
-from pipeline.training.inputs import row_lines, row_warnings, samples_of_all
-from pipeline.training.preview import length_limit, preview_lines
+from pipeline.training.inputs import lines_about
+from pipeline.training.preview import length_limit, preview_lines, samples_of
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 
@@ -38,28 +37,19 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
     print(f"== stage {stage.number}: {stage.title}: what it trains on")
-    for options, rows in data:
-        for line in page_lines(options, rows):
-            print(wrapped(line))
-    is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else WIDTH
-    samples = samples_of_all(config, data, tokenizer, number=config.run.show_data, seq2seq=seq2seq)
+    for line in (line for one in data for line in [*lines_about(*one), *shares_and_lengths(*one)]):
+        print(wrapped(line))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    samples = samples_of(config, data, tokenizer, number=config.run.show_data, seq2seq=seq2seq)
     print(*preview_lines(samples, width, is_coloured=is_coloured(sys.stdout)), sep="\n")
 
 
-def page_lines(options: DataOptions, rows: StageData) -> list[str]:
-    """Return the lines about a data set: rows by fate, shares that are cut and dropped, percentiles of lengths."""
-    counts, lengths = rows.counts.fates, sequence_lengths(rows.train).max(1)
-    num_taken = counts["to train on"] + counts["held out"]
-    shares = {
-        "cut": counts["cut"] / max(num_taken, 1),
-        "dropped": counts["dropped"] / max(num_taken + counts["dropped"], 1),
-    }
-    percentiles: Any = np.percentile(lengths, PERCENTILES, method="higher")
-    by_share = ", ".join(f"{share} % {size}" for share, size in zip(PERCENTILES, percentiles, strict=True))
-    return [
-        *row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train)),
-        *row_warnings(options.title, options.kind, rows.counts),
-        f"{options.title} rows: {', '.join(f'{share:.1%} {name}' for name, share in shares.items())}",
-        f"{options.title} tokens: {by_share}, longest {lengths.max()}, limit {length_limit(options)}",
-    ]
+def shares_and_lengths(options: DataOptions, rows: StageData) -> Iterator[str]:
+    """Yield the shares of rows that are cut and dropped, and percentiles of the lengths of those to train on."""
+    fates, lengths = rows.counts.fates, sequence_lengths(rows.train).max(1)
+    num_rows = fates["to train on"] + fates["held out"]
+    cut, dropped = fates["cut"] / max(num_rows, 1), fates["dropped"] / max(num_rows + fates["dropped"], 1)
+    yield f"{options.title} rows: {cut:.1%} cut, {dropped:.1%} dropped"
+    sizes = np.percentile(lengths, PERCENTILES, method="higher")
+    shares = ", ".join(f"{share} % {size}" for share, size in zip(PERCENTILES, sizes, strict=True))
+    yield f"{options.title} tokens: {shares}, longest {lengths.max()}, limit {length_limit(options)}"

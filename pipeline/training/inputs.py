@@ -5,7 +5,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import check_rows
@@ -50,44 +50,31 @@ def prepare_stage(
 
     def check_and_show() -> None:
         check_rows(run.folder, config, (rows.train for rows in built))
-        run.rows.update(show_rows(config, list(zip(data, built, strict=True)), tokenizer, seq2seq=seq2seq))
+        shown = list(zip(data, built, strict=True))
+        samples = samples_of(config, shown, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq)
+        show_rows(samples)
+        run.rows.update(rows_document(shown, [line for one in shown for line in lines_about(*one)], samples))
 
     dist.on_main(check_and_show)
     return built
 
 
-def show_rows(
-    config: StageConfig,
-    data: Sequence[tuple[DataOptions, StageData]],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    seq2seq: bool,
-) -> dict[str, Any]:
-    """Log some rows as they are trained on, coloured on a terminal; return the content of rows.json."""
-    samples, lines = samples_of_all(config, data, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq), list[str]()
+def show_rows(samples: Sequence[Sample]) -> None:
+    """Print samples of rows to stderr, coloured on a terminal, and to the log files."""
     for line in preview_lines(samples, WIDTH, is_coloured=False):
         file_log.info("%s", line)
-    shown = preview_lines(samples, terminal_width(), is_coloured=is_coloured(sys.stderr))
-    print(*shown, sep="\n", file=sys.stderr, flush=True)
-    for options, rows in data:
-        lines += row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
-        lines += row_warnings(options.title, options.kind, rows.counts)
-    return rows_document(*data[0], lines, samples)
+    print(
+        *preview_lines(samples, terminal_width(), is_coloured=is_coloured(sys.stderr)),
+        sep="\n",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-def samples_of_all(
-    config: StageConfig,
-    data: Sequence[tuple[DataOptions, StageData]],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    number: int,
-    seq2seq: bool,
-) -> list[Sample]:
-    """Return samples of a stage's rows, and one of the text of the ptx loss."""
-    (options, rows), *texts = data
-    packing = getattr(config.data, "packing", False)
-    samples = samples_of(options, rows, tokenizer, number=number, packing=packing, seq2seq=seq2seq)
-    return samples + [sample for text in texts for sample in samples_of(*text, tokenizer, number=1)]
+def lines_about(options: DataOptions, rows: StageData) -> list[str]:
+    """Return the lines of the log about a data set's rows, warnings included."""
+    lines = row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
+    return [*lines, *row_warnings(options.title, options.kind, rows.counts)]
 
 
 def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:

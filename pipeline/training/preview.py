@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from rich.cells import cell_len
 
+from pipeline.configuration.stage import StageConfig
 from pipeline.console import printable
 from pipeline.data.batching import pack_rows
 from pipeline.data.cache import StageData
@@ -32,7 +33,9 @@ OWN = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
 OWN |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
 MAX_PARTS, MAX_LINES = 3, 9  # of a sample
 LABEL = 10  # columns in front of a part's text
+MAX_GAP = 44  # columns of the words for what is left out, and of the brackets at its ends
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+DataSets = Sequence[tuple[DataOptions, StageData]]  # of a stage: its rows, and in stage 3 the text of the ptx loss
 Piece = tuple[str, bool | None]  # a character as it is shown, and whether it is trained; None: it is not of the text
 
 
@@ -62,31 +65,27 @@ class Sample:
 
 
 def samples_of(
-    options: DataOptions,
-    data: StageData,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    number: int,
-    packing: bool = False,
-    seq2seq: bool = False,
+    config: StageConfig, data: DataSets, tokenizer: "PreTrainedTokenizerBase", *, number: int, seq2seq: bool = False
 ) -> list[Sample]:
-    """Return up to `number` samples, from the first training row towards the last one.
+    """Return up to `number` samples of a stage's rows, from the first to the last ones, and one of each further text.
 
     Args:
-        packing: rows are packed into sequences of up to max_seq_len tokens.
         seq2seq: rows are cut in front of their first trained token: an encoder reads what is before it.
     """
-    rows = data.train
-    units = pack_rows(rows["num_tokens"][:], options.max_seq_len) if packing else [[row] for row in range(len(rows))]
-    samples = []
-    for unit in (units[place] for place in sorted({len(units) * place // number for place in range(number)})):
-        own = [rows[row] for row in unit]
-        sizes = sequence_lengths(rows.select(unit)).max(1).tolist()
-        cuts = [is_cut(row, size, options, data, tokenizer) for row, size in zip(own, sizes, strict=True)]
-        names = [f"{number + 1}{' (cut)' * cut}" for number, cut in zip(unit, cuts, strict=True)]
-        title = f"{options.title} row{'s' * (len(unit) > 1)} {', '.join(names)}"
-        parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
-        samples.append(Sample(title, sum(sizes), parts))
+    samples = list[Sample]()
+    for options, rows in data:
+        is_packed = not samples and getattr(config.data, "packing", False)
+        units = [[row] for row in range(len(rows.train))]
+        units = pack_rows(rows.train["num_tokens"][:], options.max_seq_len) if is_packed else units
+        for place in sorted({len(units) * step // number for step in range(number)}):
+            own = rows.train.select(units[place])
+            sizes = sequence_lengths(own).max(1).tolist()
+            cut = [is_cut(row, size, options, rows, tokenizer) for row, size in zip(own, sizes, strict=True)]
+            names = [f"{row + 1}{' (cut)' * lost}" for row, lost in zip(units[place], cut, strict=True)]
+            title = f"{options.title} row{'s' * (len(own) > 1)} {', '.join(names)}"
+            parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
+            samples.append(Sample(title, sum(sizes), parts))
+        number = 1
     return samples
 
 
@@ -159,7 +158,7 @@ def preview_lines(samples: Sequence[Sample], width: int, is_coloured: bool) -> l
             pieces = bracketed(shortened(part.spans, room * (MAX_LINES // len(shown))))
             for number, line in enumerate(wrap_pieces(pieces, room)):
                 label = "" if number else part.name
-                lines.append(f"  {label:<{LABEL}}{styled(line) if is_coloured else text_of(line)}")
+                lines.append(f"  {label:<{LABEL}}{styled(line, is_coloured=is_coloured)}")
         if left := len(sample.parts) - len(shown):
             lines.append(f"  {'':<{LABEL}}… and {left} more"[:width])
     return lines
@@ -168,15 +167,13 @@ def preview_lines(samples: Sequence[Sample], width: int, is_coloured: bool) -> l
 def shortened(spans: Sequence[Span], room: int) -> list[Piece]:
     """Return the characters of spans, those in the middle replaced by their number where all need over `room` columns.
 
-    Brackets count as two columns of each trained span.
+    The brackets of a trained span are two columns.
     """
     pieces: list[Piece] = [(printable(char).translate(OWN), span.is_trained) for span in spans for char in span.text]
-    widths = [cell_len(text) for text, _ in pieces]
-    brackets = 2 * sum(span.is_trained for span in spans)
+    widths, brackets = [cell_len(text) for text, _ in pieces], 2 * sum(span.is_trained for span in spans)
     if sum(widths) + brackets <= room:
         return pieces
-    gap = f" … {len(pieces):,} characters left out … "
-    half = max((room - len(gap) - brackets - 4) // 2, 1)
+    half = max((room - MAX_GAP - brackets) // 2, 1)
     head, tail = (int(np.searchsorted(np.cumsum(some), half, "right")) for some in (widths, widths[::-1]))
     gap = f" … {len(pieces) - head - tail:,} characters left out … "
     return [*pieces[:head], *((char, None) for char in gap), *pieces[len(pieces) - tail :]]
@@ -203,25 +200,22 @@ def wrap_pieces(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
     return lines
 
 
-def text_of(pieces: Iterable[Piece]) -> str:
-    return "".join(text for text, _ in pieces)
+def styled(pieces: Iterable[Piece], *, is_coloured: bool) -> str:
+    """Return the text of pieces, with the codes of their colours if it is to have any."""
+    groups = ((is_trained, "".join(map(itemgetter(0), group))) for is_trained, group in groupby(pieces, itemgetter(1)))
+    return "".join(
+        f"{GREEN if is_trained else DIM}{text}{RESET}" if is_coloured else text for is_trained, text in groups
+    )
 
 
-def styled(pieces: Iterable[Piece]) -> str:
-    """Return the text of pieces with the codes of their colours."""
-    parts = ((is_trained, text_of(group)) for is_trained, group in groupby(pieces, key=itemgetter(1)))
-    return "".join(f"{GREEN if is_trained else DIM}{text}{RESET}" for is_trained, text in parts)
-
-
-def rows_document(
-    options: DataOptions, data: StageData, lines: Sequence[str], samples: Sequence[Sample]
-) -> dict[str, Any]:
-    """Return the content of rows.json: counts and lengths of the rows of a run, the lines about them, and samples."""
-    lengths = sequence_lengths(data.train).max(1)
+def rows_document(data: DataSets, lines: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the content of rows.json: counts and lengths of a stage's rows, the lines about them, and samples."""
+    options, rows = data[0]
+    lengths = sequence_lengths(rows.train).max(1)
     median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))
     return {
         "title": options.title,
-        "rows": dict(data.counts.fates),
+        "rows": dict(rows.counts.fates),
         "lines": list(lines),
         "tokens": {"median": median, "p95": p95, "longest": int(lengths.max()), "limit": length_limit(options)},
         "samples": [asdict(sample) for sample in samples],

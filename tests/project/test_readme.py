@@ -16,7 +16,7 @@ from support.source_tree import ROOT, source_files, tree_of
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, report, train, train_plan
+from rlhf import chat, compare, init, report, train, train_plan
 from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
@@ -250,6 +250,8 @@ def check_command(words: list[str]) -> None:
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
         train.check_stages(make_plan(rest[1:], prog="python train.py"))
+    elif program == "rlhf" and rest[0] == "init":
+        assert init.main(rest[1:]) == 0
     elif program == "rlhf" and rest[0] in OTHER_COMMANDS:
         parse(OTHER_COMMANDS[rest[0]], rest[1:], section="none")
     elif program == "rlhf":

@@ -25,7 +25,10 @@ MODEL_FILES = {
     "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
     "tokenizer.json", "tokenizer_config.json", "training_config.json",
 }  # fmt: skip
-RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "tensorboard", "log", "checkpoints"}
+RUN_FILES = {
+    "config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "tensorboard", "log", "checkpoints",
+    "rows.json",
+}  # fmt: skip
 # Metrics of GPUs, and of flags that are not given.
 ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib", "eval_bleu", "eval_rougeL"}
 
@@ -88,6 +91,26 @@ def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
     logs = {path.name for path in (trained.run(ranks) / "log").iterdir()}
     assert logs == {f"rank-{rank}.txt" for rank in range(ranks)}
     assert not list(trained.folder.rglob("*.writing"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_are_shown_once_and_kept(trained: Trained, ranks: int) -> None:
+    """On stderr and in log.txt, by rank 0, the same lines; rows.json has their texts and the counts."""
+    document = json.loads((trained.run(ranks) / "rows.json").read_text(encoding="utf-8"))
+    assert (document["title"], document["rows"]) == ("sft", {"to train on": 64, "held out": 8})
+    tokens = document["tokens"]
+    assert 0 < tokens["median"] <= tokens["p95"] <= tokens["longest"] <= tokens["limit"] == 96
+    printed, log = trained.ended[ranks].stderr, (trained.run(ranks) / "log.txt").read_text(encoding="utf-8")
+    assert document["lines"][0] == "sft rows: 64 to train on, 8 held out, of 72 given"
+    assert all(printed.count(f"{line}\n") == 1 for line in document["lines"])
+    assert "\x1b" not in log and "\r" not in log
+    for number, sample in zip((1, 22, 43), document["samples"], strict=True):
+        line = f"sft row {number}: {sample['tokens']} tokens"
+        assert sample["title"] == f"sft row {number}" and printed.count(f"{line}\n") == log.count(f"{line}\n") == 1
+        (part,) = sample["parts"]
+        (response,) = (span["text"] for span in part["spans"] if span["is_trained"])
+        shown = "".join(text[12:] for text in printed.split(f"{line}\n")[1].splitlines()[:4])
+        assert f"⟦{response}⟧" in shown and response.endswith(".</s>")
 
 
 @pytest.mark.slow
@@ -198,6 +221,7 @@ def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> Non
     assert over.code == 0
     assert [line["step"] for line in read_metrics(trained.run())] == [0, *range(1, NUM_STEPS + 1), NUM_STEPS]
     assert (trained.run() / "metrics.jsonl").read_text() != before[0]
+    assert (trained.run() / "rows.json").is_file(), "it is that of the new run"
     assert (trained.model() / "model.safetensors").read_bytes() == before[1], "the same seed gives the same weights"
 
 

@@ -21,7 +21,9 @@ MODEL_FILES = {
     "README.md", "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     "training_config.json",
 }  # fmt: skip
-RUN_FILES = {"config.json", "env.json", "log.txt", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints"}
+RUN_FILES = {
+    "config.json", "env.json", "log.txt", "rows.json", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints",
+}  # fmt: skip
 # Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
     "groups/equal",  # several responses to a prompt: test_equal_groups.py
@@ -99,6 +101,13 @@ def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
     for name in ("actor", "critic", "actor_ema"):
         assert {path.name for path in (trained.output(ranks) / name).iterdir()} >= MODEL_FILES
     assert {path.name for path in trained.run(ranks).iterdir()} >= RUN_FILES
+
+
+def test_prompts_and_text_are_shown(trained: Trained) -> None:
+    document = json.loads((trained.run() / "rows.json").read_text(encoding="utf-8"))
+    samples = [(sample["title"], [part["name"] for part in sample["parts"]]) for sample in document["samples"]]
+    assert [title.split()[0] for title, _ in samples] == ["ppo", "ppo", "ppo", "text"]
+    assert [names for _, names in samples] == [["prompt"]] * 3 + [["text"]] and document["title"] == "ppo"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

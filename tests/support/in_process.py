@@ -51,8 +51,10 @@ def group_of_one() -> Iterator[Any]:
 
 
 def error_lines(stderr: str) -> list[str]:
-    """Return the lines that a user reads, without row counts and the linker's words."""
-    noise = r"(sft|reward|ppo|text) rows: |  rows: |/usr/bin/ld: |collect2: "
+    """Return the lines that a user reads, without row counts, the preview of rows and the linker's words."""
+    noise = (
+        r"(sft|reward|ppo|text) rows?|  rows: |⟦|  (text|prompt|response|chosen|rejected)?  |/usr/bin/ld: |collect2: "
+    )
     return [line for line in stderr.splitlines() if not re.match(noise, line)]
 
 

@@ -1,6 +1,7 @@
 """The preview of rows against the batches that the loops make of them, and as lines of a terminal."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ def options(folder, rows, **changes) -> DataOptions:
     return DataOptions(**common, cache_dir=str(folder / "cache"), **changes)
 
 
-def samples(stage, given, tokenizer, number=3, **changes):
+def samples(stage, given, tokenizer, number=3, packing=False, **changes):
     data = load_rows(stage, given, tokenizer)
-    return data, samples_of(of_stage(stage, given), data, tokenizer, number=number, **changes)
+    config = SimpleNamespace(data=SimpleNamespace(packing=packing))
+    return data, samples_of(config, [(of_stage(stage, given), data)], tokenizer, number=number, **changes)
 
 
 def shown(text: str) -> str:
@@ -155,8 +157,8 @@ def test_long_rows_are_shortened_in_the_middle(bpe_tokenizer, tmp_path, width):
             number = int(re.search(r"… ([\d,]+) ", texts[name])[1].replace(",", ""))
             assert left_out == 1 and kept.count("⟦") == kept.count("⟧")
             kept = kept.replace("⟦", "").replace("⟧", "")
-            assert len(kept) + number == len(part_text(part)) and shown(part_text(part)).startswith(kept[:20])
-            assert shown(part_text(part)).endswith(kept[-20:])
+            assert len(kept) + number == len(part_text(part)) and shown(part_text(part)).startswith(kept[:10])
+            assert shown(part_text(part)).endswith(kept[-10:])
 
 
 def test_samples_are_spread_over_the_rows(bpe_tokenizer, tmp_path):
@@ -173,7 +175,7 @@ def test_the_document_counts_what_the_rows_are(bpe_tokenizer, tmp_path):
     rows = [{"prompt": "p", "chosen": "a " * count, "rejected": "b"} for count in (1, 2, 3, 30)]
     given = options(tmp_path, rows)
     data, found = samples("reward", given, bpe_tokenizer)
-    document = rows_document(of_stage("reward", given), data, ["a line"], found)
+    document = rows_document([(of_stage("reward", given), data)], ["a line"], found)
     lengths = sorted(len(row["chosen_ids"]) for row in data.train)
     assert document["tokens"] == {"median": lengths[2], "p95": lengths[3], "longest": lengths[3], "limit": 512}
     assert document["rows"]["to train on"] == 4 and document["lines"] == ["a line"]
