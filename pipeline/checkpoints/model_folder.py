@@ -178,14 +178,15 @@ def save_trained(
         step: the optimizer step whose weights these are.
         score_fields: fields of config.json of a model with a score head, whose adapter is never saved alone.
     """
-    scores = score_fields is not None
+    scores, seq2seq = score_fields is not None, isinstance(module, Seq2SeqLM)
     save_model(
         module.get_submodule("model"),
         tokenizer,
         folder,
         dtype=saved_dtype(run),
-        documents=model_documents(
-            run, model=model, kind=kind, step=step, scores=scores, seq2seq=isinstance(module, Seq2SeqLM)
+        # Read from the run's files, which rank 0 has written.
+        documents=dist.on_main(
+            lambda: model_documents(run, model=model, kind=kind, step=step, scores=scores, seq2seq=seq2seq)
         ),
         config_changes=score_fields,
         merged=scores or not run.resolved.config.deepspeed.save_adapter_only,

@@ -25,6 +25,7 @@ from pipeline.errors import (
     RunError,
     print_error,
 )
+from pipeline.hub import check_push
 from pipeline.processes import WAITS, has_word
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
@@ -67,6 +68,8 @@ def enter(
             check_launched()
             resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
+        if own_rank() == 0 and not resolved.config.run.starts_nothing:
+            check_push(resolved.config.run.push_to_hub)
     except RunError as error:
         return print_error(error) if is_first_process() else error.code
     if resolved.config.run.starts_nothing:

@@ -38,7 +38,6 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.files import refused_by_disk, write_json
-from pipeline.hub import check_push
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
@@ -267,7 +266,6 @@ def begin(run: Run, choose: Choose) -> None:
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
-    dist.on_main(lambda: check_push(config.run.push_to_hub))
     resolved, chosen = as_rank_0_has_it(run.stage, run.resolved, choose, run.world.size)
     run = replace(run, resolved=resolved, plan=chosen.plan)
     run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.decide(run))))

@@ -114,13 +114,13 @@ def test_a_refused_upload_is_one_line_and_leaves_the_model(inputs, tmp_path, mon
 def test_an_upload_that_cannot_be_is_refused_before_the_start(
     inputs, tmp_path, monkeypatch, capfd, has_server, change, expected
 ) -> None:
-    """By a stage itself before it reads anything, and among all problems of `rlhf train`."""
+    """By a stage itself before it writes anything, and among all problems of `rlhf train`."""
     with hub_server() as served:
         use(served if has_server else None, monkeypatch, **change)
         assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_ENVIRONMENT
         found = error_lines(capfd.readouterr().err)
         assert found == [f"error: --push_to_hub org/tiny: {expected}; without the flag the model stays on the disk"]
-        assert not list(tmp_path.rglob("config.json")) and served.requests == []
+        assert not list(tmp_path.iterdir()) and served.requests == []
         config = read_flags(STAGE, sft_words(inputs, tmp_path / "sft")).config
         with pytest.raises(Exception, match="^--sft.push_to_hub org/tiny: ") as raised:
             look_before_start({STAGE: config}, dry_run=False, named_by_section=True)
