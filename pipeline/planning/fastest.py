@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
+from math import inf
 from typing import Any, Self
 
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
@@ -109,19 +110,33 @@ def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) 
     """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
 
     Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
-    nothing else is tried.
+    nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
     """
     sizes, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
-        switches = {name: name in switched for name in recomputed}
+        switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names):
             given = switches | at_once
             planned = cache(partial(planned_size, planner, resolved, names, given))
-            yield from of_sizes(planned, sizes)
+            yield from (ones := list(of_sizes(planned, sizes)))
             if planned(sizes[-1]).is_best_of_its_kind:
                 if not any(switches.values()):
                     return
                 break
+            if least_seconds(ones) > ALIKE * best:
+                break
+            best = min(best, *(one.seconds for one in ones if one.seconds), inf)
+
+
+def least_seconds(ones: Sequence[Candidate]) -> float:
+    """Return the least seconds of a step with fewer prompts at once than these candidates have, 0 if not known.
+
+    An update needs no less memory with fewer prompts: where one of these fits, so do the same micro-batches, and all
+    that they may gain is a KV cache that stays.
+    """
+    fitting = [one for one in ones if not one.lacks]
+    gain = 0.0 if all(one.plan.keeps_rollout for one in fitting) else GIVEN_BACK_S
+    return min((one.seconds for one in fitting), default=0.0) - gain
 
 
 def planned_size(

@@ -222,7 +222,10 @@ def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     Raises:
         InputError: the model's forward pass depends on values, as those of some mixtures of experts do.
     """
-    return count_pass_of_shape(shape_of(use), dtype, replace(work, role="", times=1, without_adapters=False))
+    shape = shape_of(use)
+    if not work.trains:  # nothing is kept that could be recomputed
+        shape = replace(shape, settings=shape.settings.model_copy(update={"gradient_checkpointing": False}))
+    return count_pass_of_shape(shape, dtype, replace(work, role="", times=1, without_adapters=False))
 
 
 @lru_cache(maxsize=256)

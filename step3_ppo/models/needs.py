@@ -188,10 +188,12 @@ def decode_weights(
     return DecodeWeights(read_architecture(model), Shard(size=size)), sliced
 
 
+@lru_cache(maxsize=8)
 def as_trained(actor: ModelUse, dtype: str) -> nn.Module:
     """Return a copy of the actor on the meta device whose parameters lie in memory as an engine places them.
 
-    At ZeRO stages 1 and 2 those of an optimizer's group are contiguous; at stage 3 none is whole.
+    At ZeRO stages 1 and 2 those of an optimizer's group are contiguous; at stage 3 none is whole. Plans of all settings
+    that may be chosen ask for the same one: nobody changes it.
     """
     module, settings = deepcopy(build(actor, dtype)), actor.settings
     for parameter in module.parameters():

@@ -13,7 +13,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.fastest import ALIKE, GIVEN_BACK_S, choice_in_words, fastest
+from pipeline.planning.fastest import ALIKE, GIVEN_BACK_S, Candidate, choice_in_words, fastest
 from pipeline.planning.page import lacking
 from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
@@ -118,6 +118,22 @@ def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
     expected = searched(PPO, models, target, *words, **others)
     assert choice.flags == {name: value for name, value in expected.items() if name != "rollout_batch_size"}
     assert choice.seconds == by_hand(PPO, models, target, expected, *words)[0]
+
+
+@pytest.mark.parametrize(("released", "tried"), [(False, [32, 16]), (True, [32, 16, 8])])
+def test_fewer_prompts_at_once_are_tried_as_long_as_they_may_gain(models, monkeypatch, released, tried):
+    """Half of the prompts take 7 % longer, and 0.3 s less at most where a cache that was given back might stay."""
+    prompts, of = list[int](), Candidate.of
+
+    def noted(planner: Any, resolved: Any, flags: Any) -> Candidate:
+        prompts.append(flags["per_device_generation_batch_size"])
+        return of(planner, resolved, flags)
+
+    monkeypatch.setattr(Candidate, "of", noted)
+    words = ("--train_batch_size", 32, "--max_answer_seq_len", 256, "--release_inference_cache", str(released).lower())
+    choice = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(1.75 * GIB), {}))
+    assert list(dict.fromkeys(prompts)) == tried
+    assert choice.flags["per_device_generation_batch_size"] == 32
 
 
 def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):

@@ -18,7 +18,14 @@ from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import FloatLinear, TokenValueModel
 from pipeline.planning.counting import Kernel, PassCounter
-from pipeline.planning.measurement import build_shape, count_pass, count_pass_of_shape, model_size, peak_bytes
+from pipeline.planning.measurement import (
+    build_shape,
+    count_pass,
+    count_pass_of_shape,
+    model_size,
+    peak_bytes,
+    run_counted,
+)
 from pipeline.planning.needs import ModelUse, Pass
 from pipeline.planning.stand_ins import KeepsGate, KeepsInput, KeepsLogits
 
@@ -140,6 +147,16 @@ def test_a_pass_of_an_encoder_decoder_takes_what_the_allocator_gives_out(tmp_pat
     size = model_size(use, "bf16")
     whole = sum(parameter.numel() for parameter in base_model(model).parameters())
     assert size.weights == whole and size.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_passes_without_gradients_are_counted_once_as_they_recompute_nothing(folders, name):
+    settings, work = ModelConfig(gradient_checkpointing=True), Pass("actor", ROWS, LENGTH, ROWS * 9, trains=False)
+    use = ModelUse("actor", str(folders / name), settings)
+    assert run_counted(use, "bf16", work) == count_pass(use, "bf16", work)
+    before = count_pass_of_shape.cache_info().misses
+    count_pass(ModelUse("actor", str(folders / name), ModelConfig()), "bf16", work)
+    assert count_pass_of_shape.cache_info().misses == before
 
 
 def test_an_attention_bias_that_is_learned_is_kept_for_each_row(tmp_path):
