@@ -250,6 +250,8 @@ def check_command(words: list[str]) -> None:
         assert set(rest) <= set(targets), rest
     elif program == "python" and rest[0] == "train.py":
         train.check_stages(make_plan(rest[1:], prog="python train.py"))
+    elif program == "python" and rest[:2] == ["-m", "rlhf"]:
+        check_command(rest[1:])
     elif program == "rlhf" and rest[0] == "init":
         assert init.main(rest[1:]) == 0
     elif program == "rlhf" and rest[0] in OTHER_COMMANDS:
