@@ -203,6 +203,19 @@ def test_each_finding_is_said_once_until_it_has_gone_away(caplog):
         assert len(said) == (step in (2, 60)) and all(text.startswith(f"health: step {step}: ") for text in said)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "error", "found"), [("fp32", 0.06, 1), ("fp32", 0.04, 0), ("bf16", 0.9, 0), ("fp16", 1.1, 1)]
+)
+def test_a_recorder_allows_rounding_as_large_as_the_weights_have(tmp_path, caplog, dtype, error, found):
+    config = PPOConfig(deepspeed={"dtype": dtype})
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE, resolved=Resolved(config, {}))
+    recorder = Recorder(run, RunConfig(monitors=[]), start_step=-1, total_steps=9, metrics=METRICS, shown=SHOWN)
+    recorder.write_training(1, {"policy/sampler_error": error}, seconds=1.0, num_tokens=1, num_rows=1)
+    recorder.end()
+    assert caplog.text.count("in a token's log-probability") == found
+
+
 def test_a_recorder_says_it_with_the_flags_of_the_stage_and_goes_on_from_what_is_recorded(tmp_path, caplog):
     """The first rollout's error is that of the file where the run goes on; audits are named as such, once."""
     caplog.set_level(logging.INFO)

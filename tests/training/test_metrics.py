@@ -30,6 +30,7 @@ from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS
 from step1_sft.stage import STAGE
 from step2_reward import metrics as reward_metrics
+from step3_dpo import metrics as dpo_metrics
 from step3_ppo import metrics as ppo_metrics
 
 
@@ -75,7 +76,9 @@ def test_a_name_must_be_defined(tmp_path):
         metric_of("eval_objective/kl", METRICS)
 
 
-STAGE_METRICS = {"sft": METRICS, "reward": reward_metrics.METRICS, "ppo": ppo_metrics.METRICS}
+STAGE_METRICS = {
+    "sft": METRICS, "reward": reward_metrics.METRICS, "ppo": ppo_metrics.METRICS, "dpo": dpo_metrics.METRICS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", STAGE_METRICS)
