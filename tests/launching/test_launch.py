@@ -257,7 +257,7 @@ def test_wrong_words_of_the_launcher_end_in_its_usage(tmp_path, words, message):
 
 
 def test_help_starts_nothing(tmp_path):
-    done = run_script(tmp_path, "2", "--help")
+    done = run_script(tmp_path, "2", "--help-all")
     assert done.returncode == 0 and "--centering_coef" in done.stdout and not notes(tmp_path)
 
 

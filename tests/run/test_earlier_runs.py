@@ -208,7 +208,7 @@ def test_what_cannot_matter_is_no_difference(tmp_path):
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
     for name in ("checkpoints/step-3", "log"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("metrics.jsonl", "samples.jsonl", "done.json", "config.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "rows.json", "done.json", "config.json"):
         (tmp_path / name).write_text("")
     clear(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "log"]
