@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.cache_memory import memory_of
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.console import WIDTH
 from pipeline.engine.build import weights_dtype
@@ -135,7 +136,7 @@ class Recorder:
         if self.device.type != "cuda":
             return f"{self._known['host_memory_gib']:.3g} GiB"
         self._highest = max(self._highest, self._known["gpu_memory_gib"])
-        return f"{self._highest:.3g} of {torch.cuda.get_device_properties(self.device).total_memory / GIB:.0f} GiB"
+        return f"{self._highest:.3g} of {memory_of(self.device)[1] / GIB:.0f} GiB"
 
     def _split(self, values: Mapping[str, float]) -> str:
         """Return `sampling 62 %, scoring 21 %, updates 17 %` of the time so far, where steps have several phases."""

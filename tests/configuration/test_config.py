@@ -14,11 +14,12 @@ from pipeline.errors import InputError
 from rlhf.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig, check_generation
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "launch" / "presets"
-STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 # Start models of presets that are not named after a size of OPT.
 OTHERS = {
     "tiny": "output/demo/base", "t5-3b": "google-t5/t5-3b", "chinese": "bigscience/bloom-1b1",
@@ -83,6 +84,8 @@ def test_presets_parse_and_fit(file):
     if section == "ppo":
         rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
         assert resolved.config.rollout_size(1).responses == rows, "one step from one update phase"
+    elif section == "dpo":
+        assert not values["model_name_or_path"], "stage 1's output, which train.py names"
     else:
         size = file.name.removesuffix(f".{section}.yaml")
         default = dict(flat_items(parse(STAGES[section], [], section=section).config))["model_name_or_path"]

@@ -19,9 +19,10 @@ from rlhf.stages import SECTIONS
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
+from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
 
-STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 
 
 class Model(Group):
@@ -348,7 +349,7 @@ def test_an_unknown_section_hides_no_other_error(tmp_path):
     file.write_text("sft: {stpes: 3, stage: 9}\nrewrd: {}\nrate: 1\n")
     lines = errors_of("--config", str(file))
     assert lines == [
-        f"{file}: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
+        f"{file}: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo, dpo are right",
         f"{file}: rate: beside the sections sft; put flags into a section",
         f"{file}: stpes: unknown flag; did you mean steps?",
         f"--stage: found 9 ({file}): wanted less than or equal to 3",

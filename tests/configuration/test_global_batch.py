@@ -9,9 +9,10 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
 
-STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 PRESETS = sorted(path for path in (ROOT / "launch" / "presets").iterdir() if not path.name.startswith("tiny"))
 
 

@@ -29,7 +29,7 @@ LISTED = {name for names in DEEPSPEED.values() for name in names.split()}
 # DeepSpeed's documented functions and JSON keys; names of torch and of this project that it has too.
 PUBLIC = set(
     "backward eval initialize set_gradient_accumulation_boundary step train offload_optimizer offload_param "
-    "zero_optimization linear param_groups state rank config input training".split()
+    "zero_optimization linear param_groups state rank config input training verbose".split()
 )
 STAGE_3 = deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
 

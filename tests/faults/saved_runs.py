@@ -66,7 +66,7 @@ def operations_watched(before: Callable[[str, tuple[Any, ...]], None]) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         for name in OS_CALLS:
             patch.setattr(os, name, watched(name, getattr(os, name)))
-        patch.setattr(Path, "write_text", watched("write_text", Path.write_text))
+        patch.setattr(Path, "write_bytes", watched("write_bytes", Path.write_bytes))
         for name in ("save_file", "write_fragments"):
             patch.setattr(checkpoint, name, watched(name, getattr(checkpoint, name)))
         yield

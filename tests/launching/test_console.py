@@ -140,7 +140,20 @@ def test_a_run_without_a_console_stops_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "program", ["train", "chat", "compare", "convert", "export", "merge", "rewards.reward", "rewards.sample", "main"]
+    "program",
+    [
+        "train",
+        "chat",
+        "compare",
+        "init",
+        "report",
+        "models.convert",
+        "models.export",
+        "models.merge",
+        "rewards.reward",
+        "rewards.sample",
+        "main",
+    ],
 )
 def test_a_program_runs_as_a_module(program):
     """Also where there is no PATH."""

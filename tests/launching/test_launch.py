@@ -20,7 +20,8 @@ from pipeline.preparation.stage_job import pid_file
 from rlhf.stages import NUMBERS, STAGES, stage_of, stages_of_method, word_of
 from rlhf.train_plan import make_plan, ranks_of
 
-MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main"}
+MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main", "dpo": "step3_dpo.main"}
+STAGE_PACKAGES = [module.partition(".")[0] for module in MODULES.values()]
 HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
 
 no_real_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
@@ -236,7 +237,7 @@ def test_python_of_the_path(tmp_path):
 
 
 def test_works_from_a_folder_with_spaces(tmp_path):
-    copy = checkout(tmp_path / "my project", "pipeline", "rlhf", "step1_sft", "step2_reward", "step3_ppo")
+    copy = checkout(tmp_path / "my project", "pipeline", "rlhf", *STAGE_PACKAGES)
     script, environment = str(copy / "launch/single_gpu.sh"), stub_environment(tmp_path, gpus=1)
     subprocess.run(["bash", script, "1"], env=environment, cwd=tmp_path, check=False, timeout=60)
     (rank,) = notes(tmp_path)
@@ -279,10 +280,11 @@ def test_a_taken_port_is_found_at_once(tmp_path):
 
 
 def test_the_list_of_stages_says_what_each_is():
-    assert [(str(stage.number), f"{stage.package}.main") for stage in STAGES] == list(MODULES.items())
-    assert [word_of(stage) for stage in STAGES] == list(MODULES) and NUMBERS == (1, 2, 3)
+    assert [(word_of(stage), f"{stage.package}.main") for stage in STAGES] == list(MODULES.items())
+    assert [stage.number for stage in STAGES] == [1, 2, 3, 3] and NUMBERS == (1, 2, 3)
+    assert [stage.section for stage in stages_of_method("ipo").values()] == ["sft", "reward", "dpo"]
     assert [stage.section for stage in stages_of_method("ppo").values()] == ["sft", "reward", "ppo"]
-    with pytest.raises(InputError, match="os: not a stage; wanted one of sft, reward, ppo"):
+    with pytest.raises(InputError, match="os: not a stage; wanted one of sft, reward, ppo, dpo"):
         stage_of("os")
-    with pytest.raises(InputError, match="--method: found 'dpo', wanted one of ppo"):
-        stages_of_method("dpo")
+    with pytest.raises(InputError, match="--method: found 'orpo', wanted one of ppo"):
+        stages_of_method("orpo")

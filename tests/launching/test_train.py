@@ -245,7 +245,7 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         "train: {stp: 3}\nsft: {logging_steps: 3}\nrewrd: {seed: 1}\nppo: {kl_coef: -1}\n"
     )
     assert refused("--config", "run.yaml") == [
-        "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo are right",
+        "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo, dpo are right",
         "run.yaml: stp: unknown flag; did you mean step?",
         "sft: run.yaml: logging_steps: unknown flag; here it is print_steps",
         "--ppo.kl_coef: found -1 (run.yaml): wanted greater than or equal to 0",

@@ -86,7 +86,7 @@ def start(gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 def run_on(device: torch.device, gib: float, ranks: int = 1) -> Any:
-    config = SimpleNamespace(run=SimpleNamespace(gpu_memory_gib=gib, deterministic=False))
+    config = SimpleNamespace(run=SimpleNamespace(gpu_memory_gib=gib, deterministic=False, verbose=False))
     return SimpleNamespace(world=SimpleNamespace(device=device, size=ranks), resolved=SimpleNamespace(config=config))
 
 

@@ -197,7 +197,7 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
-    _, course = sft.resume(training.State, training.METRICS)
+    _, course = sft.resume(training.State, training.METRICS, training.SHOWN)
     course.save(state, sft.content(state), lambda: training.save(sft, state))
     fresh = replace(
         sft,
@@ -205,7 +205,7 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
             sft.run, ModelSource(sft.config.model.model_name_or_path), sft.config.model
         ),
     )
-    resumed, _ = fresh.resume(training.State, training.METRICS)
+    resumed, _ = fresh.resume(training.State, training.METRICS, training.SHOWN)
     loss = take_step(fresh, sft.loader.step(resumed.step), resumed)
     return {
         "uninterrupted": whole["losses"][2],

@@ -21,10 +21,11 @@ from pipeline.run.earlier_runs import input_contents
 from pipeline.run.settled import data_of
 from rlhf.stages import STAGES
 
-SFT, REWARD, PPO = STAGES
+SFT, REWARD, PPO, DPO = STAGES
 STARTS = {
     SFT: "--model_name_or_path base --output_dir out/sft --max_seq_len 96",
     REWARD: "--model_name_or_path base --output_dir out/reward --max_seq_len 96",
+    DPO: "--model_name_or_path base --output_dir out/actor --max_seq_len 96",
     PPO: "--actor_model_name_or_path base --critic_model_name_or_path scorer --output_dir out --max_prompt_seq_len 64 "
     "--max_answer_seq_len 32 --unsupervised_data_path text.jsonl",
 }

@@ -33,7 +33,7 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import PPOConfig
 
-SFT, REWARD, PPO = STAGES
+SFT, REWARD, PPO, _ = STAGES
 CLASSES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
 
 

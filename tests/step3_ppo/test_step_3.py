@@ -26,6 +26,7 @@ RUN_FILES = {
 }  # fmt: skip
 # Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
+    "advantages/lambda",  # with --lambda_alpha
     "groups/equal",  # several responses to a prompt: test_equal_groups.py
     "groups/further_prompts",
     "objective/sampled_scores",

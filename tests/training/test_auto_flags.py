@@ -11,7 +11,6 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
 from pipeline.launching.target import GIB, Target
-from pipeline.preparation import own_ranks
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
@@ -63,7 +62,7 @@ def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
     "stage", ["sft", pytest.param("reward", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)]
 )
 def test_what_is_chosen_gives_the_numbers_of_the_same_flags_by_hand(folder, tmp_path, monkeypatch, stage):
-    monkeypatch.setattr(own_ranks, "this_machine", lambda *slots: GPU)
+    monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
     settings = run(stage, folder, tmp_path / "auto")
     chosen = {name: entry["value"] for name, entry in settings.items() if str(entry["from"]).startswith("chosen for ")}
     assert [settings[name]["value"] for name in CUT] == [8, 1] and settings[CUT[0]][
@@ -101,7 +100,7 @@ def test_equal_rows_cut_otherwise_have_equal_losses(folder, tmp_path):
 def test_evaluations_have_the_rows_of_the_default_whatever_was_chosen(folder, tmp_path, monkeypatch):
     rows = []
     for number, target in enumerate((Target("CPU", 8 * GIB), GPU)):
-        monkeypatch.setattr(own_ranks, "this_machine", lambda *slots, target=target: target)
+        monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots, target=target: target)
         settings = run("sft", folder, tmp_path / str(number))
         (first, *_) = (line["eval_rows"] for line in metrics(tmp_path / str(number), "sft") if "eval_rows" in line)
         rows.append((settings["per_device_eval_batch_size"]["value"], first))
@@ -110,7 +109,7 @@ def test_evaluations_have_the_rows_of_the_default_whatever_was_chosen(folder, tm
 
 def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_path, monkeypatch):
     def goes_on(target: Target, steps: int, *words: object) -> tuple[list[Any], str]:
-        monkeypatch.setattr(own_ranks, "this_machine", lambda *slots: target)
+        monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: target)
         settings = run("sft", folder, tmp_path, *words, max_steps=steps)
         log = (tmp_path / "runs/sft/log.txt").read_text().splitlines()
         (line,) = [line.partition("chosen by the plan: ")[2] for line in log if "chosen by the plan" in line][-1:]
