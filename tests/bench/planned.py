@@ -194,8 +194,11 @@ class PlannerOfThen(StagePlanner):
 
 
 @cache
-def shape_folder(shape: str) -> str:
-    """The folder of a shape's configuration, the same for all plans of a process: they remember passes by folder."""
+def shape_folder(shape: str, planner: type[StagePlanner] = PlannerOfThen) -> str:
+    """The folder of a shape's configuration, the same for all plans of a process by planners of one type.
+
+    Plans remember passes by folder, whatever the kernels were.
+    """
     folder = Path(tempfile.mkdtemp(prefix="shapes-"), shape)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     config_of(shape).save_pretrained(folder)
@@ -209,7 +212,7 @@ def planner_of(
     given = words.split()
     for place, word in enumerate(given):
         if place and given[place - 1].endswith("model_name_or_path"):
-            given[place] = shape_folder(word)
+            given[place] = shape_folder(word, planner)
     stage = stage_of(section)
     hardware = parse_target(target)
     resolved = with_ranks(parse(stage.config, [*given, "--target", target], section=section), hardware.num_gpus)

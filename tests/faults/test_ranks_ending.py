@@ -71,7 +71,7 @@ def test_a_rank_that_raises(run: Start) -> None:
     ended = disturb(job, 1, signal.SIGUSR1)
     assert_named(job, ended, "ValueError: on purpose")
     assert ended.took_s < 30.0
-    assert "step 0," not in ended.last_lines, "a rank that can still speak says its exact step"
+    assert "step 0, phase" not in ended.last_lines, "a rank that can still speak says its exact step"
     assert "ValueError: on purpose" in (job.run_dir / "log" / "rank-1.txt").read_text()
 
 

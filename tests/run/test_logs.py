@@ -179,7 +179,7 @@ def test_samples_are_shown_and_steer_no_terminal(folder, tmp_path):
     code, seen = in_terminal(folder, "-m", "step3_ppo.main", *words, columns=200)
     log = (tmp_path / "out/runs/ppo/log.txt").read_text(encoding="utf-8")
     assert code == 0
-    shown = lines_of(seen)
+    shown = [line for line in lines_of(seen) if line.startswith("│")]
     heads = [re.findall(r"\w+", line) for line in shown if re.match(r"\W+prompt\b", line)]
     assert heads == [["prompt", "answer", "score", "KL"]] * 2
     assert sum(SHOWN in line for line in shown) == 2, "of the evaluations before and after"
