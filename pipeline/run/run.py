@@ -93,7 +93,9 @@ def own_version() -> str:
     settings = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if settings.is_file():
         return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])
-    return metadata.version(PROJECT)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(PROJECT)
+    return "unknown"  # a copy of the packages alone
 
 
 def git_commit() -> str | None:
