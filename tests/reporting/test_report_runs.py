@@ -95,7 +95,7 @@ def test_three_stages_by_one_command_have_one_report_with_answers(inputs: Path, 
     report, following = done.stdout.splitlines()[-2:]
     assert report == "report: output/report.html" and following.startswith("next: ")
     output = tmp_path / "output"
-    check_numbers(output / "report.html", {stage.section: output / "runs" / stage.section for stage in STAGES})
+    check_numbers(output / "report.html", {stage.section: output / "runs" / stage.section for stage in STAGES[:3]})
     check_curves(output)
     assert not list(output.glob("runs/*/report.html")), "the road has it"
     text = (output / "report.html").read_text()
