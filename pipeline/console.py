@@ -133,6 +133,11 @@ def printable(text: str) -> str:
     return text.translate(ESCAPES)
 
 
+def fence(text: str) -> str:
+    """Return the backticks that begin and end a block of `text` in Markdown: more than stand together in it."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
 def valid_unicode(text: str) -> str:
     """Replace every lone surrogate in `text` by '?': keyboards and JSON files may have them, tokenizers refuse them."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -7,25 +7,13 @@ from pydantic import model_validator
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import (
     TOKEN_FLAGS,
-    DataConfig,
     DeepSpeedConfig,
     Group,
     ModelConfig,
     OptimizerConfig,
 )
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.configuration.stage import SupervisedConfig
-
-
-class PairDataConfig(DataConfig):
-    """Data"""
-
-    max_seq_len: int = flag(
-        512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
-    )
-    long_pairs: Literal["drop", "truncate_left"] = flag(
-        "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
-    )
+from pipeline.configuration.stage import PairDataConfig, SupervisedConfig
 
 
 class RewardConfig(SupervisedConfig):

@@ -6,20 +6,14 @@ from pydantic import model_validator
 
 from pipeline.configuration.ds_config import Json, Placement, frozen_json
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.configuration.stage import SupervisedConfig
+from pipeline.configuration.stage import PairDataConfig, SupervisedConfig
 
 
-class ComparisonDataConfig(DataConfig):
+class ComparisonDataConfig(PairDataConfig):
     """Data"""
 
-    max_seq_len: int = flag(
-        512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
-    )
-    long_pairs: Literal["drop", "truncate_left"] = flag(
-        "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
-    )
     take_reward_share: bool = flag(
         True,
         "Take step 2's share of --data_split too; train.py gives false where step 2 runs in the same command",

@@ -1,7 +1,6 @@
 """Stage 3 by DPO as an object: a policy from pairs of responses, in the place of PPO."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
@@ -27,19 +26,10 @@ def start_models(config: DPOConfig, base_of_output: Mapping[str, str]) -> "list[
     Args:
         base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
     """
-    from pipeline.engine.start_models import StartModel, check_settings, package_checks
+    from pipeline.engine.start_models import decoder_start
     from pipeline.models.paths import check_language_model
-    from pipeline.models.source import ModelSource, check_decoder, check_positions
 
-    flag, path = "--model_name_or_path", config.model.model_name_or_path
-    start = ModelSource(base_of_output.get(path, path))
-    fits = [
-        partial(check_decoder, start, flag),
-        partial(check_positions, start, config.data.max_seq_len, "--max_seq_len"),
-        partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora),
-    ]
-    packages = package_checks(config.model, config.optimizer, config.deepspeed)
-    return [StartModel(flag, path, start, check_language_model, packages, fits)]
+    return [decoder_start(config, base_of_output, check_language_model, length=config.data.max_seq_len)]
 
 
 def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":

@@ -12,9 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.checkpoints.model_folder import save_trained
-from pipeline.configuration.global_batch import evaluation_unit
+from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import PairBatch, num_steps, pair_batch, rows_of_step, total_steps
-from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, pair_lengths, to_device
 from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
@@ -90,7 +89,7 @@ def build(run: Run, config: DPOConfig) -> DPO:
     (pairs,) = prepare_stage(run, config, tokenizer)
     read = {
         "train": (pairs.train, rows_read(run, config, len(pairs.train))),
-        "eval": (pairs.eval, held_out(run, pairs)),
+        "eval": (pairs.eval, range(evaluated_rows(run.resolved, len(pairs.eval), run.world.size))),
     }
     collate = partial(compared, pad_id=tokenizer.pad_token_id)
     found = with_reference(run, config, source, collate, read)
@@ -109,12 +108,6 @@ def rows_read(run: Run, config: DPOConfig, num_rows: int) -> Iterable[int]:
         return range(num_rows)
     chosen = (row for step in range(steps) for row in rows_of_step(settings.seed, 0, step, num_rows, rows))
     return [row for row in chosen if row is not None]
-
-
-def held_out(run: Run, pairs: StageData) -> range:
-    """Return the held-out rows that evaluations read."""
-    limit = run.resolved.config.run.eval_iters * evaluation_unit(run.resolved) * run.world.size
-    return range(len(pairs.eval))[: limit or None]
 
 
 def compared(units: list[Any], *, pad_id: int) -> ComparisonBatch:

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, try_to_load_from_cache
 
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.stage import StageConfig
+from pipeline.console import fence
 from pipeline.data.readers import data_suffix
 from pipeline.data.sources import is_local
 from pipeline.hub import commits_read, split_revision
@@ -123,8 +124,7 @@ def code(text: str) -> str:
 def fenced(text: str) -> str:
     """Return `text`, cut where it is long, as a block that nothing in it ends."""
     cut = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
-    fence = "`" * max(3, longest_run(cut) + 1)
-    return f"{fence}text\n{cut}\n{fence}"
+    return f"{fence(cut)}text\n{cut}\n{fence(cut)}"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -110,6 +110,12 @@ def evaluation_unit(resolved: Resolved) -> int:
     return int(resolved.config.optimizer.per_device_eval_batch_size)
 
 
+def evaluated_rows(resolved: Resolved, num_rows: int, ranks: int) -> int:
+    """Return how many of `num_rows` held-out rows an evaluation takes: --eval_iters batches on each rank; 0: all."""
+    limit = int(resolved.config.run.eval_iters) * evaluation_unit(resolved) * ranks
+    return min(num_rows, limit or num_rows)
+
+
 def is_by_hand(resolved: Resolved, name: str) -> bool:
     """Return True for a flag that the command line or a file other than the preset gives."""
     return resolved.is_given(name) and resolved.origins[name] != resolved.preset

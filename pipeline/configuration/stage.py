@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
-from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
@@ -34,6 +34,17 @@ class StageConfig(Group):
     def rollout_size(self, ranks: int) -> Any:
         """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
         return None
+
+
+class PairDataConfig(DataConfig):
+    """Data"""
+
+    max_seq_len: int = flag(
+        512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
+    )
+    long_pairs: Literal["drop", "truncate_left"] = flag(
+        "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
+    )
 
 
 class SupervisedConfig(StageConfig):

@@ -6,7 +6,7 @@ command, with the model that an earlier stage starts from in the place of the on
 
 import copy
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.configuration.stage import SupervisedConfig
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models.decoders.architecture import longrope_limit
 from pipeline.models.decoders.families import fields_not_understood
@@ -29,6 +30,8 @@ from pipeline.models.lora import check_quantization, linear_names
 from pipeline.models.source import (
     ModelSource,
     attention_for,
+    check_decoder,
+    check_positions,
     check_stored_quantization,
     check_whole_experts,
     has_key_value_cache,
@@ -139,6 +142,31 @@ def check_disk_offload(file: str) -> None:
     if missing:
         key = f"--deepspeed_config {file}: zero_optimization.{offloaded[0]}.device nvme"
         raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
+
+
+def decoder_start(
+    config: SupervisedConfig,
+    base_of_output: Mapping[str, str],
+    check_kind: Callable[[str, str], None],
+    *,
+    length: int,
+    more: Sequence[Callable[[ModelSource], object]] = (),
+) -> StartModel:
+    """Return the start model of a stage that trains one decoder on sequences of up to --max_seq_len tokens.
+
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+        check_kind: see `StartModel`.
+        length: --max_seq_len.
+        more: checks of its files before those of its flags.
+    """
+    flag, path = "--model_name_or_path", config.model.model_name_or_path
+    start = ModelSource(base_of_output.get(path, path))
+    fits: list[Check] = [partial(check_decoder, start, flag), partial(check_positions, start, length, "--max_seq_len")]
+    fits += [partial(one, start) for one in more]
+    fits.append(partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora))
+    packages = package_checks(config.model, config.optimizer, config.deepspeed)
+    return StartModel(flag, path, start, check_kind, packages, fits)
 
 
 def check_settings(

@@ -5,7 +5,6 @@ other, so they are averaged first. Texts of models and files are never interpret
 """
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.console import printable
+from pipeline.console import fence, printable
 
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
@@ -258,5 +257,4 @@ def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings
 def fenced(text: str) -> list[str]:
     """Render `text` as a code block with a fence longer than any run of backticks in it, so that nothing is markup."""
     safe = printable(text)
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", safe)), default=0))
-    return [f"{fence}text", safe, fence, ""]
+    return [f"{fence(safe)}text", safe, fence(safe), ""]

@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from pipeline.console import fence
 from pipeline.errors import InputError
 from pipeline.files import refused_by_disk, write_text
 from pipeline.reporting import tables
@@ -65,8 +66,7 @@ def visible(text: Any) -> str:
 def fenced(text: Any) -> str:
     """Return a text as a block of code of Markdown, in which nothing is markup."""
     safe = visible(text)
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", safe)), default=0))
-    return f"{fence}text\n{safe}\n{fence}"
+    return f"{fence(safe)}text\n{safe}\n{fence(safe)}"
 
 
 def cell(text: Any) -> str:
@@ -118,8 +118,9 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
             (output / "curves").mkdir(exist_ok=True)
             pictures = [write_group(output, chapter, group) for chapter in chapters for group in chapter.groups]
             content = contents(chapters, folders, output) | {"pictures": pictures}
+            environment = templates()
             for name in ("report.md", "report.html"):
-                write_text(output / name, templates().get_template(f"{name}.j2").render(content))
+                write_text(output / name, environment.get_template(f"{name}.j2").render(content))
     return output / "report.html"
 
 

@@ -40,12 +40,17 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
 
 
-def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """Return the samples of the last evaluation up to `step`, in order; [] where a stage writes none."""
+def all_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the samples of all evaluations, in order; [] where a stage writes none."""
     file = run_dir / "samples.jsonl"
     # Not splitlines: a sample may hold other characters that end a line to it. What has no end was cut short.
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
-    rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+    return [json.loads(line) for line in lines]
+
+
+def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return the samples of the last evaluation up to `step`, in order; [] where a stage writes none."""
+    rows = [row for row in all_samples(run_dir) if row["step"] <= step]
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 

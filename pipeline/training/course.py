@@ -13,7 +13,7 @@ from pipeline import dist
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.checkpoint_files import delete_older
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.global_batch import evaluation_unit
+from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -80,8 +80,7 @@ class Course:
 
     def rows_of_evaluation(self, num_rows: int) -> int:
         """Return how many of `num_rows` held-out rows an evaluation takes: `--eval_iters` batches on each rank."""
-        limit = self._config.eval_iters * evaluation_unit(self._run.resolved) * self._run.world.size
-        return min(num_rows, limit or num_rows)
+        return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
         """Tell whether `--save_steps` asks for a checkpoint at this step, and there is none yet."""

@@ -18,7 +18,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
 from pipeline.files import GIB
 from pipeline.processes import peak_memory
-from pipeline.run.evaluations import metrics_lines
+from pipeline.run.evaluations import all_samples, metrics_lines
 from pipeline.run.run import Run
 from pipeline.training.health import SAMPLER_ERROR, SAMPLER_ERROR_16_BITS, Health, History
 from pipeline.training.meaning import write_meaning
@@ -167,9 +167,6 @@ def history_of(run: Run, *, total_steps: int) -> History:
     history = History(total_steps, rate_flag=rate, sampler_bound=bound)
     for line in map(json.loads, metrics_lines(run.folder)):
         history.add(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
-    file = run.folder / "samples.jsonl"
-    # Not splitlines: a sample may hold other characters that end a line to it.
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line] if file.is_file() else []
-    if rows:
+    if rows := all_samples(run.folder):
         history.add_samples([row for row in rows if row["step"] == rows[0]["step"]])
     return history

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
-from pipeline.configuration.global_batch import evaluation_unit
+from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
@@ -190,7 +190,7 @@ def assemble(
     )
 
     def held_out(size: int) -> list[Callable[[], B]]:
-        max_rows = settings.eval_iters * evaluation_unit(run.resolved) * world.size
+        max_rows = evaluated_rows(run.resolved, len(data.eval), world.size)
         ranks = {"world_size": world.size, "rank": world.rank}
         return evaluation_batches(data.eval, collate, batch_size=size, max_rows=max_rows, **ranks)
 
