@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from pipeline.planning.page import StagePlanner
 from rlhf.stages import stage_of
 
 PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
-STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo": "step3_dpo"}
 # run -> phase -> GiB; of timed runs also `<phase>_s` -> seconds. A phase whose plan was made again after it had been
 # measured also has `<phase>_at_first`, the GiB of the plan before.
 Peaks = dict[str, dict[str, float]]
@@ -95,10 +95,10 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
     for n, word in enumerate(words[:-1]):
         if str(word).endswith("model_name_or_path"):
             words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith(SCORING))
-    rows = {"sft": "sft", "reward": "pairs", "ppo": "prompts"}[run.section]
+    rows = {"sft": "sft", "ppo": "prompts"}.get(run.section, "pairs")
     shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
     words += [*flags(shared), *NO_HELD_OUT]
-    return [*words, *assumed(run, words)]
+    return [*words, *([] if run.chooses else assumed(run, words))]
 
 
 def assumed(run: PlannedRun, words: Sequence[object]) -> list[object]:
@@ -143,9 +143,11 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
         list(pool.map(made, sorted(waiting, key=lambda run: (run.alone, -highest(run)))))
 
 
-def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]:
+def peaks_of(
+    run: PlannedRun, inputs: Path, gpus: list[int], *, read: Callable[[Path], object] = lambda run_dir: None
+) -> dict[str, float]:
     """Make a run on these GPUs; return the GiB of its phases, or its highest, and `reserved`, and of a run that is
-    timed the seconds of its phases. Raises BenchError."""
+    timed the seconds of its phases. read: is given the run's folder before it is deleted. Raises BenchError."""
     output = inputs / "runs" / plain(run.name)
     output.mkdir(parents=True, exist_ok=True)
     command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
@@ -156,6 +158,7 @@ def peaks_of(run: PlannedRun, inputs: Path, gpus: list[int]) -> dict[str, float]
     if len({line["micro_batch_size"] for line in lines}) > 1:
         raise BenchError(f"{run.name}: the micro-batch was halved, there was no memory beside other runs")
     found = phases.measure(output / "run", warm_up=WARM_UP if run.alone else 0)
+    read(output / "run")
     shutil.rmtree(output, ignore_errors=True)
     by_phase = {phase: found[f"{phase}_peak_gib"] for phase in phases.PHASES if f"{phase}_peak_gib" in found}
     # Stages 1 and 2 have one figure, that of training: nothing is evaluated.

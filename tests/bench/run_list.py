@@ -23,6 +23,7 @@ class PlannedRun:
     alone: nothing else is on its GPUs, and its times are compared. A run whose memory decides whether it keeps its KV
         cache has to be.
     kernels_of_then: it is planned with the kernels of the first runs, see planned.py.
+    chooses: it takes what the plan chooses (choices.py); else the defaults of flags that are `auto`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class PlannedRun:
     held_out: bool = False
     alone: bool = False
     kernels_of_then: bool = True
+    chooses: bool = False
 
     @property
     def steps(self) -> int:
@@ -151,6 +153,26 @@ METHODS = (
               "--actor_model_name_or_path llama-3-8b --actor_zero_stage 0 --actor_quantization int8 --actor_lora_dim 8 "
               "--save_adapter_only true --actor_gradient_checkpointing true", rows="24 6 4", lengths="448 192"),
 )  # fmt: skip
+
+
+def preferred(name: str, words: str, *, rows: str, lengths: str) -> PlannedRun:
+    """A run of stage 3 by DPO or IPO, see `held_out`; its reference is gone before the policy is loaded."""
+    return replace(held_out(name, "dpo", words, rows=rows, lengths=lengths), kernels_of_then=False)
+
+
+# Planned before any of them was run.
+PREFERENCES = (
+    preferred("DPO, Qwen2.5-0.5B, ZeRO-2, 12 pairs of 448", "--model_name_or_path qwen2.5-0.5b --zero_stage 2",
+              rows="12 2", lengths="448"),
+    preferred("DPO, Llama-3-1B LoRA 32, ZeRO-0, 5 pairs of 1,024",
+              "--model_name_or_path llama-3-1b --zero_stage 0 --lora_dim 32", rows="5 3", lengths="1024"),
+    preferred("IPO, Pythia-1.4B, ZeRO-3, checkpointing, 9 pairs of 640",
+              "--method ipo --model_name_or_path pythia-1.4b --zero_stage 3 --gradient_checkpointing true", rows="9 1",
+              lengths="640"),
+    preferred("DPO, Mistral-7B int8 LoRA 16, ZeRO-0, checkpointing, 3 pairs of 768",
+              "--model_name_or_path mistral-7b --zero_stage 0 --lora_dim 16 --quantization int8 "
+              "--gradient_checkpointing true", rows="3 4", lengths="768"),
+)  # fmt: skip
 RUNS = (
     PlannedRun("SFT, OPT-350M, ZeRO-0", "sft", sft("350m", 0, 16)),
     PlannedRun("SFT, OPT-1.3B, ZeRO-2, checkpointing", "sft", sft("1.3b", 2, 16, "--gradient_checkpointing true")),
@@ -201,4 +223,5 @@ RUNS = (
                ppo("30b", "350m", 3, 8, f"{ADAPTERS} {CHECKPOINTED}"), gpus=4, held_out=True, alone=True),
     *NEXT,
     *METHODS,
+    *PREFERENCES,
 )  # fmt: skip
