@@ -247,11 +247,11 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     Of a model whose decoder layers are alike only two and three are run, and say what each further one takes.
     """
     wrapped = build(use, dtype)
-    found = alike_layers(base_model(wrapped.model))
-    if found is None:
+    stack = alike_layers(base_model(wrapped.model))
+    if stack is None:
         whole = run_pass(wrapped, use, work)
-        return PassCount(max(whole.earlier_peak, whole.peak), whole.kernels)
-    owner, name = found
+        return PassCount(whole.peak, whole.kernels)
+    owner, name = stack
     layers = getattr(owner, name)
     counters = []
     for number in FEW_LAYERS:
