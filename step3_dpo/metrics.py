@@ -22,7 +22,7 @@ METRICS: dict[str, Metric] = SUPERVISED | {
         "mean over the tokens of all responses of log pi - log pi_ref (k1); they are the data's, not the policy's: "
         "below 0 where the policy leaves them",
         better=0,
-        title="KL to the reference",
+        title="KL to the reference on the data",
     ),
     "z0": Metric(
         "KTO: mean over the rows of the step of the log-ratio of another row's response, 0 where it is below",
