@@ -1,4 +1,4 @@
-"""The losses of batches by --method, KTO's reference point z0, and what an evaluation measures."""
+"""The losses of batches by --method, KTO's reference point z0, and what is measured of a held-out batch."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -97,34 +97,6 @@ def point_of(dpo: DPO, batches: Iterable[ResponseBatch]) -> float:
         sums += torch.stack([torch.where(counted, log_ratios(dpo, batch), 0).double().sum(), counted.sum().double()])
     total, count = dist.sum_over_ranks(sums).tolist()
     return kto_point(total, count)
-
-
-@torch.no_grad()
-def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> None:
-    """Measure the held-out rows, once a step. A collective."""
-    if state.evaluated == state.step:
-        return
-    device = dpo.run.world.device
-    sums = torch.zeros(9, dtype=torch.float64, device=device)
-    with dpo.evaluation(state, course) as batches:
-        z0 = z0_of_evaluation(dpo, mismatches, state, course)
-        for make in batches:
-            batch = to_device(make(), device)
-            sums += measured(dpo.config, log_ratios(dpo, batch), batch, z0)
-    state.evaluated = state.step
-    loss, wins, num_rows, chosen, num_chosen, rejected, num_rejected, kl, tokens = dist.sum_over_ranks(sums).tolist()
-    if not num_rows:
-        return
-    values = {"loss": loss / num_rows, "accuracy": wins / num_rows, "kl": kl / tokens, "rows": num_rows}
-    if num_chosen:
-        values["mean_chosen_reward"] = chosen / num_chosen
-    if num_rejected:
-        values["mean_rejected_reward"] = rejected / num_rejected
-    if num_chosen and num_rejected:
-        values["margin"] = values["mean_chosen_reward"] - values["mean_rejected_reward"]
-    if mismatches is not None:
-        values["z0"] = z0
-    course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()})
 
 
 def measured(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) -> Tensor:

@@ -5,14 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from pipeline import dist
 from pipeline.checkpoints.model_folder import save_trained
 from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
-from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths
+from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
 from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.source import prepare_tokenizer
@@ -25,7 +27,7 @@ from pipeline.training.supervised import assemble
 from step3_dpo.batches import Mismatches, ResponseBatch, pair_responses, single_responses
 from step3_dpo.config import DPOConfig
 from step3_dpo.metrics import METRICS, SHOWN
-from step3_dpo.objective import DPO, evaluate, log_ratios, loss_of, z0_of_step
+from step3_dpo.objective import DPO, log_ratios, loss_of, measured, z0_of_evaluation, z0_of_step
 from step3_dpo.reference import Judged, key_of, reference_log_probs, with_columns
 
 
@@ -135,6 +137,34 @@ def accumulate_gradients(dpo: DPO, step: Step[ResponseBatch], state: Counters, c
         return loss_of(dpo.config, log_ratios(dpo, batch), batch, z0)
 
     return dpo.sum_gradients(step, state, course, loss_of=loss, count=step.num_rows)
+
+
+@torch.no_grad()
+def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> None:
+    """Measure the held-out rows, once a step. A collective."""
+    if state.evaluated == state.step:
+        return
+    device = dpo.run.world.device
+    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    with dpo.evaluation(state, course) as batches:
+        z0 = z0_of_evaluation(dpo, mismatches, state, course)
+        for make in batches:
+            batch = to_device(make(), device)
+            sums += measured(dpo.config, log_ratios(dpo, batch), batch, z0)
+    state.evaluated = state.step
+    loss, wins, num_rows, chosen, num_chosen, rejected, num_rejected, kl, tokens = dist.sum_over_ranks(sums).tolist()
+    if not num_rows:
+        return
+    values = {"loss": loss / num_rows, "accuracy": wins / num_rows, "kl": kl / tokens, "rows": num_rows}
+    if num_chosen:
+        values["mean_chosen_reward"] = chosen / num_chosen
+    if num_rejected:
+        values["mean_rejected_reward"] = rejected / num_rejected
+    if num_chosen and num_rejected:
+        values["margin"] = values["mean_chosen_reward"] - values["mean_rejected_reward"]
+    if mismatches is not None:
+        values["z0"] = z0
+    course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()})
 
 
 def save(dpo: DPO, state: Counters) -> None:

@@ -10,13 +10,16 @@ import pytest
 import torch
 from datasets import Dataset
 
+from pipeline.configuration.groups import ModelConfig
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record, read_records
 from pipeline.data.readers import Row
 from pipeline.data.row_kinds import SAME_TOKENS, TokenizationOptions
 from pipeline.data.templates import set_template
 from step3_dpo.batches import Mismatched, Mismatches, partners_of
+from step3_dpo.config import DPOConfig
 from step3_dpo.loss import kto_loss, kto_point
+from step3_dpo.needs import needs
 from step3_dpo.rows import RESPONSES
 
 
@@ -154,6 +157,14 @@ def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):
         "label is no boolean: true or false are right": 1,
     }  # fmt: skip
     assert "1 dropped: label is no boolean: true or false are right (first: f:6, found 1)" in counts.lines()
+
+
+def test_the_planner_counts_the_forward_pass_over_mismatches():
+    config = DPOConfig(method="kto", model=ModelConfig(model_name_or_path="base"))
+    train, evaluation = (needs(config, {}, "fp32", 1).phases[name] for name in ("train", "evaluate"))
+    assert [(one.trains, one.rows) for one in train] == [(True, train[0].rows), (False, train[0].rows)]
+    pairs = needs(config.model_copy(update={"method": "dpo"}), {}, "fp32", 1).phases
+    assert len(pairs["train"]) == 1 and pairs["evaluate"][0].rows == 2 * evaluation[0].rows
 
 
 def test_long_responses_are_cut_as_pairs_are(bpe_tokenizer):
