@@ -65,7 +65,11 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
 
 STAGE = Stage(
     number=3,
-    methods=("dpo", "ipo", "kto"),
+    methods={
+        "dpo": "direct preference optimisation",
+        "ipo": "identity preference optimisation",
+        "kto": "Kahneman-Tversky optimisation",
+    },
     section="dpo",
     title="direct preference optimisation",
     package="step3_dpo",

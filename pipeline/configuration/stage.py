@@ -99,7 +99,8 @@ class Stage:
     """A stage: names, configuration, data, folders, and the functions by which the others enter its package.
 
     number: its value of --step.
-    methods: values of --method for which it is the stage of that number; the first one is the default.
+    methods: values of --method for which it is the stage of that number -> the methods' names for people; the first one
+        is the default.
     section: its name in YAML files, overrides (`--sft.seed`), preset names and run folders.
     title: its name for people.
     package: its Python package, whose module `main` is what a rank runs.
@@ -140,7 +141,7 @@ class Stage:
     look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
-    methods: tuple[str, ...] = ()
+    methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
     rows_of: Callable[[Any], str] | None = None
     shares_of: Callable[[Any], tuple[int, ...]] | None = None
@@ -154,6 +155,10 @@ class Stage:
     def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
         """Return the starts of a run with these values of flags, by the prefix of their flags."""
         return self.starts if self.starts_of is None else self.starts_of(flags)
+
+    def title_of(self, config: StageConfig) -> str:
+        """Return the name for people of what a run does: that of its method, where the stage has several."""
+        return self.methods.get(dict(flat_items(config)).get("method", ""), self.title)
 
     @staticmethod
     def path_flag(prefix: str) -> str:
