@@ -64,7 +64,7 @@ PARTS = (
     ("Stage 1, section `sft`", SFTConfig),
     ("Stage 2, section `reward`", RewardConfig),
     ("Stage 3, section `ppo`", PPOConfig),
-    ("Stage 3 by DPO or IPO, section `dpo`", DPOConfig),
+    ("Stage 3 by DPO, IPO or KTO, section `dpo`", DPOConfig),
     ("`python -m step2_reward.eval`", RewardEvalConfig),
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),

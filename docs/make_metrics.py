@@ -10,6 +10,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.training.metrics import SHARED, SUPERVISED, Metric  # noqa: E402
 from step1_sft.metrics import METRICS as SFT  # noqa: E402
 from step2_reward.metrics import METRICS as REWARD  # noqa: E402
+from step3_dpo.metrics import METRICS as DPO  # noqa: E402
 from step3_ppo.metrics import METRICS as PPO  # noqa: E402
 from step3_ppo.metrics import of_rewards  # noqa: E402
 
@@ -26,10 +27,11 @@ finite, or that nothing counts into, is null.
 BETTER = {1: "higher", -1: "lower", 0: ""}
 PARTS: tuple[tuple[str, str, Mapping[str, Metric], Mapping[str, Metric]], ...] = (
     ("Of every stage", "", SHARED, {}),
-    ("Stages 1 and 2", "", SUPERVISED, SHARED),
+    ("Stages 1 and 2, DPO, IPO and KTO", "", SUPERVISED, SHARED),
     ("Stage 1: supervised fine-tuning", "", SFT, SUPERVISED),
     ("Stage 2: the reward model", "", REWARD, SUPERVISED),
     ("Stage 3: PPO and its other methods", "Those of a whole rollout are in the line of its first step.", PPO, SHARED),
+    ("Stage 3: DPO, IPO and KTO", "", DPO, SUPERVISED),
     ("Stage 3: each reward", "NAME is a reward function, or a reward model.", of_rewards(["NAME"]), {}),
 )
 

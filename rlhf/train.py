@@ -151,7 +151,7 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     words = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # what a dry run shows is to be copied and started
         words = without_flag(words, name)
-    return f"== stage {planned.stage.number}: {planned.stage.title}\n$ {shlex.join(words)}"
+    return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shlex.join(words)}"
 
 
 def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The flags of stage 3 by DPO or IPO."""
+"""The flags of stage 3 by DPO, IPO or KTO."""
 
 from typing import Literal, Self
 
@@ -21,16 +21,17 @@ class ComparisonDataConfig(PairDataConfig):
 
 
 class DPOConfig(SupervisedConfig):
-    """Stage 3 by DPO or IPO: a policy from pairs of responses, without a reward model."""
+    """Stage 3 by DPO, IPO or KTO: a policy from pairs of responses or labelled ones, without a reward model."""
 
     model: ModelConfig = ModelConfig(learning_rate=1e-6)
     data: ComparisonDataConfig = ComparisonDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     run: RunConfig = RunConfig(output_dir="output/actor")
-    method: Literal["dpo", "ipo"] = flag(
+    method: Literal["dpo", "ipo", "kto"] = flag(
         "dpo",
-        "dpo: logistic loss on the difference of log-ratios; ipo: squared distance of it from 1 / (2 beta)",
+        "dpo: logistic loss on the difference of log-ratios; ipo: squared distance of it from 1 / (2 beta); kto: each "
+        "response by itself, good or bad, against a mean log-ratio",
         other_tools="loss_type pref_loss",
     )
     beta: float = flag(0.1, "How far the policy is held to the reference", gt=0, other_tools="pref_beta")
@@ -38,11 +39,20 @@ class DPOConfig(SupervisedConfig):
     ipo_log_ratios: Literal["mean", "sum"] = flag(
         "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"
     )
+    desirable_weight: float = flag(
+        1.0, "kto: weight of the losses of good responses", gt=0, other_tools="kto_chosen_weight"
+    )
+    undesirable_weight: float = flag(
+        1.0, "kto: weight of the losses of bad ones", gt=0, other_tools="kto_rejected_weight"
+    )
 
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:
-        if self.method == "ipo" and self.label_smoothing:
-            raise ValueError("label_smoothing: needs --method dpo, found ipo")
+        if self.method != "dpo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing: needs --method dpo, found {self.method}")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if self.method != "kto" and getattr(self, name) != 1:
+                raise ValueError(f"{name}: needs --method kto, found {self.method}")
         return self
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:

@@ -1,7 +1,8 @@
 """Losses of direct preference optimisation: pure, fp32, and sums that the caller divides by the total weight.
 
-Shapes: B pairs. A log-ratio is log pi - log pi_ref of a whole response, its tokens summed (IPO: by default their mean).
-A weight of 0 marks a pair that only fills the batch: whatever stands in it, NaN included, it adds nothing.
+Shapes: B pairs, of KTO B responses. A log-ratio is log pi - log pi_ref of a whole response, its tokens summed (IPO: by
+default their mean).
+A weight of 0 marks what only fills the batch: whatever stands in it, NaN included, it adds nothing.
 """
 
 import torch
@@ -28,6 +29,35 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, weights: Tensor, *, beta: float) 
     """
     difference, counted = _differences(chosen, rejected, weights)
     return masked_sum(weights.float() * (difference - 1 / (2 * beta)).square(), counted)
+
+
+def kto_loss(
+    log_ratios: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    z0: float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """sum_i w_i * u_i * (1 - sigmoid(s_i * beta (r_i - z0))): of log-ratios r (B,), s = 1 and u = desirable_weight.
+
+    Where the label (B,) bool is False, s = -1 and u = undesirable_weight. z0 is a number: it has no gradient.
+    Ethayarajh et al. 2024, arXiv 2402.01306.
+    """
+    assert log_ratios.dim() == 1 and log_ratios.shape == labels.shape == weights.shape, (log_ratios.shape, labels.shape)
+    counted = weights > 0
+    differences = torch.where(counted, log_ratios.float() - z0, 0)
+    factors = torch.where(labels, desirable_weight, undesirable_weight)
+    losses = torch.sigmoid(-beta * torch.where(labels, differences, -differences))
+    return masked_sum(weights.float() * factors * losses, counted)
+
+
+def kto_point(total: float, count: float) -> float:
+    """Return KTO's reference point z0: the mean of `count` mismatched log-ratios of sum `total`, 0 if it is below."""
+    mean = total / max(count, 1)
+    return 0.0 if mean <= 0 else mean  # not max(): NaN has to stay, so that the step is skipped
 
 
 def _differences(chosen: Tensor, rejected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

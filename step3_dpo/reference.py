@@ -1,6 +1,7 @@
 """Log-probabilities of all responses under the reference, the model that training starts from: computed once, and kept.
 
 They are in the run's folder before the first step, so that the reference is in memory only until the policy is loaded.
+Shapes: M rows of K responses each: 2 of a pair, else 1.
 """
 
 import gc
@@ -8,7 +9,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,11 @@ import torch
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from torch import Tensor
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import data_fingerprint
-from pipeline.data.batching import PairBatch, balanced_slices
-from pipeline.data.loader import pair_lengths, sequence_lengths, to_device
+from pipeline.data.batching import balanced_slices
+from pipeline.data.loader import sequence_lengths, to_device
 from pipeline.engine.build import compute_dtype, frozen_engine
 from pipeline.files import flush, model_fingerprint
 from pipeline.heartbeat import beat
@@ -31,96 +32,88 @@ from pipeline.models.loading import load_language_model
 from pipeline.models.source import ModelSource
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
-from pipeline.tensor_ops import masked_sum
+from step3_dpo.batches import Collate, Mismatched, response_log_probs
 from step3_dpo.config import DPOConfig
 
 log = logging.getLogger(__name__)
 
 FILE = "reference.safetensors"
-COLUMNS = ("chosen_reference", "rejected_reference")
-Collate = Callable[[list[Any]], PairBatch]
+COLUMNS = {"chosen_ids": ("chosen_reference", "rejected_reference"), "ids": ("reference",)}
 
 
-def response_mask(batch: PairBatch) -> Tensor:
-    """Return (2B, S - 1) bool, True = token t + 1 is one of a response."""
-    places = torch.arange(1, batch.input_ids.shape[1], device=batch.lengths.device)
-    starts = batch.prompt_lengths.repeat(2).unsqueeze(1)
-    return (places >= starts) & (places < batch.lengths.unsqueeze(1)) & (starts > 0)
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Rows whose responses the reference judges.
+
+    rows: rows, by their numbers.
+    lengths: (M, K) int64, tokens of the K sequences of each row.
+    numbers: of those that the run reads.
+    """
+
+    rows: Dataset | Mismatched
+    lengths: np.ndarray
+    numbers: list[int]
 
 
-def response_log_probs(model: Callable[..., Any], batch: PairBatch) -> Tensor:
-    """Return (2B,) fp32: log-probabilities of the responses in nats, each summed over its tokens."""
-    selected = response_mask(batch)
-    found = model(
-        batch.input_ids,
-        attention_mask=batch.attention_mask,
-        selected=selected,
-        position_ids=batch.position_ids,
-        right_padded=True,
-    )
-    return masked_sum(found.log_probs, selected, 1)
-
-
-def with_reference(
-    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, data: dict[str, tuple[Dataset, Iterable[int]]]
-) -> dict[str, Dataset]:
-    """Return data sets of pairs with the columns `COLUMNS` and `num_trained`, the tokens of both responses.
+def reference_log_probs(
+    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged], *, key: str
+) -> dict[str, np.ndarray]:
+    """Return name -> log-probabilities (M, K) fp64 of the responses of each row; NaN where the run does not read it.
 
     What the run's folder holds already is read; the rest is computed with the start model. A collective.
 
     Args:
-        data: name -> a data set, and the rows of it that the run reads; the others get NaN.
+        key: see `key_of`.
     """
     path = run.folder / FILE
-    key = key_of(run, config, {name: rows for name, (rows, _) in data.items()})
     known = dist.on_main(lambda: read_known(path, key))
-    tables, missing = dict[str, np.ndarray](), dict[str, tuple[Dataset, list[int]]]()
-    for name, (rows, wanted) in data.items():
-        tables[name] = known.get(name, np.full((len(rows), 2), np.nan))
-        missing[name] = rows, [row for row in sorted(set(wanted)) if np.isnan(tables[name][row]).any()]
-    if count := sum(len(numbers) for _, numbers in missing.values()):
+    tables = {name: known.get(name, np.full(one.lengths.shape, np.nan)) for name, one in judged.items()}
+    missing = {
+        name: replace(one, numbers=[row for row in sorted(set(one.numbers)) if np.isnan(tables[name][row]).any()])
+        for name, one in judged.items()
+    }
+    if count := sum(len(one.numbers) for one in missing.values()):
         began = time.monotonic()
         for name, found in computed(run, config, source, collate, missing).items():
-            tables[name][missing[name][1]] = found
+            tables[name][missing[name].numbers] = found
         on_each_storage(lambda: write_known(path, key, tables))
         seconds = time.monotonic() - began
         if run.world.is_main:
-            log.info("reference: log-probabilities of %d pairs under %s in %.0f s", count, source.path, seconds)
-    return {name: with_columns(rows, tables[name]) for name, (rows, _) in data.items()}
+            log.info("reference: log-probabilities of %d rows under %s in %.0f s", count, source.path, seconds)
+    return tables
 
 
 def with_columns(rows: Dataset, table: np.ndarray) -> Dataset:
-    """Add the reference's log-probabilities (N, 2), and the tokens of both responses of each pair."""
-    trained = sequence_lengths(rows).sum(1) - 2 * np.asarray(rows["prompt_length"][:])
-    for name, column in [*zip(COLUMNS, table.T, strict=True), ("num_trained", trained)]:
+    """Add the reference's log-probabilities (M, K), and the tokens of all K responses of each row."""
+    sizes = sequence_lengths(rows)
+    trained = sizes.sum(1) - sizes.shape[1] * np.asarray(rows["prompt_length"][:], dtype=np.int64)
+    names = next(names for name, names in COLUMNS.items() if name in rows.column_names)
+    for name, column in [*zip(names, table.T, strict=True), ("num_trained", trained)]:
         rows = rows.add_column(name, column)
     return rows
 
 
 def computed(
-    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, wanted: dict[str, tuple[Dataset, list[int]]]
+    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged]
 ) -> dict[str, np.ndarray]:
-    """Return (n, 2) fp64 for the wanted n rows of each data set, by the start model, which is released. A collective.
-
-    Args:
-        wanted: name -> a data set, and numbers of its rows.
-    """
+    """Return name -> (n, K) fp64 of the rows of these numbers, by the start model, which is released. A collective."""
 
     def load(source: ModelSource, **settings: Any) -> CausalLM:
         return CausalLM(load_language_model(source, **settings))
 
     engine = frozen_engine(run, load, source, config.model, name="reference")
     world, size, tables = run.world, config.optimizer.per_device_eval_batch_size, dict[str, np.ndarray]()
-    for name, (rows, numbers) in wanted.items():
-        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=world.device)
+    for name, one in judged.items():
+        rows, numbers = one.rows, one.numbers
+        found = torch.zeros(one.lengths.shape, dtype=torch.float64, device=world.device)
         ranks = {"world_size": world.size, "rank": world.rank}
-        for part in balanced_slices(numbers, pair_lengths(rows), **ranks, micro_batch_size=size):
+        for part in balanced_slices(numbers, one.lengths.max(1).tolist(), **ranks, micro_batch_size=size):
             beat("start", 0)
             batch = to_device(collate([None if row is None else [rows[row]] for row in part]), world.device)
-            pairs = response_log_probs(engine, batch).double().view(2, -1).T
-            for row, pair in zip(part, pairs, strict=True):
+            values = response_log_probs(engine, batch).double().view(found.shape[1], -1).T
+            for row, value in zip(part, values, strict=True):
                 if row is not None:
-                    found[row] = pair
+                    found[row] = value
         tables[name] = dist.sum_over_ranks(found).cpu().numpy()[numbers]
     engine.release_gathered()
     del engine
@@ -130,16 +123,16 @@ def computed(
     return tables
 
 
-def key_of(run: Run, config: DPOConfig, data: dict[str, Dataset]) -> str:
-    """Return what the log-probabilities depend on, hashed: start model, rows, and the dtype that computes."""
-    facts = {name: data_fingerprint(rows) for name, rows in data.items()}
+def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int) -> str:
+    """Return what the log-probabilities depend on, hashed: start model, rows, the dtype that computes, and `more`."""
+    facts: dict[str, str | int] = {name: data_fingerprint(rows) for name, rows in data.items()}
     facts |= {"model": model_fingerprint(config.model.model_name_or_path), "dtype": compute_dtype(run)}
-    facts |= {"quantization": config.model.quantization}
+    facts |= {"quantization": config.model.quantization, **more}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_known(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Return the tables of a file that was written under this key, name -> (N, 2) fp64; {} of any other."""
+    """Return the tables of a file that was written under this key, name -> (M, K) fp64; {} of any other."""
     if not path.is_file():
         return {}
     with safe_open(path, framework="numpy") as file:

@@ -1,10 +1,12 @@
-"""Stage 3 by DPO as an object: a policy from pairs of responses, in the place of PPO."""
+"""Stage 3 by DPO, IPO or KTO as an object: a policy from pairs or labelled responses, in the place of PPO."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
+from pipeline.data.row_kinds import PAIRS
 from step3_dpo.config import DPOConfig
+from step3_dpo.rows import RESPONSES
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -44,6 +46,11 @@ def shares_of(config: DPOConfig) -> tuple[int, ...]:
     return STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
 
 
+def rows_of(config: DPOConfig) -> str:
+    """Return the kind of rows that the method reads."""
+    return RESPONSES.name if config.method == "kto" else PAIRS.name
+
+
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
     from pipeline.models.source import ModelSource, prepare_tokenizer
@@ -58,12 +65,17 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
 
 STAGE = Stage(
     number=3,
-    methods=("dpo", "ipo"),
+    methods={
+        "dpo": "direct preference optimisation",
+        "ipo": "identity preference optimisation",
+        "kto": "Kahneman-Tversky optimisation",
+    },
     section="dpo",
     title="direct preference optimisation",
     package="step3_dpo",
     config=DPOConfig,
-    rows="pairs",
+    rows=PAIRS.name,
+    rows_of=rows_of,
     shares=(1, 2),
     shares_of=shares_of,
     gives_up={2: "take_reward_share"},

@@ -99,12 +99,14 @@ class Stage:
     """A stage: names, configuration, data, folders, and the functions by which the others enter its package.
 
     number: its value of --step.
-    methods: values of --method for which it is the stage of that number; the first one is the default.
+    methods: values of --method for which it is the stage of that number -> the methods' names for people; the first one
+        is the default.
     section: its name in YAML files, overrides (`--sft.seed`), preset names and run folders.
     title: its name for people.
     package: its Python package, whose module `main` is what a rank runs.
     config: the class of its flags.
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
+    rows_of: configuration -> that of a run whose flags ask for another kind; None: `rows`.
     shares: the places of --data_split whose prompts it trains on.
     shares_of: configuration -> those of a run whose flags leave some out; None: `shares`.
     gives_up: number of another stage -> flag that `rlhf train` sets to false where both run in one command.
@@ -139,8 +141,9 @@ class Stage:
     look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
-    methods: tuple[str, ...] = ()
+    methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
+    rows_of: Callable[[Any], str] | None = None
     shares_of: Callable[[Any], tuple[int, ...]] | None = None
     gives_up: Mapping[int, str] = field(default_factory=dict)
     runs_by_section: bool = False
@@ -152,6 +155,10 @@ class Stage:
     def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
         """Return the starts of a run with these values of flags, by the prefix of their flags."""
         return self.starts if self.starts_of is None else self.starts_of(flags)
+
+    def title_of(self, config: StageConfig) -> str:
+        """Return the name for people of what a run does: that of its method, where the stage has several."""
+        return self.methods.get(dict(flat_items(config)).get("method", ""), self.title)
 
     @staticmethod
     def path_flag(prefix: str) -> str:
@@ -166,7 +173,11 @@ class Stage:
     def row_options(self, config: StageConfig) -> dict[str, Any]:
         """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
         shares = self.shares if self.shares_of is None else self.shares_of(config)
-        return {"rows": self.rows, "shares": shares, "title": self.section}
+        return {"rows": self.kind_of_rows(config), "shares": shares, "title": self.section}
+
+    def kind_of_rows(self, config: StageConfig) -> str:
+        """Return the kind of a run's rows."""
+        return self.rows if self.rows_of is None else self.rows_of(config)
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""

@@ -12,12 +12,13 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.readers import MAX_ROW_CHARS, NO_COLUMNS, Row, Split, header_place, to_json
+from pipeline.data.readers import NO_COLUMNS, Row, Split, header_place, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
     Message,
     Turns,
+    check_texts,
     check_turns,
     is_transcript,
     parse_tools,
@@ -33,6 +34,7 @@ RESPONSE_COLUMNS = ("response", "completion", "output")
 MAX_MARGIN = 1e6
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 LABELS = {"true": True, "false": False}
+MAX_SHOWN = 40  # characters of a label that is none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Content:
     rejected: other response; also a single one that the row labels false.
     text: plain text document.
     margin: how much better chosen is, if the row says so.
+    label: what a row says of its only response: True or False; a text that shows anything else; None where nothing.
     """
 
     messages: Turns = ()
@@ -51,6 +54,7 @@ class Content:
     rejected: str | None = None
     text: str | None = None
     margin: float | None = None
+    label: bool | str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +136,11 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
     form = _format_of(values, row.origin)
     content = form.parse(values)
     read = {*form.needed, *form.any_of, *form.optional, *column_map.values(), "split"}
-    is_good = LABELS.get(str(values.get("label")).lower()) if content.rejected is None else None
-    if is_good is not None:
-        read.add("label")
-        if not is_good:  # of the KTO layout: the prompt may serve, the response is none to learn
+    if content.rejected is None and (label := values.get("label")) is not None:
+        content = dataclasses.replace(content, label=LABELS.get(str(label).lower(), repr(label)[:MAX_SHOWN]))
+        if isinstance(content.label, bool):
+            read.add("label")
+        if content.label is False:  # of the KTO layout: the prompt may serve, the response is none to learn
             content = dataclasses.replace(content, chosen=None, rejected=content.chosen)
     if content.messages and "tools" in values:
         read.add("tools")
@@ -143,7 +148,8 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
     others = {name: values[name] for name in values.keys() - read if values[name] is not None}
     extra, unread = to_json(others) if passes_columns else (NO_COLUMNS, set(others))
     counts.note_columns(row.origin.path, passed=others.keys() - unread, unread=unread)
-    _check_characters(content)
+    turns = (turn.content for turn in content.messages)
+    check_texts([*turns, content.chosen, content.rejected, content.text])
     if content.text is None:
         check_turns(content.messages)
         if content.messages[-1].role != "user":
@@ -171,20 +177,6 @@ def _same(columns: tuple[str, ...]) -> tuple[str, ...]:
 
 def _names(columns: Iterable[str]) -> str:
     return ", ".join(map(repr, columns))
-
-
-def _check_characters(content: Content) -> None:
-    """Raise BadRowError for text that is no Unicode (JSON can spell half a surrogate pair) or holds a NUL character."""
-    texts = [turn.content for turn in content.messages] + [content.chosen, content.rejected, content.text]
-    whole = "".join(text for text in texts if text is not None)
-    if len(whole) > MAX_ROW_CHARS:
-        raise BadRowError(f"text longer than {MAX_ROW_CHARS:,} characters")
-    if "\0" in whole:
-        raise BadRowError("text holds a NUL character")
-    try:
-        whole.encode()
-    except UnicodeEncodeError as error:
-        raise BadRowError("text is no valid Unicode") from error
 
 
 def _renamed(row: Row, column_map: Mapping[str, str], counts: Counts) -> Values:
@@ -233,9 +225,14 @@ def _text_of(values: Values, column: str) -> str:
 
 
 def _response(values: Values, *columns: str) -> str:
-    """Return the text of the first of these columns that is no null; one of them exists."""
+    """Return the text, or the only turn's, of the first of these columns that is no null; one of them exists."""
     present = [column for column in columns if column in values]
     column = next((column for column in present if values[column] is not None), present[0])
+    if isinstance(values[column], list | Mapping):
+        turns = parse_turns(values[column], column)
+        if [turn.role for turn in turns] != ["assistant"]:
+            raise BadRowError(f"{column} is no single assistant turn")
+        values = {column: turns[0].content}
     text = _text_of(values, column).strip()
     if not text:
         raise BadRowError(f"{column} is empty")

@@ -4,7 +4,7 @@ Rows are pure functions of records and tokenizer; what is cut or left out is cou
 decided in `templates.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -114,7 +114,7 @@ class RowMaker:
         self.special, self.renders_tools = special_tokens(tokenizer), "tools" in str(tokenizer.chat_template)
 
     def rows(self, records: Iterable[Record], make: "Callable[[RowMaker, Record], Any]") -> Iterator[Any]:
-        """Yield what `make` returns for each record; a record that it refuses is counted instead."""
+        """Yield the row or the list of rows that `make` returns for each record; what it refuses is counted instead."""
         for record in records:
             try:
                 row = make(self, record)
@@ -132,7 +132,7 @@ class RowMaker:
             else:
                 if record.messages[:1] and record.messages[0].role == "tools" and not self.renders_tools:
                     self.counts.add("kept", "tools that the chat template does not render", record.origin)
-                yield row
+                yield from row if isinstance(row, list) else [row]
 
     @cached_property
     def renders_an_exchange(self) -> bool:
@@ -164,32 +164,38 @@ class RowMaker:
         return row
 
     def pair(self, record: Record) -> PairRow:
-        """Return the two sides of a record with a chosen and a rejected response.
-
-        A pair beyond max_seq_len is refused, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
-        stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
-        """
+        """Return the two sides of a record with a chosen and a rejected response, as `sides` has them."""
         if record.chosen is None or record.rejected is None:
             kind = "no pair: columns chosen and rejected are needed, with prompt or messages"
             raise BadRowError(kind, ", ".join(map(repr, record.columns)))
-        turns = [(*record.messages, Message("assistant", text)) for text in (record.chosen, record.rejected)]
-        sides = [self.conversation(record, side, "last") for side in turns]
-        chosen, rejected = sides[0].ids, sides[1].ids
-        prompt_length = sides[0].prompt_length
-        limit, longest = self.options.max_seq_len, max(len(chosen), len(rejected))
+        (chosen, rejected), prompt_length = self.sides(record, (record.chosen, record.rejected), "pair")
+        return PairRow(chosen, rejected, prompt_length, record.margin or 0.0)
+
+    def sides(self, record: Record, texts: Sequence[str], what: str) -> tuple[list[list[int]], int]:
+        """Return the tokens of the prompt with each of one or two responses, and the length of the prompt.
+
+        A row beyond max_seq_len is refused, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
+        stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
+
+        Args:
+            what: what the row is called.
+        """
+        turns = [(*record.messages, Message("assistant", text)) for text in texts]
+        encoded = [self.conversation(record, side, "last") for side in turns]
+        sides, prompt_length = [side.ids for side in encoded], encoded[0].prompt_length
+        limit, longest = self.options.max_seq_len, max(map(len, sides))
         if longest > limit:
             if self.options.long_pairs == "drop":
-                raise TooLongError("pair longer than max_seq_len", longest)
+                raise TooLongError(f"{what} longer than max_seq_len", longest)
             longest_response = longest - prompt_length
             num_kept = min(prompt_length, max(limit - longest_response, int(limit * MIN_PROMPT_SHARE), 1))
             is_whole = longest_response <= limit - num_kept
             self.counts.add("cut", "start of the prompt" if is_whole else "prompt and end of a response", record.origin)
-            prompt = self._without_start(chosen[:prompt_length], num_kept)
-            chosen, rejected = ((prompt + ids[prompt_length:])[:limit] for ids in (chosen, rejected))
-            prompt_length = num_kept
-        if chosen == rejected:
+            prompt = self._without_start(sides[0][:prompt_length], num_kept)
+            sides, prompt_length = [(prompt + ids[prompt_length:])[:limit] for ids in sides], num_kept
+        if len(sides) > 1 and sides[0] == sides[1]:
             raise BadRowError(SAME_TOKENS)
-        return PairRow(chosen, rejected, prompt_length, record.margin or 0.0)
+        return sides, prompt_length
 
     def prompt(self, record: Record) -> PromptRow:
         """Return a prompt; one beyond max_prompt_seq_len is refused, or loses its start (BOS stays)."""
@@ -243,10 +249,10 @@ class RowMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKind:
-    """A kind of rows, each made of one record. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
+    """A kind of rows, one or several of a record. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
 
     name: its key in ROW_KINDS, and part of the names of cached files.
-    make: returns the row of a record; a record for which it raises BadRowError is counted as dropped.
+    make: returns the row of a record, or a list; a record for which it raises BadRowError is counted as dropped.
     row: the dataclass of a row; its fields are columns, those of tokens have names that end in "ids".
     documents: the records that are joined and cut into blocks, rows of `ids` and `trained`, behind all other rows.
     one_per_prompt: True drops a record whose prompt an earlier one has: random numbers are keyed by prompts.
@@ -279,7 +285,7 @@ class RowKind:
         options: TokenizationOptions,
         counts: Counts,
     ) -> Iterator[Any]:
-        """Yield one row for each record that gives one; the others are counted."""
+        """Yield the rows of each record that gives any; the others are counted."""
         return RowMaker(tokenizer, options, counts).rows(records, self.make)
 
     def schema(self) -> "pa.Schema":

@@ -110,7 +110,7 @@ def to_line(record: Record) -> bytes:
     """Return a record as a line of JSON."""
     turns = [(turn.role, turn.content) for turn in record.messages]
     origin = (record.origin.file, record.origin.row, record.origin.source)
-    texts = (record.chosen, record.rejected, record.text, record.margin)
+    texts = (record.chosen, record.rejected, record.text, record.margin, record.label)
     return (
         encoded((turns, *texts, record.prompt_id, origin, record.split, record.columns, record.extra)) + "\n"
     ).encode(errors=SURROGATES)

@@ -4,11 +4,12 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.data.readers import MAX_ROW_CHARS
 from pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -179,6 +180,19 @@ def check_turns(turns: Turns) -> None:
     for index, turn in enumerate(spoken):
         if turn.role != ("user", "assistant")[index % 2]:
             raise BadRowError("turns do not alternate user, assistant")
+
+
+def check_texts(texts: Iterable[str | None]) -> None:
+    """Raise BadRowError for texts that are too long, no Unicode (JSON can spell half a surrogate pair), or hold NUL."""
+    whole = "".join(text for text in texts if text is not None)
+    if len(whole) > MAX_ROW_CHARS:
+        raise BadRowError(f"text longer than {MAX_ROW_CHARS:,} characters")
+    if "\0" in whole:
+        raise BadRowError("text holds a NUL character")
+    try:
+        whole.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError("text is no valid Unicode") from error
 
 
 def special_texts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class PassCounter(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self._live = {id(tensor.untyped_storage()): 0 for tensor in known}  # a tensor keeps its storage object
-        self.now = self.peak = 0
+        self.now = self.peak = self.earlier_peak = 0
         self.kernels = Counter[Kernel]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,8 +69,23 @@ class PassCounter(TorchDispatchMode):
                 weakref.finalize(storage, self._free, id(storage)).atexit = False
         return out
 
+    def divide(self) -> None:
+        """Begin another part of the pass: `peak` is that of what follows, `earlier_peak` that of what was."""
+        self.earlier_peak, self.peak = self.peak, self.now
+
     def _free(self, key: int) -> None:
         self.now -= self._live.pop(key)
+
+
+def with_layers(two: PassCounter, three: PassCounter, *, more: int) -> PassCount:
+    """Return the count of a pass through three layers and `more` of them, from those through two and three.
+
+    Until the backward pass of the lowest layer the peak grows by what a layer keeps, then by its gradients. Where
+    gradients are larger, the peak is in the second part, as it is the largest then at the lowest layer.
+    """
+    peaks = ((two.earlier_peak, three.earlier_peak), (two.peak, three.peak))
+    kernels = {key: count + more * (count - two.kernels[key]) for key, count in three.kernels.items()}
+    return PassCount(max(last + more * (last - first) for first, last in peaks), Counter(kernels))
 
 
 def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:

@@ -22,7 +22,7 @@ from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, lacking, seconds_text
 
-RECOMPUTED = "gradient_checkpointing"
+RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
 # Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
@@ -142,13 +142,19 @@ def least_seconds(ones: Sequence[Candidate]) -> float:
 def planned_size(
     planner: StagePlanner, resolved: Resolved, names: Sequence[str], flags: Mapping[str, int], size: int
 ) -> Candidate:
-    """Plan micro-batches of `size` rows with these other flags, and what follows from them."""
+    """Plan micro-batches of `size` rows with these other flags, and what follows from them.
+
+    A KV cache that would not stay is given back from the first rollout on, before an update runs out of memory.
+    """
     chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
     if planner.target.num_gpus > 1:
         chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
     if EVALUATED in names:
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
-    return Candidate.of(planner, resolved, chosen)
+    if RELEASED not in names:
+        return Candidate.of(planner, resolved, chosen)
+    kept = Candidate.of(planner, resolved, chosen | {RELEASED: False})
+    return kept if kept.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
 def choice_in_words(resolved: Resolved) -> str:

@@ -5,9 +5,11 @@ places of kernels (stand_ins.py).
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 import torch
@@ -33,7 +35,7 @@ from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointi
 from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, quantise_to_int8
 from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
 from pipeline.models.source import ModelSource
-from pipeline.planning.counting import PassCount, PassCounter
+from pipeline.planning.counting import PassCount, PassCounter, with_layers
 from pipeline.planning.needs import ModelUse, Pass
 from pipeline.planning.stand_ins import (
     COUNTED_ATTENTION,
@@ -47,6 +49,7 @@ from pipeline.planning.stand_ins import (
 # Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
 # section 3).
 NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
+FEW_LAYERS = (2, 3)  # of a model whose layers are alike, whose passes are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +242,59 @@ def count_pass_of_shape(use: ModelUse, dtype: str, work: Pass) -> PassCount:
 
 
 def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
-    """Run a pass on the meta device and return what it takes."""
+    """Run a pass on the meta device and return what it takes.
+
+    Of a model whose decoder layers are alike only two and three are run, and say what each further one takes.
+    """
     wrapped = build(use, dtype)
+    stack = alike_layers(base_model(wrapped.model))
+    if stack is None:
+        whole = run_pass(wrapped, use, work)
+        return PassCount(whole.peak, whole.kernels)
+    owner, name = stack
+    layers = getattr(owner, name)
+    counters = []
+    for number in FEW_LAYERS:
+        setattr(owner, name, layers[:number])
+        try:
+            counters.append(run_pass(wrapped, use, work, lowest=layers[0]))
+        finally:
+            setattr(owner, name, layers)
+    return with_layers(*counters, more=len(layers) - FEW_LAYERS[1])
+
+
+def alike_layers(model: PreTrainedModel) -> tuple[nn.Module, str] | None:
+    """Return the module that has the list of a model's decoder layers, and its name there; None where they differ.
+
+    None too for a few layers, which are counted as they are, and for an encoder and a decoder.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and {type(layer).__name__ for layer in child} & names
+    ]
+    if len(lists) != 1 or len(lists[0][2]) <= sum(FEW_LAYERS):
+        return None
+    owner, name, layers = lists[0]
+    return (owner, name) if len({parts_of(layer) for layer in layers}) == 1 else None
+
+
+def parts_of(layer: nn.Module) -> tuple[Any, ...]:
+    """Return the classes and plain attributes of a layer's modules, and shapes and kinds of its parameters."""
+    tensors = ((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    plain = (
+        (name, type(module), key, value)
+        for name, module in layer.named_modules()
+        for key, value in {"": None, **vars(module)}.items()
+        if isinstance(value, (bool, int, float, str, NoneType)) and key != "layer_idx"
+    )
+    return (*plain, *tensors)
+
+
+def run_pass(wrapped: Any, use: ModelUse, work: Pass, *, lowest: nn.Module | None = None) -> PassCounter:
+    """Run a pass on the meta device; it is divided where the backward pass of the `lowest` layer begins."""
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
@@ -254,7 +308,15 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
     positions = torch.arange(length, device=device).unsqueeze(0)
     selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
     known = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    with PassCounter([*known, ids, mask, positions, selected]) as counter, torch.set_grad_enabled(work.trains):
+    counter = PassCounter([*known, ids, mask, positions, selected])
+
+    def watch(layer: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: counter.divide())
+
+    watched = lowest.register_forward_hook(watch) if lowest is not None else nullcontext()
+    with watched, counter, torch.set_grad_enabled(work.trains):
         if use.has_values:
             out = wrapped(ids, mask, positions, right_padded=True)
         elif of_two:
@@ -272,4 +334,4 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
             out.sum().backward()
     for parameter in trained:
         parameter.grad = None
-    return PassCount(counter.peak, counter.kernels)
+    return counter

@@ -36,7 +36,7 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
     tokenizer = prepare_tokenizer(source, flags.template, flags.chat_template_kwargs)
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
-    print(f"== stage {stage.number}: {stage.title}: what it trains on")
+    print(f"== stage {stage.number}: {stage.title_of(config)}: what it trains on")
     for line in (line for one in data for line in [*lines_about(*one), *shares_and_lengths(*one)]):
         print(wrapped(line))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH

@@ -24,7 +24,7 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "stage": stage.section,
         "number": stage.number,
         "title": stage.title,
-        "rows": stage.rows,
+        "rows": stage.kind_of_rows(config),
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,
         "began": before.get("began", process.started_s if process else time.time()),

@@ -57,7 +57,7 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
         "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
     }
-    show(f"{run.stage.title}{f', stage {place}' if place else ''}", lines)
+    show(f"{run.stage.title_of(config)}{f', stage {place}' if place else ''}", lines)
 
 
 def show_end(run: Run, seconds: float, *, metrics: Mapping[str, Metric]) -> None:
@@ -78,7 +78,7 @@ def show_end(run: Run, seconds: float, *, metrics: Mapping[str, Metric]) -> None
         "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
         "report": ", ".join(str(report) for report in reports if report.is_file()),
     }
-    title = f"{run.stage.title}: done in {duration(seconds)}"
+    title = f"{run.stage.title_of(run.resolved.config)}: done in {duration(seconds)}"
     show(title, {label: text for label, text in lines.items() if text}, is_boxed=True)
 
 

@@ -118,11 +118,12 @@ def parts_of(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", *, se
     if "prompt_length" not in row:
         return [Part(PART_OF.get(name, "text"), spans_of(tokenizer, ids)) for name, ids in tokens.items()]
     length, parts = row["prompt_length"], list[Part]()
+    other: PartName = "response" if "label" not in row else "chosen" if row["label"] else "rejected"
     for name, ids in tokens.items():
         spans = spans_of(tokenizer, ids, [place >= length for place in range(len(ids))])
         num_first = min(length, 1)  # the prompt is one span
         parts += [Part("prompt", spans[:num_first])] if not parts else []
-        parts.append(Part(PART_OF.get(name, "response"), spans[num_first:]))
+        parts.append(Part(PART_OF.get(name, other), spans[num_first:]))
     return parts
 
 

@@ -133,8 +133,10 @@ class Supervised(Generic[C, B]):
         """Return what a checkpoint holds."""
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
-    def log_step(self, step: Step[B], state: Counters, course: Course, *, loss: float, flops: float) -> None:
-        """Write the metrics of an optimizer step that took `flops` matrix operations on all ranks."""
+    def log_step(
+        self, step: Step[B], state: Counters, course: Course, *, loss: float, flops: float, **more: float
+    ) -> None:
+        """Write the metrics of an optimizer step that took `flops` matrix operations on all ranks; `more` of them."""
         seconds, world = course.recorder.seconds("train"), self.run.world
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,
@@ -143,6 +145,7 @@ class Supervised(Generic[C, B]):
             "epoch": state.step / self.loader.steps_per_epoch,
             "num_tokens": state.num_tokens,
             "skipped_updates": state.skipped_updates,
+            **more,
         }
         course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
 

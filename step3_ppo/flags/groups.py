@@ -86,8 +86,9 @@ class SamplingConfig(Group):
     release_inference_cache: bool = flag(
         False,
         "Give the memory of generation (cache, graph, copied weights) back after each rollout; false: only where an "
-        "update lacks memory beside it",
+        "update lacks memory beside it; auto: where the plan says that it will",
         on_resume="free",
+        auto=True,
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",

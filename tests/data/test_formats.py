@@ -152,15 +152,6 @@ def test_null_columns_of_a_mixed_table_do_not_decide_the_format():
     assert one({"prompt": "q", "chosen": None, "rejected": "b"}).chosen is None
 
 
-def test_a_response_is_good_only_where_a_label_does_not_say_false():
-    """The KTO layout; a CSV file spells a truth value as text, and a class number is no truth value."""
-    row = {"prompt": "q", "completion": "a"}
-    for label, chosen, rejected in ((True, "a", None), (False, None, "a"), ("False", None, "a"), (0, "a", None)):
-        record = one({**row, "label": label})
-        assert (record.chosen, record.rejected, record.messages) == (chosen, rejected, (user("q"),))
-    assert one({"prompt": "q", "chosen": "a", "rejected": "b", "label": False}).chosen == "a"
-
-
 @pytest.mark.parametrize(
     ("values", "unread"),
     [

@@ -283,6 +283,7 @@ def test_the_list_of_stages_says_what_each_is():
     assert [(word_of(stage), f"{stage.package}.main") for stage in STAGES] == list(MODULES.items())
     assert [stage.number for stage in STAGES] == [1, 2, 3, 3] and NUMBERS == (1, 2, 3)
     assert [stage.section for stage in stages_of_method("ipo").values()] == ["sft", "reward", "dpo"]
+    assert stages_of_method("kto") == stages_of_method("dpo")
     assert [stage.section for stage in stages_of_method("ppo").values()] == ["sft", "reward", "ppo"]
     with pytest.raises(InputError, match="os: not a stage; wanted one of sft, reward, ppo, dpo"):
         stage_of("os")

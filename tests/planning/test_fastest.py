@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.planned import planner_of
 from support.marks import slow_but
 from transformers import LlamaConfig
 
@@ -14,7 +15,7 @@ from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.fastest import ALIKE, GIVEN_BACK_S, Candidate, choice_in_words, fastest
-from pipeline.planning.page import lacking
+from pipeline.planning.page import StagePlanner, lacking
 from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.stage import STAGE as PPO
@@ -118,6 +119,24 @@ def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
     expected = searched(PPO, models, target, *words, **others)
     assert choice.flags == {name: value for name, value in expected.items() if name != "rollout_batch_size"}
     assert choice.seconds == by_hand(PPO, models, target, expected, *words)[0]
+
+
+def test_a_cache_that_will_not_stay_is_given_back_from_the_first_rollout_on():
+    """Mistral-7B with LoRA, 80 rows: an update and the cache and copied weights take 62.6 and 21.8 GiB."""
+    words = (
+        "--actor_model_name_or_path mistral-7b --critic_model_name_or_path qwen3-0.6b --actor_lora_dim 32 "
+        "--max_prompt_seq_len 320 --max_answer_seq_len 576 --per_device_generation_batch_size 80 --dtype bf16 "
+        "--per_device_train_batch_size 10 --gradient_accumulation_steps 8 --rollout_batch_size 80 "
+        "--actor_gradient_checkpointing false --critic_gradient_checkpointing false"
+    )
+    choices = []
+    for target, rest in (("1xH200", ""), ("1xH100-80GB", ""), ("1xH100-80GB", " --release_inference_cache true")):
+        choice = fastest(*planner_of("ppo", words + rest, target, StagePlanner))
+        choices.append(choice)
+        assert not choice.lacks and choice.plan.keeps_rollout == bool(choice.plan.phases["train"].rollout)
+    assert [choice.flags.get("release_inference_cache") for choice in choices] == [False, True, None]
+    assert "--release_inference_cache true" in choices[1].line
+    assert choices[1].plan.phases == choices[2].plan.phases and choices[1].seconds == choices[2].seconds
 
 
 @pytest.mark.parametrize(("released", "tried"), [(False, [32, 16]), (True, [32, 16, 8])])

@@ -10,6 +10,7 @@ from support.source_tree import ROOT, tree_of
 
 from pipeline import errors
 from pipeline.configuration.flag_table import flag_table
+from pipeline.training.metrics import SUPERVISED
 from rlhf import chat, compare
 from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
@@ -18,6 +19,8 @@ from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS as SFT
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step2_reward.metrics import METRICS as REWARD
+from step3_dpo.config import DPOConfig
+from step3_dpo.metrics import METRICS as DPO
 from step3_ppo.config import PPOConfig
 from step3_ppo.metrics import METRICS as PPO
 from step3_ppo.metrics import of_rewards
@@ -25,10 +28,12 @@ from step3_ppo.metrics import of_rewards
 MAKERS = {name: runpy.run_path(str(ROOT / "docs" / f"make_{name}.py")) for name in ("metrics", "errors")}
 NAMING_PAGES = ("errors.md", "metrics.md", "reading_curves.md")
 CONFIGS = (
-    TrainConfig, SFTConfig, RewardConfig, PPOConfig, RewardEvalConfig, chat.ChatConfig, compare.CompareConfig,
-    convert.ConvertConfig, export.ExportConfig, merge.MergeConfig, reward.RewardTrialConfig, sample.SampleConfig,
+    TrainConfig, SFTConfig, RewardConfig, PPOConfig, DPOConfig, RewardEvalConfig, chat.ChatConfig,
+    compare.CompareConfig, convert.ConvertConfig, export.ExportConfig, merge.MergeConfig, reward.RewardTrialConfig,
+    sample.SampleConfig,
 )  # fmt: skip
 METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
+OF_PAIRS = [name for name in DPO if name not in SUPERVISED]  # some have the names of stage 2's
 
 
 def text_of(page: str) -> str:
@@ -40,9 +45,9 @@ def test_the_page_is_up_to_date(name: str) -> None:
     assert text_of(f"{name}.md") == MAKERS[name]["page"](), f"run: python docs/make_{name}.py"
 
 
-def test_every_metric_is_on_the_page_once() -> None:
+def test_every_metric_of_a_stage_is_on_the_page_once() -> None:
     named = re.findall(r"^\| `([\w/]+)` \|", text_of("metrics.md"), re.MULTILINE)
-    assert sorted(named) == sorted(METRICS) and len(named) > 70
+    assert sorted(named) == sorted([*METRICS, *OF_PAIRS]) and len(named) > 70
 
 
 # --- flags and metrics that pages name --------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ TREES = {relative(path): tree_of(path) for path in source_files()}
 TENSOR_MATH = (
     "step1_sft/loss.py",
     "step2_reward/loss.py",
+    "step3_dpo/loss.py",
     "step3_ppo/mathematics/estimators.py",
     "step3_ppo/mathematics/losses.py",
     "step3_ppo/mathematics/off_policy.py",

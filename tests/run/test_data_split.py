@@ -54,6 +54,9 @@ def test_dpo_takes_the_share_of_step_2_where_that_does_not_run(steps, split, sha
     assert {planned.resolved.config.data.data_split for planned in plan.chosen} == {split}
     (options,) = data_of(plan.chosen[-1].stage, plan.chosen[-1].resolved.config)
     assert (options.title, options.rows, options.shares) == ("dpo", "pairs", shares)
+    kto = make_plan([*TINY, "--step", *steps, *COMMON, "--method", "kto"], prog="train.py")
+    (options,) = data_of(kto.chosen[-1].stage, kto.chosen[-1].resolved.config)
+    assert (options.title, options.rows, options.shares) == ("dpo", "responses", shares)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """DPO as a user runs it: its numbers against transformers and torch alone, ranks, resume, outputs, and complaints."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from support.command_run import Ended, files_of, run_command, run_until
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import read_card
+from support.preference_runs import BETA, NUM_STEPS, RATE, pairs_of, response_log_prob, words
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,23 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from step3_dpo.main import main
 from step3_dpo.metrics import METRICS
 
-NUM_STEPS, BETA, RATE = 5, 0.5, 2e-3
-ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
+ONLY_ELSEWHERE = {"z0", "mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
 WAYS = {  # name -> ranks and flags: how a step is cut up, and the method
     "whole": (1, {"per_device_train_batch_size": 32}),
     "ipo": (1, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "method": "ipo"}),
     "zero 3": (2, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "zero_stage": 3}),
 }
-
-
-def words(folder: Path, out: str, **changes: object) -> list[object]:
-    flags: dict[str, object] = {
-        "model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "beta": BETA,
-        "eval_data_path": folder / "test.jsonl", "data_output_path": folder / "cache", "max_seq_len": 96,
-        "learning_rate": RATE, "lr_scheduler_type": "constant", "num_train_epochs": 9, "max_steps": NUM_STEPS,
-        "dtype": "fp32", "max_grad_norm": 0, "adam_beta2": 0.9, "output_dir": f"{out}/actor", **changes,
-    }  # fmt: skip
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 @dataclass(frozen=True)
@@ -55,28 +44,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         for name, (ranks, flags) in WAYS.items()
     }
     return Trained(folder, ended)
-
-
-def pairs_of(file: Path, tokenizer) -> list[tuple[list[int], list[int], int]]:
-    """The ids of both sides of each pair by the saved chat template, and the number of those of the prompt."""
-    pairs = []
-    for row in map(json.loads, file.read_text().splitlines()):
-        user = [{"role": "user", "content": row["prompt"]}]
-        prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_dict=True)["input_ids"]
-        sides = [
-            tokenizer.apply_chat_template([*user, {"role": "assistant", "content": row[side]}], return_dict=True)
-            for side in ("chosen", "rejected")
-        ]
-        chosen, rejected = (side["input_ids"] for side in sides)
-        assert chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
-        pairs.append((chosen, rejected, len(prompt)))
-    return pairs
-
-
-def response_log_prob(model, ids: list[int], start: int) -> torch.Tensor:
-    tokens = torch.tensor([ids])
-    log_probs = model(tokens).logits[0, :-1].log_softmax(-1)
-    return log_probs[start - 1 :].gather(1, tokens[0, start:, None]).sum()
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -118,8 +85,22 @@ def test_evaluations_begin_at_the_reference(trained: Trained) -> None:
     assert last["eval_margin"] > 0.1 and last["eval_accuracy"] > 0.7 and last["eval_rows"] == 8
     rewards = last["eval_mean_chosen_reward"] - last["eval_mean_rejected_reward"]
     assert rewards == pytest.approx(last["eval_margin"], abs=1e-6)
+    assert abs(first["eval_kl"]) < 1e-5 and last["eval_kl"] == pytest.approx(kl_by_hand(trained), abs=1e-5)
     unknown, unwritten = numbers_and_metrics(trained.run("whole"), METRICS)
     assert (unknown, unwritten) == (set(), ONLY_ELSEWHERE)
+
+
+def kl_by_hand(trained: Trained) -> float:
+    """The log-ratios of the held-out responses, summed, over their tokens."""
+    folder = trained.folder / "whole/actor"
+    model, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, trained.folder / "base"))
+    ratios = num_tokens = 0.0
+    with torch.no_grad():
+        for *sides, start in pairs_of(trained.folder / "test.jsonl", AutoTokenizer.from_pretrained(folder)):
+            for ids in sides:
+                ratios += (response_log_prob(model, ids, start) - response_log_prob(reference, ids, start)).item()
+                num_tokens += len(ids) - start
+    return ratios / num_tokens
 
 
 def test_the_policy_can_be_loaded_and_shared(trained: Trained) -> None:
@@ -160,6 +141,7 @@ def test_a_longer_run_computes_what_is_missing_of_the_reference(trained: Trained
 
 COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
+    "weight of dpo": ({"desirable_weight": 2}, "desirable_weight: needs --method kto, found dpo"),
     "smoothing of ipo": ({"method": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
     "a method of ppo": ({"method": "ppo"}, "--method"),
 }

@@ -1,0 +1,120 @@
+"""The losses of batches by --method, KTO's reference point z0, and what is measured of a held-out batch."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeline import dist
+from pipeline.configuration.global_batch import evaluated_rows
+from pipeline.data.loader import Step, evaluation_batches, to_device
+from pipeline.heartbeat import beat
+from pipeline.training.course import Course
+from pipeline.training.steps import Counters
+from pipeline.training.supervised import Supervised, collated
+from step3_dpo.batches import Mismatches, ResponseBatch, response_log_probs, single_responses
+from step3_dpo.config import DPOConfig
+from step3_dpo.loss import dpo_loss, ipo_loss, kto_loss, kto_point
+
+DPO = Supervised[DPOConfig, ResponseBatch]
+
+
+def log_ratios(dpo: DPO, batch: ResponseBatch) -> Tensor:
+    """Return the log-ratios of the policy to the reference, (N,) fp32 in nats, each of a whole response."""
+    return response_log_probs(dpo.engine, batch) - batch.reference
+
+
+def compared(config: DPOConfig, ratios: Tensor, batch: ResponseBatch) -> Tensor:
+    """Return the log-ratios (N,) as --method compares them: of IPO by default the mean over a response's tokens."""
+    is_mean = config.method == "ipo" and config.ipo_log_ratios == "mean"
+    return ratios / batch.num_response_tokens if is_mean else ratios
+
+
+def loss_of(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) -> Tensor:
+    """Return the loss of --method, summed over the pairs or responses that count."""
+    if config.method == "kto":
+        factors = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        return kto_loss(ratios, batch.labels, batch.weights, z0=z0, beta=config.beta, **factors)
+    chosen, rejected = compared(config, ratios, batch).chunk(2)
+    weights = batch.weights[: len(chosen)]
+    if config.method == "ipo":
+        return ipo_loss(chosen, rejected, weights, beta=config.beta)
+    return dpo_loss(chosen, rejected, weights, beta=config.beta, label_smoothing=config.label_smoothing)
+
+
+@torch.no_grad()
+def z0_of_step(
+    dpo: DPO, mismatches: Mismatches | None, step: Step[ResponseBatch], state: Counters, course: Course
+) -> float:
+    """Return z0 of all rows of an optimizer step, on all ranks, under the policy before the step; 0 but for KTO.
+
+    Each rank scores the mismatches of its own rows, in as many forward passes as the others. A collective.
+    """
+    if mismatches is None:
+        return 0.0
+    rows = mismatches.epochs[step.number // dpo.loader.steps_per_epoch]
+    size = course.halving.batch_size(state, "train", dpo.config.optimizer.per_device_train_batch_size)
+    own: list[int | None] = [*step.rows]
+    own += [None] * (dpo.loader.rows_per_step // dpo.run.world.size - len(own))
+    parts = (own[start : start + size] for start in range(0, len(own), size))
+
+    def made(part: list[int | None]) -> ResponseBatch:
+        beat("train", state.step)
+        units = [None if row is None else [rows[row]] for row in part]
+        return single_responses(units, pad_id=dpo.tokenizer.pad_token_id)
+
+    dpo.engine.module.eval()  # without dropout, whose random numbers are keyed by the passes of training
+    try:
+        return point_of(dpo, map(made, parts))
+    finally:
+        dpo.engine.module.train()
+
+
+def z0_of_evaluation(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> float:
+    """Return z0 of the rows of an evaluation, on all ranks; 0 but for KTO. A collective."""
+    if mismatches is None:
+        return 0.0
+    world, size = dpo.run.world, dpo.config.optimizer.per_device_eval_batch_size
+    batches = evaluation_batches(
+        mismatches.eval,
+        partial(single_responses, pad_id=dpo.tokenizer.pad_token_id),
+        batch_size=course.halving.batch_size(state, "evaluate", size),
+        max_rows=evaluated_rows(dpo.run.resolved, len(mismatches.eval), world.size),
+        world_size=world.size,
+        rank=world.rank,
+    )
+    return point_of(dpo, (collated(make, state.step) for make in batches))
+
+
+def point_of(dpo: DPO, batches: Iterable[ResponseBatch]) -> float:
+    """Return z0 of the mismatched rows of all ranks. A collective."""
+    device = dpo.run.world.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for cpu_batch in batches:
+        batch = to_device(cpu_batch, device)
+        counted = batch.weights > 0
+        sums += torch.stack([torch.where(counted, log_ratios(dpo, batch), 0).double().sum(), counted.sum().double()])
+    total, count = dist.sum_over_ranks(sums).tolist()
+    return kto_point(total, count)
+
+
+def measured(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) -> Tensor:
+    """Return sums (9,) fp64 over the sequences that count, with the numbers of their terms behind them.
+
+    They are: loss; comparisons won, and the number of pairs, or of KTO's responses; implicit rewards of chosen
+    responses and their number, the same of rejected ones; log-ratios, and the number of response tokens.
+    """
+    counted, rewards = batch.weights > 0, config.beta * compared(config, ratios, batch)
+    if config.method == "kto":
+        leads, units = torch.where(batch.labels, ratios - z0, z0 - ratios), counted
+    else:
+        chosen, rejected = rewards.chunk(2)
+        leads, units = chosen - rejected, counted[: len(chosen)]
+    wins = (leads > 0) + 0.5 * (leads == 0)
+    sums = [loss_of(config, ratios, batch, z0)]
+    of_chosen, of_rejected = counted & batch.labels, counted & ~batch.labels
+    for values, which in ((wins, units), (rewards, of_chosen), (rewards, of_rejected), (ratios, counted)):
+        sums += [torch.where(which, values, 0).sum(), which.sum()]
+    sums[-1] = torch.where(counted, batch.num_response_tokens, 0).sum()
+    return torch.stack([value.double() for value in sums])

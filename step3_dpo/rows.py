@@ -1,0 +1,54 @@
+"""The kind of rows that KTO reads: responses with a label, of which a pair gives two."""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from pipeline.data.formats import Record
+from pipeline.data.row_kinds import ROW_KINDS, RowKind, RowMaker, WideInt
+from pipeline.data.turns import BadRowError
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRow:
+    """A tokenised conversation of at most max_seq_len ids, and whether its response is good.
+
+    row_hash: 63-bit hash of ids and label, by which rows are ordered, whatever their order in the files.
+    """
+
+    ids: list[int]
+    prompt_length: int
+    label: bool
+    row_hash: WideInt
+
+
+def responses(maker: RowMaker, record: Record) -> list[ResponseRow]:
+    """Return a row for the response of a record with a label, or one for each side of a pair.
+
+    Raises:
+        BadRowError: neither a pair nor a label, a label that is no boolean, or what `RowMaker.sides` refuses.
+    """
+    texts = {label: text for label, text in ((True, record.chosen), (False, record.rejected)) if text is not None}
+    if not texts:
+        raise BadRowError("no response")
+    label = True if len(texts) > 1 else record.label
+    if label is None:
+        kind = "no label: columns chosen and rejected are needed, or a response and label (true or false)"
+        raise BadRowError(kind, ", ".join(map(repr, record.columns)))
+    if isinstance(label, str):
+        raise BadRowError("label is no boolean: true or false are right", label)
+    sides, prompt_length = maker.sides(record, list(texts.values()), "pair" if len(texts) > 1 else "response")
+    return [
+        ResponseRow(ids, prompt_length, label, hash_of(ids, label=label))
+        for label, ids in zip(texts, sides, strict=True)
+    ]
+
+
+def hash_of(ids: list[int], *, label: bool) -> int:
+    """Return a 63-bit hash of a row, the same on every machine."""
+    digest = hashlib.blake2b(array("q", [*ids, label]).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+RESPONSES = RowKind(name="responses", make=responses, row=ResponseRow)
+ROW_KINDS[RESPONSES.name] = RESPONSES
