@@ -85,7 +85,7 @@ def of_two(actor: str, critic: str, zero_stage: int, rest: str = "") -> str:
 
 
 LONG_PAIRS = "--long_pairs truncate_left"
-# Planned before any of them was run; not measured yet.
+# Planned before any of them was run.
 NEXT = (
     held_out("SFT, Qwen3-0.6B, ZeRO-2, 12 rows of 384", "sft", "--model_name_or_path qwen3-0.6b --zero_stage 2",
              rows="12 1", lengths="384"),
@@ -128,7 +128,7 @@ def by_method(method: str, name: str, words: str, *, rows: str, lengths: str) ->
     return replace(run, kernels_of_then=False)
 
 
-# Planned before any of them was run; not measured yet. Each fits an H100.
+# Planned before any of them was run. Each fits an H100.
 METHODS = (
     by_method("ppo", "Qwen2.5-0.5B, its critic made of it, ZeRO-2, 40 rows of 256 + 512",
               "--actor_model_name_or_path qwen2.5-0.5b --actor_zero_stage 2 --critic_zero_stage 2",
