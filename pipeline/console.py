@@ -4,9 +4,11 @@ import errno
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import textwrap
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -123,6 +125,16 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     label = re.match(r" *\S+ {2,}", line)
     indent = " " * (label.end() if label else len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def shell_lines(words: Iterable[str], width: int = WIDTH) -> str:
+    """Return a command line in lines that a shell reads as one, of at most `width` columns where its words allow."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1].strip() and len(lines[-1]) + len(word) > width - len("$  \\"):
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines).removeprefix(" ")
 
 
 def printable(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.files import read_object
+from pipeline.run.layout import meaning_file
 
 CUT = "eval_completions/truncated_fraction"
 CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
@@ -25,15 +26,18 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]:
     """Return the first and the last evaluation of a run in words, of how many rows; and by what it ends worse.
 
-    `eval_perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps its
-    best model ends well.
+    `held-out perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps
+    its best model ends well.
     """
     lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
-    for name, better in stage.reached.items():
-        if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
-            figures.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
+    known = read_object(meaning_file(run_dir)).get("metrics", {})
+    for metric, better in stage.reached.items():
+        base = known.get(metric.removeprefix("eval_"), {}).get("title", "")
+        title = known.get(metric, {}).get("title") or (f"held-out {base}" if base else metric)
+        if values := [math.nan if line[metric] is None else line[metric] for line in lines if metric in line]:
+            figures.append(f"{title} {values[0]:.4g} -> {values[-1]:.4g}")
             # NaN at the end is worse too.
-            worse += [name] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
+            worse += [title] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
     if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.kind_of_rows(config)})" if figures and "eval_rows" in lines[-1] else ""

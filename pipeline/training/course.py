@@ -160,7 +160,7 @@ class Course:
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
         if run.world.is_main:
-            show_end(run, time.monotonic() - self._began, metrics=self._metrics)
+            show_end(run, time.monotonic() - self._began)
         if repository := self._config.push_to_hub:
             beat("save", state.step)
             address = dist.on_main(lambda: push(stage.outputs(config)[0], repository))

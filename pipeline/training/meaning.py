@@ -23,7 +23,7 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
     content = {
         "stage": stage.section,
         "number": stage.number,
-        "title": stage.title,
+        "title": stage.title_of(config),
         "rows": stage.kind_of_rows(config),
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,

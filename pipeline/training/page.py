@@ -30,7 +30,6 @@ from pipeline.run.evaluations import reached
 from pipeline.run.layout import environment_file
 from pipeline.run.run import PROJECT, Run
 from pipeline.training.inputs import fates_line
-from pipeline.training.metrics import Metric, title_of
 from pipeline.training.progress import duration
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
     show(f"{run.stage.title_of(config)}{f', stage {place}' if place else ''}", lines)
 
 
-def show_end(run: Run, seconds: float, *, metrics: Mapping[str, Metric]) -> None:
+def show_end(run: Run, seconds: float) -> None:
     """Say what the stage has come to: its evaluations, and where its checkpoint, models and report are.
 
     Warns of a run that ends worse than it began.
@@ -69,8 +68,6 @@ def show_end(run: Run, seconds: float, *, metrics: Mapping[str, Metric]) -> None
     if worse:
         rate = run.stage.rate_flag(run.resolved.config)
         log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
-    for name in run.stage.reached:
-        figures = figures.replace(f"{name} ", f"{title_of(name, metrics)} ")
     reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]
     lines = {
         "held-out rows": figures,
@@ -137,17 +134,19 @@ def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     for name in ("score", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:SHOWN_SAMPLES]:
-        prompt, answer = (shortened(row[name]) for name in ("prompt", "response"))
+        prompt, answer = shortened(row["prompt"], from_end=True), shortened(row["response"])
         numbers = ["-" if row[name] is None else f"{row[name]:.3g}" for name in ("score", "kl")]
         table.add_row(*(Text(text) for text in (prompt, answer, *numbers)))
         plain += [f"  prompt: {prompt}", f"  answer: {answer}", f"  score {numbers[0]}  KL {numbers[1]}"]
     log.info("%s", "\n".join([f"[{label}] step {step}: samples", *plain]), extra={"drawn": drawn(table)})
 
 
-def shortened(text: str) -> str:
-    """Return a text in one line, with its end left out where it is long."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 4] + " ..."
+def shortened(text: str, *, from_end: bool = False) -> str:
+    """Return a text in one line, with its end left out where it is long; from_end: its start, as of a chat's turns."""
+    line, room = printable(" ".join(text.split())), MOST_CHARACTERS - 4
+    if len(line) <= MOST_CHARACTERS:
+        return line
+    return f"... {line[-room:]}" if from_end else f"{line[:room]} ..."
 
 
 def shape() -> Any:

@@ -153,6 +153,11 @@ def test_one_name_for_the_model(tmp_path, monkeypatch):
     assert planned("--model", "org/model")["sft"]["model_name_or_path"] == "org/model"
 
 
+def commands_in(text: str) -> list[str]:
+    """The commands that were shown, each in one line."""
+    return [line for line in text.replace("\\\n", "").splitlines() if line.startswith("$ ")]
+
+
 PLACES = [("--include", "a:0"), ("--exclude", "a:1"), ("--launcher", "srun")]
 
 
@@ -162,7 +167,7 @@ def test_launcher_flags_reach_the_launcher(tmp_path, place):
     nodes = ("--deployment-type", "multi_node", "--hostfile", "hosts", "--master-addr", "10.0.0.7")
     done = train(tmp_path, *TINY, "--step", "1", *nodes, "--master-port", "29", *place, "--dry-run")
     assert done.returncode == 0, done.stderr
-    (command,) = [line for line in done.stdout.splitlines() if line.startswith("$ ")]
+    (command,) = commands_in(done.stdout)
     request = parse_request("multi_node", shlex.split(command)[3:])
     assert (request.hostfile, request.master_addr, request.master_port) == ("hosts", "10.0.0.7", 29)
     assert getattr(request, place[0].strip("-")) == place[1] and request.step == "1"
@@ -181,7 +186,7 @@ def test_launcher_flags_reach_the_launcher(tmp_path, place):
 def test_models(tmp_path, given, flags, preset):
     done = train(tmp_path, "--step", "1", "--actor-model", given, "--explain")
     assert done.returncode == 0, done.stderr
-    words = shlex.split(next(line for line in done.stdout.splitlines() if line.startswith("$ ")))
+    words = shlex.split(commands_in(done.stdout)[0])
     expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
     assert words[4:] == [*expected, "--output_dir", "output/sft", *flags, *WHOLE]
     assert ("no preset" in done.stdout) == (preset is None)

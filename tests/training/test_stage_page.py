@@ -1,0 +1,65 @@
+"""The page of a stage: what it is called, its samples, and the lines of a command."""
+
+import logging
+import shlex
+import subprocess
+
+from pipeline.configuration.flags import parse
+from pipeline.console import shell_lines, wrapped
+from pipeline.files import write_json
+from pipeline.run.evaluations import reached
+from pipeline.run.layout import meaning_file
+from pipeline.training.page import show_samples
+from rlhf.stages import stage_of
+
+
+def test_a_long_prompt_shows_what_was_asked_last_and_an_answer_how_it_begins(caplog):
+    row = {
+        "prompt": f"system\n{'rule ' * 60}\nuser\nWhat is 2 + 2?",
+        "response": f"4, {'surely ' * 60}",
+        "score": 1.0,
+        "kl": 0.5,
+    }
+    with caplog.at_level(logging.INFO):
+        show_samples("ppo", 3, [row])
+    _, prompt, answer, numbers = caplog.messages[0].splitlines()
+    assert prompt.startswith("  prompt: ... ") and prompt.endswith(" user What is 2 + 2?") and len(prompt) == 190
+    assert answer.startswith("  answer: 4, surely ") and answer.endswith(" ...") and numbers == "  score 1  KL 0.5"
+
+
+def test_a_run_is_called_by_its_method():
+    for section, words, title in [
+        ("ppo", [], "PPO"),
+        ("ppo", ["--method", "reinforce_pp", "--reward_function", "length"], "REINFORCE++"),
+        ("dpo", ["--method", "ipo"], "identity preference optimisation"),
+        ("sft", [], "supervised fine-tuning"),
+    ]:
+        stage = stage_of(section)
+        assert stage.title_of(parse(stage.config, words, section=section).config) == title
+
+
+def test_what_was_reached_is_said_in_words(tmp_path):
+    stage = stage_of("ppo")
+    config = parse(stage.config, [], section="ppo").config
+    lines = [
+        '{"eval_objective/scores": 0.5, "eval_objective/kl": 0.0}',
+        '{"eval_objective/scores": 0.25, "eval_objective/kl": 2.0}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_json(meaning_file(tmp_path), {"metrics": {"objective/scores": {"title": "score"}}})
+    assert reached(tmp_path, stage, config) == (
+        "held-out score 0.5 -> 0.25, eval_objective/kl 0 -> 2",
+        "held-out score",
+    )
+
+
+def test_a_command_of_several_lines_is_one_command_to_a_shell():
+    words = ["printf", "%s\n", *(f"--flag_{n}" for n in range(12)), "two words", "it's", "x" * 100, "--last"]
+    text = shell_lines(words)
+    assert all(len(line) <= 80 - len("$ ") for line in text.splitlines() if "x" * 100 not in line) and "\\\n" in text
+    assert (
+        subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.splitlines()
+        == words[2:]
+    )
+    assert shell_lines(["a", "b c"]) == shlex.join(["a", "b c"])
+    assert wrapped("== stage 1: done in 0:01, held-out score 0.5 -> 0.25").count("\n") == 0
