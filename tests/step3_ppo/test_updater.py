@@ -79,6 +79,28 @@ def test_a_kl_in_the_loss_adds_its_gradient(world, opt, seen_gradients):
     assert "loss/kl" not in update(make_updater(world, opt), responses, experience)[0]
 
 
+@pytest.mark.parametrize("batches", SPLITS[:2], ids=["whole", "pairs"])
+def test_entropy_and_right_responses_add_their_gradients(world, folders, seen_gradients, batches):
+    """Of the distributions whole, in nats a token; the right ones' is a mean over their own tokens."""
+    responses, right, coefficients = make_responses(), (1, 2, 4), {"entropy_coef": 0.7, "positive_nll_coef": 0.4}
+    experience = make_experience(folders, responses)
+    rows = torch.tensor([n in right for n in range(6)])
+    experience = replace(experience, positive_mask=experience.response_mask & rows.unsqueeze(1))
+    metrics, stepped = update(make_updater(world, folders, **coefficients), responses, experience, batches)
+    terms = {"entropy_coef": 0.7, "nll_coef": 0.4, "right": right}
+    actor, critic, numbers = slow_update(folders, responses, experience, **terms)
+    assert stepped
+    for name in ("loss/policy", "loss/entropy_bonus", "loss/positive_nll"):
+        assert metrics[name] == pytest.approx(numbers[name], rel=1e-3), name
+    assert_same_gradients(seen_gradients[0], actor)
+    assert_same_gradients(seen_gradients[1], critic)
+    plain, _, _ = slow_update(folders, responses, experience)
+    assert all(not actor[name].allclose(plain[name], rtol=0.01) for name in actor if actor[name].abs().max() > 1e-3)
+    update(make_updater(world, folders, **coefficients, old_log_probs="sampler"), responses, experience, batches)
+    exact = replace(experience, log_probs=make_experience(folders, responses, spread=0.0).log_probs)
+    assert_same_gradients(seen_gradients[2], slow_update(folders, responses, exact, **terms)[0])
+
+
 def test_ptx_adds_its_gradient(world, folders, seen_gradients):
     responses = make_responses()
     experience = make_experience(folders, responses)

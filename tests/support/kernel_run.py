@@ -20,7 +20,11 @@ def outcome(case: dict) -> dict[str, torch.Tensor | None]:
     log_probs, entropies = FusedStatistics.apply(logits.clone(), case["targets"], scaling, case["with_entropy"])
     results = (log_probs, entropies) if case["with_entropy"] else (log_probs,)
     torch.autograd.backward(results, (case["gradients"], case["entropy_gradients"])[: len(results)])
-    return {"log_probs": log_probs.detach(), "entropies": entropies if entropies is None else entropies.detach(), "gradients": logits.grad}
+    return {
+        "log_probs": log_probs.detach(),
+        "entropies": entropies if entropies is None else entropies.detach(),
+        "gradients": logits.grad,
+    }
 
 
 if __name__ == "__main__":
