@@ -195,12 +195,13 @@ def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_pa
     assert not equal_weights(weights(loop.ppo.models.actor), actor)
 
 
-def test_rollouts_of_the_critics_first_steps_have_monte_carlo_returns(world, trained_folders, tmp_path):
+@pytest.mark.parametrize("steps", [3, 4])
+def test_rollouts_of_the_critics_first_steps_have_monte_carlo_returns(world, trained_folders, tmp_path, steps):
     """Discounted rewards to come by a loop, whatever the critic says; then, and for the advantages, gae_lambda."""
     settings = {"gamma": 0.9, "gae_lambda": 0.5, "kl_coef": 0.3, "whiten_advantages": False, "normalise_scores": False}
-    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=3, **settings))
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=steps, **settings))
     lambdas = []
-    for _ in range(3):  # of two steps each; the second begins with the last step of the warm-up
+    for _ in range(3):  # of two steps each: the warm-up ends within the second, or with it
         rollout = loop.collect()
         known, finished = rollout.experience, rollout.responses.finished
         for n, length in enumerate(rollout.responses.response_lengths.tolist()):
@@ -208,7 +209,7 @@ def test_rollouts_of_the_critics_first_steps_have_monte_carlo_returns(world, tra
             rewards[-1] += loop.judged[n].clamp(-5, 5).item() - (0.0 if finished[n] else 1.0)
             values = [*known.targets.values[n, :length].tolist(), 0.0]
             for name, found in (("returns", known.targets.returns), ("advantages", known.advantages)):
-                decay = 0.9 if name == "returns" and loop.state.step < 3 else 0.9 * 0.5
+                decay = 0.9 if name == "returns" and loop.state.step < steps else 0.9 * 0.5
                 errors = [rewards[t] + 0.9 * values[t + 1] - values[t] for t in range(length)]
                 for t in range(length):
                     expected = sum(decay ** (k - t) * errors[k] for k in range(t, length))
@@ -217,7 +218,7 @@ def test_rollouts_of_the_critics_first_steps_have_monte_carlo_returns(world, tra
                     elif name == "returns":
                         expected += values[t]
                     assert found[n, t].item() == pytest.approx(expected, rel=1e-3, abs=1e-4), (name, n, t)
-        lambdas.append(loop.state.step < 3)
+        lambdas.append(loop.state.step < steps)
         loop.update(rollout)
     assert lambdas == [True, True, False]
 
