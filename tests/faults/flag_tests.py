@@ -127,7 +127,7 @@ TWINS: dict[str, Twin] = {
     "ppo.off_policy_veto": Twin(5.0, "metrics", both={"off_policy_weights": "token_truncate"}),
     "ppo.off_policy_weights": Twin("token_mask", "metrics"),
     "ppo.positive_nll_coef": Twin(0.5, both=RIGHT),
-    "ppo.positive_score": Twin(0.1, both=RIGHT | {"positive_nll_coef": 0.5, "positive_score": 9.0}),
+    "ppo.positive_score": Twin(9.0, both=RIGHT | {"positive_nll_coef": 0.5}),
     "ppo.policy_clip": Twin(1e-06, both=CLIPPED),
     "ppo.policy_clip_high": Twin(5.0, both=CLIPPED | {"policy_clip": 1e-06}),
     "ppo.policy_loss": Twin("cispo", both=CLIPPED | {"policy_clip": 1e-06}),
