@@ -248,7 +248,9 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _rewards_can_be_equal(self) -> Self:
+    def _functions_reward(self) -> Self:
+        if self.ppo.positive_nll_coef and not self.rewards.reward_function:
+            raise ValueError("positive_nll_coef: only a --reward_function says which responses are right; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
         return self

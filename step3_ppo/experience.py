@@ -210,6 +210,7 @@ class Experience(Rows):
     ref_log_probs: (N, T) fp32.
     advantages: (N, T) fp32, whitened with `--whiten_advantages`.
     targets: those of a critic; None without one.
+    positive_mask: (N, T) bool, True = a token of a right response that counts; None without `--positive_nll_coef`.
     """
 
     response_mask: Tensor
@@ -217,6 +218,7 @@ class Experience(Rows):
     ref_log_probs: Tensor
     advantages: Tensor
     targets: ValueTargets | None
+    positive_mask: Tensor | None = None
 
     def narrowed(self, width: int) -> "Experience":
         """The first `width` response positions."""

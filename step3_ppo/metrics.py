@@ -51,9 +51,16 @@ METRICS: dict[str, Metric] = SHARED | {
         "estimate of KL(old || new) per token", "nats", "policy", better=0, title="KL of the update"
     ),
     "loss/policy": Metric(
-        "clipped policy loss per response token, without loss/kl, loss/ptx", "number", better=0, title="policy loss"
+        "clipped policy loss per response token, without the other terms below", "number", better=0, title="policy loss"
     ),
     "loss/kl": Metric("KL of the loss (kl_in_loss) per response token, times kl_coef", better=0),
+    "loss/entropy_bonus": Metric(
+        "entropy that the loss is less by, per response token, times entropy_coef", better=0, title="entropy bonus"
+    ),
+    "loss/positive_nll": Metric(
+        "negative log-likelihood per token of right responses, times positive_nll_coef; 0 where none is",
+        title="loss of right responses",
+    ),
     "loss/value": Metric("value loss per response token", "squared score", title="value loss"),
     "loss/ptx": Metric("language-model loss per token of the ptx text"),
     "value/clipfrac": Metric(
@@ -67,7 +74,11 @@ METRICS: dict[str, Metric] = SHARED | {
         title="explained variance of the critic",
     ),
     "advantages/lambda": Metric(
-        "mean over responses of the lambda of their advantages, with lambda_alpha", "number", "value", better=0
+        "mean over responses of the lambda of their advantages, with lambda_alpha",
+        "number",
+        "value",
+        better=0,
+        title="lambda of the advantages",
     ),
     "advantages/mean": Metric("mean of the advantages before whitening", "score", "value", better=0),
     "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
@@ -79,6 +90,13 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
+    ),
+    "completions/right_fraction": Metric(
+        "share of responses that are right by positive_score, with positive_nll_coef",
+        "share",
+        "completions",
+        better=1,
+        title="right responses",
     ),
     "completions/empty_fraction": Metric(
         "share of responses that are an EOS, or a stop string of one token, alone", "share", "completions"

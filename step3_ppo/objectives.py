@@ -16,7 +16,15 @@ from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.mathematics.losses import cispo_loss, kl_loss, policy_loss, row_factors, value_loss
+from step3_ppo.mathematics.losses import (
+    cispo_loss,
+    entropy_bonus,
+    kl_loss,
+    policy_loss,
+    positive_nll,
+    row_factors,
+    value_loss,
+)
 from step3_ppo.rewarding import off_policy_weights
 from step3_ppo.scoring import log_probs_of, values_of
 
@@ -31,6 +39,8 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
+    num_positive: response tokens of right responses among them, with `--positive_nll_coef`.
+    num_positive_rows: number of right responses.
     """
 
     num_rows: int
@@ -39,6 +49,8 @@ class StepSize:
     num_response_tokens: int
     num_trained: int
     num_trained_rows: int = 0
+    num_positive: int = 0
+    num_positive_rows: int = 0
 
 
 class Sums:
@@ -105,7 +117,7 @@ class Objective(ABC):
 
 @dataclass(slots=True)
 class PolicyObjective(Objective):
-    """The clipped policy loss of PPO, with the KL in it if so asked, and the ptx loss of text.
+    """The clipped policy loss of PPO, with KL, entropy and right responses in it if so asked, and the ptx loss of text.
 
     engine: the policy with its optimizer.
     work: counts the matrix operations of its forward and backward passes.
@@ -136,12 +148,16 @@ class PolicyObjective(Objective):
         """Return the policy loss, summed over the response tokens of a micro-batch."""
         from_sampler = self.ppo.old_log_probs == "sampler"
         log_probs, entropy = log_probs_of(
-            self.engine, part, batch, temperature=self.temperature, with_entropy=from_sampler
+            self.engine,
+            part,
+            batch,
+            temperature=self.temperature,
+            with_entropy=from_sampler or self.ppo.entropy_coef > 0,
         )
         mask = known.response_mask
         # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
         old = log_probs.detach() if from_sampler else known.log_probs
-        factors = self.row_factors(mask)
+        factors = self.row_factors(mask, num_tokens=self.size.num_trained, num_rows=self.size.num_trained_rows)
         tokens, level = (log_probs, old, known.advantages, mask), self.ppo.policy_ratio
         weights = self.weights(old, part.sampler_log_probs, mask, factors)
         if self.ppo.policy_loss == "cispo":
@@ -158,7 +174,7 @@ class PolicyObjective(Objective):
             )
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
-        if entropy is not None:
+        if entropy is not None and from_sampler:
             difference = torch.where(mask, log_probs.detach() - known.log_probs, 0)
             drift, ratio = difference.abs().max(), torch.where(mask, difference, -torch.inf).exp()
             sums.add(entropy=masked_sum(entropy, mask), sampler_error=difference.abs().sum())
@@ -170,17 +186,32 @@ class PolicyObjective(Objective):
             kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=estimator, weights=factors)
             sums.add(kl=kl)
             loss = loss + kl
+        if entropy is not None and self.ppo.entropy_coef:
+            bonus = self.ppo.entropy_coef * entropy_bonus(entropy, mask, weights=factors)
+            sums.add(entropy_bonus=bonus)
+            loss = loss - bonus
+        if known.positive_mask is not None:
+            nll = self.ppo.positive_nll_coef * self.positive_nll(log_probs, known.positive_mask)
+            sums.add(positive_nll=nll)
+            loss = loss + nll
         return loss
 
-    def row_factors(self, mask: Tensor) -> Tensor | None:
+    def positive_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        """Return the loss of right responses, those of `mask`, in their own mean by `--loss_aggregation`."""
+        num_positive, num_rows = self.size.num_positive, self.size.num_positive_rows
+        factors = self.row_factors(mask, num_tokens=num_positive, num_rows=max(num_rows, 1))
+        num_tokens = self.size.num_trained
+        return positive_nll(log_probs, mask, num_positive=num_positive, num_tokens=num_tokens, weights=factors)
+
+    def row_factors(self, mask: Tensor, *, num_tokens: int, num_rows: int) -> Tensor | None:
         """Return the (n, 1) factors of rows that `--loss_aggregation` asks for; None: all are 1."""
         if self.ppo.loss_aggregation == "token_mean":
             return None
         return row_factors(
             mask,
             aggregation=self.ppo.loss_aggregation,
-            num_tokens=self.size.num_trained,
-            num_rows=self.size.num_trained_rows,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
             longest=self.longest,
         )
 
@@ -227,6 +258,9 @@ class PolicyObjective(Objective):
         }
         if self.ppo.kl_in_loss:
             metrics["loss/kl"] = totals["kl"] / num_tokens
+        for name in ("entropy_bonus", "positive_nll"):
+            if name in totals:
+                metrics[f"loss/{name}"] = totals[name] / num_tokens
         if self.text is not None:
             norms = {"actor/policy_grad_norm": totals["loss_norm"], "actor/ptx_grad_norm": totals["text_norm"]}
             metrics |= norms | {"loss/ptx": totals["ptx"] / max(self.text.num_trained, 1)}

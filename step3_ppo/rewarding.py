@@ -128,7 +128,12 @@ def reward_responses(
     raw = list(judged.unbind(1)) + [by_reward[name].nan_to_num(0.0) for name in terms.functions]
     return Rewarded(
         experience=Experience(
-            mask, log_probs, ref_log_probs, trained, None if values is None else ValueTargets(values, returns)
+            mask,
+            log_probs,
+            ref_log_probs,
+            trained,
+            None if values is None else ValueTargets(values, returns),
+            mask & is_right(by_reward, ppo, terms).unsqueeze(1) if ppo.positive_nll_coef else None,
         ),
         valid=valid,
         scores=weighted_sum(raw, [*weights, *terms.functions.values()]),
@@ -151,6 +156,15 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
         return counts
     applies = scored.applies.any(1) if not terms.models else counts
     return counts & applies & (scored.failures == 0).all(1)
+
+
+def is_right(by_reward: Mapping[str, Tensor], ppo: PPOCoefficients, terms: Terms) -> Tensor:
+    """(N,) bool, True = the raw values (N,) of reward functions, weighted and summed, are `--positive_score` or more.
+
+    A function that does not apply adds 0. Scores of reward models have no part in it: none of theirs says "right".
+    """
+    values = [by_reward[name].nan_to_num(0.0) for name in terms.functions]
+    return weighted_sum(values, list(terms.functions.values())) >= ppo.positive_score
 
 
 def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> Tensor:

@@ -32,6 +32,8 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     finished = responses.finished.float()
     found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
     found |= reward_metrics(responses, rewarded)
+    if (positive := rewarded.experience.positive_mask) is not None:
+        found["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
     return found | {
         "objective/kl": mean_of(kl, valid),
         "objective/kl_k3": mean_of(kl_k3, valid),

@@ -227,7 +227,10 @@ class PPO:
         terms = self.terms(responses, judged, state, group_size=group_size)
         if is_counted and self.config.rewards.reward_scaling == "running":
             state.tally("spreads", terms.spreads)
-        return reward_responses(responses, scores, judged, self.config.ppo, kl_coef=state.kl_coef, terms=terms)
+        ppo = self.config.ppo
+        if state.step < ppo.critic_warmup_steps:  # Monte-Carlo returns: the critic's guesses are not to be learnt from
+            ppo = ppo.model_copy(update={"returns_lambda": 1.0})
+        return reward_responses(responses, scores, judged, ppo, kl_coef=state.kl_coef, terms=terms)
 
     def terms(self, responses: Responses, judged: Tensor, state: State, *, group_size: int) -> Terms:
         """Return how raw scores (N, R) are summed."""

@@ -95,7 +95,9 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         engines=ppo.models.named(),
         counts=ppo.prompts.counts,
         # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
-        shown=SHOWN + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ()),
+        shown=SHOWN
+        + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ())
+        + (("advantages/lambda",) if ppo.config.ppo.lambda_alpha else ()),
         buffers=ppo.hybrid,
     )
 

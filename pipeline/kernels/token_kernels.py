@@ -58,18 +58,26 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    logits, targets, normalisers, gradients, factor, bound, num_columns, CAPPED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write gradient * (1 at the target - softmax) * slope of the scaling over the logits, in their own type."""
+    logits, targets, normalisers, entropies, gradients, entropy_gradients, factor, bound, num_columns,
+    WITH_ENTROPY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write (gradient * (1 at the target - softmax) + gradient of the entropy) * slope over the logits, in their type.
+
+    That of the entropy is -softmax * (log softmax + entropy); the slope is that of the scaling.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_columns
     places = logits + row * num_columns + columns
     x = _scaled(tl.load(places, mask=inside, other=0.0), factor, bound, CAPPED)
     slope = factor * (bound - x * x / bound) if CAPPED else factor
-    probabilities = tl.exp(x - tl.load(normalisers + row))
+    normaliser = tl.load(normalisers + row)
+    probabilities = tl.exp(x - normaliser)
     is_target = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
     gradient = (is_target - probabilities) * (tl.load(gradients + row) * slope)
+    if WITH_ENTROPY:
+        surprise = tl.where(x > -float("inf"), x - normaliser, 0.0) + tl.load(entropies + row)
+        gradient -= probabilities * surprise * (tl.load(entropy_gradients + row) * slope)
     tl.store(places, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -97,21 +105,26 @@ class FusedStatistics(torch.autograd.Function):
                 logits, targets, log_probs, normalisers, entropies, factor, bound, logits.shape[1],
                 WITH_ENTROPY=with_entropy, CAPPED=bound > 0, BLOCK=block_size(logits), num_warps=NUM_WARPS,
             )  # fmt: skip
-        ctx.save_for_backward(logits, targets, normalisers)
-        ctx.scaling = scaling
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(logits, targets, normalisers, entropies)
+        ctx.scaling, ctx.with_entropy = scaling, with_entropy
         return log_probs, entropies if with_entropy else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradients: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
-        """Overwrite the logits by their gradient (M, V), from that of the log-probabilities (M,); works only once."""
-        logits, targets, normalisers = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradients: torch.Tensor, entropy_gradients: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        """Overwrite the logits by their gradient (M, V), from those of the log-probabilities and entropies, (M,) each.
+
+        Works only once.
+        """
+        logits, targets, normalisers, entropies = ctx.saved_tensors
         if len(logits):
             block = block_size(logits)
             backward_kernel[(len(logits), triton.cdiv(logits.shape[1], block))](
-                logits, targets, normalisers, gradients.contiguous(), *ctx.scaling, logits.shape[1],
-                CAPPED=ctx.scaling[1] > 0, BLOCK=block, num_warps=NUM_WARPS,
+                logits, targets, normalisers, entropies, gradients.contiguous(),
+                None if entropy_gradients is None else entropy_gradients.contiguous(), *ctx.scaling, logits.shape[1],
+                WITH_ENTROPY=ctx.with_entropy, CAPPED=ctx.scaling[1] > 0, BLOCK=block, num_warps=NUM_WARPS,
             )  # fmt: skip
         return logits, None, None, None
 

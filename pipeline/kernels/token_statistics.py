@@ -54,7 +54,7 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probabilities (M,) of int64 targets (M,) under logits (M, V), and entropies (M,), in nats and fp32.
 
-    Entropies have no gradient and are None unless asked for. The backward pass may overwrite the logits: no other
+    Entropies are None unless asked for. The backward pass may overwrite the logits: no other
     function may need them after it.
     """
     if logits.is_cuda and has_triton():
@@ -78,9 +78,10 @@ def plain_statistics(
     """Compute `token_statistics` by torch, on any device."""
     all_log_probs = torch.log_softmax(scaling.applied_to(logits.float()), dim=-1)
     log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return log_probs, entropies(all_log_probs.detach()) if with_entropy else None
+    return log_probs, entropies(all_log_probs) if with_entropy else None
 
 
 def entropies(all_log_probs: torch.Tensor) -> torch.Tensor:
     """Return the entropies (M,) of log-probabilities (M, V); a token that is impossible (-inf) adds 0."""
-    return -(all_log_probs.exp() * all_log_probs.clamp(min=torch.finfo(all_log_probs.dtype).min)).sum(-1)
+    # Far above the least number of fp32, which a gradient above 1 would make infinite, and infinity times 0 is NaN.
+    return -(all_log_probs.exp() * all_log_probs.clamp(min=-1e30)).sum(-1)

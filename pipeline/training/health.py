@@ -133,7 +133,7 @@ def falling_entropy(history: History) -> str:
         return ""
     return (
         f"the entropy has fallen from {statistics.fmean(first):.3g} to {entropy:.3g} nats a token: responses are "
-        f"nearly always the same; raise --kl_coef, or lower --{history.rate_flag}"
+        f"nearly always the same; raise --kl_coef or --entropy_coef, or lower --{history.rate_flag}"
     )
 
 

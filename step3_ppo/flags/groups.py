@@ -211,7 +211,21 @@ class PPOCoefficients(Group):
         "out after that (DAPO)",
         other_tools="dynamic_sampling",
     )
-    group_baseline: bool = flag(False, "reinforce_pp: take the mean reward to the same prompt off first")
+    group_baseline: bool = flag(False, "ppo, reinforce_pp: take the mean reward to the same prompt off first")
+    entropy_coef: float = flag(
+        0.0,
+        "Weight of the entropy of the policy's distributions, which the loss gets less; 0: none",
+        ge=0,
+        other_tools="entropy_loss_coef entropy_coeff",
+    )
+    positive_nll_coef: float = flag(
+        0.0,
+        "Weight of the negative log-likelihood of right responses in the policy's loss (VAPO: 0.1); 0: none",
+        ge=0,
+    )
+    positive_score: float = flag(
+        1.0, "positive_nll_coef: a response is right where its reward functions give it this much, weighted and summed"
+    )
     kl_coef: float = flag(
         0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0, other_tools="init_kl_coef beta"
     )
@@ -239,7 +253,13 @@ class PPOCoefficients(Group):
         "Use the mean and std of scores that stage 2 stored, else the first rollout's",
         needs="a reward model",
     )
-    critic_warmup_steps: int = flag(0, "First steps in which only the critic learns", ge=0, needs="a critic")
+    critic_warmup_steps: int = flag(
+        0,
+        "First steps in which only the critic learns; rollouts that begin in them have Monte-Carlo returns, with "
+        "lambda 1 (VC-PPO)",
+        ge=0,
+        needs="a critic",
+    )
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
     ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
 
@@ -250,8 +270,8 @@ class PPOCoefficients(Group):
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:
-        if self.group_baseline and self.method != "reinforce_pp":
-            raise ValueError(f"group_baseline: with method {self.method}: only reinforce_pp has it; leave it out")
+        if self.group_baseline and METHODS[self.method].compares:
+            raise ValueError(f"group_baseline: with method {self.method}: it compares by itself; leave it out")
         if self.policy_loss == "cispo" and (self.policy_clip_high or self.dual_clip):
             name = "policy_clip_high" if self.policy_clip_high else "dual_clip"
             raise ValueError(f"{name}: with policy_loss cispo: it caps ratios at ratio_cap; leave it out")

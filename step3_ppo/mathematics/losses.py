@@ -10,7 +10,7 @@ gradient: `row_factors`, which make other means of the tokens, and those of off_
 Sources: Schulman et al. 2017 (PPO), arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Schulman 2020,
 "Approximating KL Divergence", joschu.net/blog/kl-approx.html; Yu et al. 2025 (DAPO), 2503.14476; Ye et al. 2020 (dual
 clip), 1912.09729; Zheng et al. 2025 (GSPO), 2507.18071; MiniMax 2025 (CISPO), 2506.13585; Liu et al. 2025 (Dr.GRPO),
-2503.20783.
+2503.20783; Yue et al. 2025 (VAPO), 2504.05118.
 """
 
 from typing import Literal, NamedTuple
@@ -89,6 +89,32 @@ def kl_loss(
         return _weighted_sum(k2, response_mask, weights)
     value = kl_estimate(log_probs.detach(), ref_log_probs, estimator=estimator)
     return _weighted_sum(value + (k2 - k2.detach()), response_mask, weights)
+
+
+def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """sum_t H(pi(. | s_t)) over the response tokens, which a loss gets less; Schulman et al. 2017, equation 9.
+
+    `entropy` is of the whole distribution at each token, with its gradient, and no estimate from the sampled one.
+    """
+    (entropy,) = zero_outside(response_mask, entropy)
+    return _weighted_sum(entropy, response_mask, weights)
+
+
+def positive_nll(
+    log_probs: Tensor, positive_mask: Tensor, *, num_positive: int, num_tokens: int, weights: Tensor | None = None
+) -> Tensor:
+    """-sum_t log pi(a_t | s_t) over the tokens of right responses, times num_tokens / num_positive; VAPO, section 4.3.
+
+    Divided by `num_tokens`, as every loss is, it is the mean over the tokens of right responses, or what `weights` of
+    `row_factors` for them make of it.
+
+    Args:
+        positive_mask: (B, T) bool, True on the tokens of responses that are right.
+        num_positive: these tokens in the whole step; 0: the loss is 0.
+        num_tokens: response tokens that count, of the whole step.
+    """
+    (log_probs,) = zero_outside(positive_mask, log_probs)
+    return _weighted_sum(-log_probs, positive_mask, weights) * (num_tokens / max(num_positive, 1))
 
 
 def policy_loss(

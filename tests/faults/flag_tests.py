@@ -36,6 +36,7 @@ GROUPS = {
 }  # fmt: skip
 # Some prompts have answers that all get 1, and not all prompts have.
 SHORT_ANSWERS = '{"name": "length", "args": {"high": 10, "margin": 1}}'
+RIGHT = {"reward_function": SHORT_ANSWERS}
 OPT = "transformers.models.opt.modeling_opt"
 FORWARD = f"{OPT}:OPTDecoder.forward"
 FETCH = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator.fetch_sub_module"
@@ -96,6 +97,7 @@ TWINS: dict[str, Twin] = {
     "reward.long_pairs": Twin("truncate_left", both={"max_seq_len": 40}),
     "ppo.approx_kl_stop": Twin(1e-12, both=CLIPPED),
     "ppo.critic_warmup_steps": Twin(1),
+    "ppo.entropy_coef": Twin(0.5),
     "ppo.ema_decay": Twin(0.1, both=EMA),
     "ppo.enable_ema": Twin("true", "files"),
     "ppo.dual_clip": Twin(1.000001, both=CLIPPED),
@@ -124,6 +126,8 @@ TWINS: dict[str, Twin] = {
     "ppo.off_policy_low": Twin(5.0, "metrics", both={"off_policy_weights": "token_mask", "off_policy_cap": 9.0}),
     "ppo.off_policy_veto": Twin(5.0, "metrics", both={"off_policy_weights": "token_truncate"}),
     "ppo.off_policy_weights": Twin("token_mask", "metrics"),
+    "ppo.positive_nll_coef": Twin(0.5, both=RIGHT),
+    "ppo.positive_score": Twin(9.0, both=RIGHT | {"positive_nll_coef": 0.5}),
     "ppo.policy_clip": Twin(1e-06, both=CLIPPED),
     "ppo.policy_clip_high": Twin(5.0, both=CLIPPED | {"policy_clip": 1e-06}),
     "ppo.policy_loss": Twin("cispo", both=CLIPPED | {"policy_clip": 1e-06}),

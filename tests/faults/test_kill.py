@@ -54,13 +54,17 @@ METHODS = {
     "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
     "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
     "reinforce_pp": "--reward_scaling batch",
+    # VAPO and more; the critic's first steps end within a rollout.
+    "ppo": "--num_samples_per_prompt 4 --group_baseline true --critic_warmup_steps 3 --returns_lambda 1 "
+    "--lambda_alpha 0.5 --entropy_coef 0.01 --positive_nll_coef 0.1 --policy_clip_high 0.28 "
+    "--loss_aggregation sequence_mean --reward_function {folder}/rewards.py:length",
 }
 
 
 @pytest.mark.parametrize("method", rare_but(["grpo"], METHODS))
 def test_a_killed_run_whose_reward_is_a_function_goes_on_exactly(folder, method):
     (folder / "rewards.py").write_text(REWARDS)
-    story = Story("ppo", folder, method=method, more=tuple(METHODS[method].split()))
+    story = Story("ppo", folder, method=method, more=tuple(METHODS[method].format(folder=folder).split()))
     check(kill_and_compare(story, 2, 7))
 
 

@@ -77,7 +77,7 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
             "2 or more",
         ),
         ("--method rloo --reward_function exact_match --scale_by_group false", "scale_by_group", "only grpo"),
-        ("--method grpo --reward_function exact_match --group_baseline true", "group_baseline", "only reinforce_pp"),
+        ("--method grpo --reward_function exact_match --group_baseline true", "group_baseline", "compares by itself"),
         ("--policy_loss cispo --policy_clip_high 0.3", "policy_clip_high", "cispo"),
         ("--policy_loss cispo --dual_clip 3", "dual_clip", "cispo"),
         ("--dual_clip 0.5", "dual_clip", "above 1"),

@@ -21,15 +21,15 @@ def test_compiled_kernels_equal_torch(num_tokens, dtype):
     torch.manual_seed(0)
     given = (3 * torch.randn(300, num_tokens, device="cuda")).to(dtype)
     targets = torch.randint(num_tokens, (300,), device="cuda")
-    weights = torch.randn(300, device="cuda")
+    weights, others = torch.randn(2, 300, device="cuda")
     scaling = LogitScaling(temperature=0.7)
     actual, gradients = [], []
     for compute in (token_statistics, plain_statistics):
         leaf = given.clone().requires_grad_()
         logits = leaf * 1.0  # the backward kernel writes over it
         log_probs, entropy = compute(logits, targets, scaling, with_entropy=True)
-        (log_probs * weights).sum().backward()
-        actual.append((log_probs.detach(), entropy))
+        (log_probs * weights + entropy * others).sum().backward()
+        actual.append((log_probs.detach(), entropy.detach()))
         gradients.append(leaf.grad.float())
     for mine, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

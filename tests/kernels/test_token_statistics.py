@@ -38,10 +38,12 @@ def make_case(shape: str, *, with_entropy: bool = True) -> dict:
     targets[:2] = torch.tensor([0, num_columns - 1])[:num_tokens]
     gradients = torch.randn(num_tokens, generator=generator)
     gradients[2:3] = 0
+    entropy_gradients = torch.randn(num_tokens, generator=generator)
+    entropy_gradients[3:4] = 0
     logits = 5 * torch.randn(num_tokens, num_columns, generator=generator) - 40
     return {
         "logits": logits.to(dtype), "targets": targets, "gradients": gradients, "factor": 1 / temperature,
-        "with_entropy": with_entropy, "cap": cap[0] if cap else None,
+        "entropy_gradients": entropy_gradients, "with_entropy": with_entropy, "cap": cap[0] if cap else None,
     }  # fmt: skip
 
 
@@ -51,8 +53,9 @@ def exact(case: dict) -> dict[str, torch.Tensor]:
     capped = torch.tanh(logits / case["cap"]) * case["cap"] if case["cap"] else logits
     distribution = torch.distributions.Categorical(logits=capped * case["factor"], validate_args=False)
     log_probs = distribution.log_prob(case["targets"])
-    (log_probs * case["gradients"]).sum().backward()
-    return {"log_probs": log_probs.detach(), "entropies": distribution.entropy().detach(), "gradients": logits.grad}
+    entropies = distribution.entropy()
+    ((log_probs * case["gradients"]).sum() + (entropies * case["entropy_gradients"]).sum()).backward()
+    return {"log_probs": log_probs.detach(), "entropies": entropies.detach(), "gradients": logits.grad}
 
 
 def special_cases() -> dict[str, dict]:
@@ -89,14 +92,18 @@ def by_torch(case: dict) -> dict[str, torch.Tensor | None]:
     logits = case["logits"].clone().requires_grad_()
     scaling = LogitScaling(1 / case["factor"], cap=case["cap"])
     log_probs, entropies = token_statistics(logits, case["targets"], scaling, with_entropy=case["with_entropy"])
-    (log_probs * case["gradients"]).sum().backward()
+    loss = (log_probs * case["gradients"]).sum()
+    if entropies is not None:
+        loss = loss + (entropies * case["entropy_gradients"]).sum()
+        entropies = entropies.detach()
+    loss.backward()
     return {"log_probs": log_probs.detach(), "entropies": entropies, "gradients": logits.grad}
 
 
 def assert_close(actual: dict, case: dict) -> None:
     expected = exact(case)
     assert actual["log_probs"].dtype == actual["entropies"].dtype == torch.float32
-    assert actual["gradients"].dtype == case["logits"].dtype and not actual["entropies"].requires_grad
+    assert actual["gradients"].dtype == case["logits"].dtype
     for name in ("log_probs", "entropies"):
         torch.testing.assert_close(actual[name].double(), expected[name], **TOLERANCE)
     rounding = {"rtol": 1e-2, "atol": 1e-5} if case["logits"].dtype == torch.bfloat16 else TOLERANCE

@@ -92,7 +92,7 @@ def test_only_selected_tokens_are_given(causal_folder):
     torch.testing.assert_close(found, torch.where(some, whole, 0), **TOLERANCE)
 
 
-def test_entropy_is_that_of_the_whole_distribution_and_carries_no_gradient(causal_folder):
+def test_entropy_is_that_of_the_whole_distribution_and_has_its_gradient(causal_folder):
     row = random_rows(2, (6,))[0]
     model = loaded(causal_folder)
     ids, mask = padded([row], side="right", extra=2)
@@ -100,7 +100,11 @@ def test_entropy_is_that_of_the_whole_distribution_and_carries_no_gradient(causa
     logits = model.model(input_ids=row.unsqueeze(0)).logits[0, :-1] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(found.entropy[0, :5], expected, **TOLERANCE)
-    assert not found.entropy.requires_grad and (found.entropy[0, 5:] == 0).all()
+    assert (found.entropy[0, 5:] == 0).all()
+    weight = model.model.get_output_embeddings().weight
+    mine, exact = (torch.autograd.grad(one.sum(), weight)[0] for one in (found.entropy, expected))
+    torch.testing.assert_close(mine, exact, **TOLERANCE)
+    assert exact.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

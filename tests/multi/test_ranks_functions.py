@@ -23,6 +23,9 @@ WORDS = {
     "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
     "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
     "reinforce_pp": "--reward_scaling running --eval_samples_per_prompt 2",
+    "ppo": "--num_samples_per_prompt 4 --group_baseline true --critic_warmup_steps 3 --returns_lambda 1 "
+    "--lambda_alpha 0.5 --entropy_coef 0.01 --positive_nll_coef 0.1 --policy_clip_high 0.28 "
+    "--loss_aggregation sequence_mean --reward_function {folder}/rewards.py:length",
 }
 
 
@@ -39,7 +42,7 @@ def test_one_rank_and_two(folder, method):
     lines, calls, file = [], [], folder / "rewards.py.calls"
     for ranks in (1, 2):
         cut = f"--rollout_batch_size 16 --gradient_accumulation_steps {4 // ranks} --actor_zero_stage 2"
-        story = Story("ppo", folder, 4, ranks, (*WORDS[method].split(), *cut.split()), method)
+        story = Story("ppo", folder, 4, ranks, (*WORDS[method].format(folder=folder).split(), *cut.split()), method)
         file.unlink(missing_ok=True)
         run_well(story, f"{method}-{ranks}")
         lines.append(metrics(story.run_dir(f"{method}-{ranks}")))

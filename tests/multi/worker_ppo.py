@@ -27,8 +27,8 @@ Words = tuple[object, ...]
 PROMPTS_PER_ROLLOUT = 8
 ROWS_PER_STEP = 4
 LOGGED = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "policy/ratio_max", "policy/clipfrac",
-          "value/clipfrac", "loss/kl", "actor/grad_norm", "actor/policy_grad_norm", "actor/ptx_grad_norm",
-          "critic/grad_norm")  # fmt: skip
+          "value/clipfrac", "loss/kl", "loss/entropy_bonus", "actor/grad_norm", "actor/policy_grad_norm",
+          "actor/ptx_grad_norm", "critic/grad_norm")  # fmt: skip
 
 
 def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stage: int = 0) -> PPOLoop:
@@ -306,7 +306,7 @@ def cases() -> dict[str, Any]:
     for name, words in {
         "recomputed": recompute,
         "two samples": ("--num_samples_per_prompt", 2),
-        "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3"),
+        "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3", "--entropy_coef", 0.1),
     }.items():
         found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
     one_step = ("--ppo_epochs", 1, "--gradient_accumulation_steps", PROMPTS_PER_ROLLOUT // micro // size)

@@ -195,6 +195,34 @@ def test_the_first_steps_may_be_the_critics_alone(world, trained_folders, tmp_pa
     assert not equal_weights(weights(loop.ppo.models.actor), actor)
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_rollouts_of_the_critics_first_steps_have_monte_carlo_returns(world, trained_folders, tmp_path, steps):
+    """Discounted rewards to come by a loop, whatever the critic says; then, and for the advantages, gae_lambda."""
+    settings = {"gamma": 0.9, "gae_lambda": 0.5, "kl_coef": 0.3, "whiten_advantages": False, "normalise_scores": False}
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=steps, **settings))
+    lambdas = []
+    for _ in range(3):  # of two steps each: the warm-up ends within the second, or with it
+        rollout = loop.collect()
+        known, finished = rollout.experience, rollout.responses.finished
+        for n, length in enumerate(rollout.responses.response_lengths.tolist()):
+            rewards = (-0.3 * (loop.scores.log_probs - loop.scores.ref_log_probs))[n, :length].tolist()
+            rewards[-1] += loop.judged[n].clamp(-5, 5).item() - (0.0 if finished[n] else 1.0)
+            values = [*known.targets.values[n, :length].tolist(), 0.0]
+            for name, found in (("returns", known.targets.returns), ("advantages", known.advantages)):
+                decay = 0.9 if name == "returns" and loop.state.step < steps else 0.9 * 0.5
+                errors = [rewards[t] + 0.9 * values[t + 1] - values[t] for t in range(length)]
+                for t in range(length):
+                    expected = sum(decay ** (k - t) * errors[k] for k in range(t, length))
+                    if name == "returns" and decay == 0.9:
+                        expected = sum(0.9 ** (k - t) * rewards[k] for k in range(t, length))
+                    elif name == "returns":
+                        expected += values[t]
+                    assert found[n, t].item() == pytest.approx(expected, rel=1e-3, abs=1e-4), (name, n, t)
+        lambdas.append(loop.state.step < steps)
+        loop.update(rollout)
+    assert lambdas == [True, True, False]
+
+
 def test_a_model_that_does_not_learn_in_a_step_keeps_no_gathered_weights(world, trained_folders, tmp_path, monkeypatch):
     """Scoring gathered the actor's (ZeRO stage 3); the updates of the critic's warm-up do not read them."""
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, critic_warmup_steps=1, ppo_epochs=2))

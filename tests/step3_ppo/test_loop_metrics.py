@@ -20,6 +20,7 @@ from pipeline.data.loader import Step
 from pipeline.errors import DivergedError
 from pipeline.training.health import RULES, History
 from step3_ppo import training
+from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import next_kl_coef
 
 OF_THE_POLICY = {
@@ -193,19 +194,28 @@ def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, 
     assert set(unused.split(", ")) == {"do_sample True", "temperature 0.6", "top_k 20"}
 
 
-def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch):
+def test_the_terminal_shows_approx_kl_only_where_it_moves_and_the_lambda_that_lengths_give(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(training, "Course", lambda *args, shown, **settings: seen.append(shown))
     for steps in (1, 2):
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
         models, rows = SimpleNamespace(named=dict), SimpleNamespace(counts=Counts())
+        config = SimpleNamespace(ppo=PPOCoefficients(lambda_alpha=0.05 if steps == 1 else 0.0))
         training.make_course(
             SimpleNamespace(
-                run=None, fingerprint=None, schedule=schedule, models=models, hybrid=None, reward_names=[], prompts=rows
+                run=None,
+                config=config,
+                fingerprint=None,
+                schedule=schedule,
+                models=models,
+                hybrid=None,
+                reward_names=[],
+                prompts=rows,
             ),
             resumed_step=None,
         )
     assert ["policy/approx_kl" in shown for shown in seen] == [False, True]
+    assert ["advantages/lambda" in shown for shown in seen] == [True, False]
 
 
 def test_an_evaluation_takes_batches_on_each_rank(world, trained_folders, tmp_path):

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.rewards.rows import WeightedReward
-from step3_ppo.experience import Responses, Scores
+from step3_ppo.experience import FunctionScores, Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.rewarding import Terms, reward_responses
 from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics, value_metrics
@@ -134,6 +134,51 @@ def test_the_critic_learns_returns_of_a_lambda_of_its_own():
     measured = value_metrics(found.experience, PPOCoefficients(lambda_alpha=0.5))
     assert measured["advantages/lambda"] == pytest.approx(sum(lambdas) / 5)
     assert "advantages/lambda" not in value_metrics(found.experience, PPOCoefficients())
+
+
+def test_the_mean_reward_to_a_prompt_is_taken_off_before_the_critics_estimate_by_a_slow_loop():
+    """--group_baseline of PPO: two responses to each of three prompts, of which the last row does not count."""
+    lengths, valid = [3, 1, 5, 2, 4, 2], [True] * 5 + [False]
+    responses, outputs = rows_of(lengths, [True] * 6, valid), random_scores(lengths)
+    ppo = PPOCoefficients(group_baseline=True, gamma=0.9, gae_lambda=0.8, whiten_advantages=False)
+    terms = Terms([constants(1.0, 0.0, 1.0)], group_size=2)
+    found = reward_responses(responses, outputs.scores, outputs.judged, ppo, kl_coef=0.2, terms=terms)
+    for n, length in enumerate(lengths[:5]):
+        both = [outputs.judged[other].item() for other in (n - n % 2, n - n % 2 + 1) if valid[other]]
+        kl = (outputs.scores.log_probs[n] - outputs.scores.ref_log_probs[n]).tolist()
+        values, following = [*outputs.scores.values[n, :length].tolist(), 0.0], 0.0
+        for t in reversed(range(length)):
+            r = -0.2 * kl[t] + (outputs.judged[n].item() - sum(both) / len(both) if t == length - 1 else 0.0)
+            following = r + 0.9 * values[t + 1] - values[t] + 0.9 * 0.8 * following
+            assert found.experience.advantages[n, t].item() == pytest.approx(following, rel=1e-4, abs=1e-5)
+            returns = found.experience.targets.returns[n, t].item()
+            assert returns == pytest.approx(following + values[t], rel=1e-4, abs=1e-5)
+    assert found.sequence_rewards[:5].equal(outputs.judged[:5, 0]), "what is logged is the reward itself"
+
+
+def test_right_responses_are_those_whose_functions_sum_to_the_threshold_by_a_slow_loop():
+    """The reward model has no part in it, nor has a function that does not apply; a failed call masks its row."""
+    nan = math.nan
+    values = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.4, 0.9], [nan, 2.0], [2.0, nan], [0.0, 0.0]])
+    lengths = [2, 1, 3, 2, 1, 2]
+    applies = torch.tensor([[True, True]] * 3 + [[False, True], [True, True], [True, True]])
+    failures = torch.zeros(6, 2, dtype=torch.int64)
+    failures[4, 1] = 1
+    scored = FunctionScores(values.nan_to_num(0.0), applies, failures, None)
+    responses = replace(rows_of(lengths, [True] * 6), scored=scored)
+    outputs = random_scores(lengths)._replace(judged=torch.full((6, 1), 50.0))
+    terms = Terms([constants(1.0, 0.0, 1.0)], functions={"a": 1.0, "b": 0.5})
+    for threshold, right in ((1.0, [0, 1, 3]), (0.85, [0, 1, 2, 3]), (1.01, [])):
+        ppo = PPOCoefficients(positive_nll_coef=0.1, positive_score=threshold)
+        found = reward_responses(responses, outputs.scores, outputs.judged, ppo, kl_coef=0.2, terms=terms)
+        expected = [n in right for n in range(6)]
+        assert found.experience.positive_mask.any(1).tolist() == expected
+        mask = found.experience.response_mask & torch.tensor(expected).unsqueeze(1)
+        assert found.experience.positive_mask.equal(mask)
+        measured = rollout_metrics(responses, outputs.scores, found, ppo)["completions/right_fraction"]
+        assert measured == pytest.approx(len(right) / 5)
+    found = reward_responses(responses, outputs.scores, outputs.judged, PPOCoefficients(), kl_coef=0.2, terms=terms)
+    assert found.experience.positive_mask is None
 
 
 def test_experience_equals_a_slow_loop():

@@ -31,6 +31,9 @@ ONLY_ELSEWHERE = {
     "groups/further_prompts",
     "objective/sampled_scores",
     "policy/weights_cut",
+    "loss/entropy_bonus",  # with --entropy_coef
+    "loss/positive_nll",  # with --positive_nll_coef
+    "completions/right_fraction",
     "policy/weights_rejected",
     "loss/kl",
     "mfu",
@@ -240,6 +243,8 @@ COMPLAINTS = {
     "critic without a head": ({"critic_model_name_or_path": "base"}, "no reward head"),
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
+    "right responses without a function": ({"positive_nll_coef": 0.1}, "only a --reward_function says"),
+    "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
     "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
     "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),

@@ -59,12 +59,14 @@ class TwoModels:
     ppo: PPOCoefficients
     unsup_coef: float
 
-    def objectives(self, *, kl_coef: float, train_actor: bool, text: Any) -> list[Objective]:
+    def objectives(
+        self, *, kl_coef: float, train_actor: bool, text: Any, size: StepSize | None = None
+    ) -> list[Objective]:
         """The policy's, where it is trained, and the value model's."""
         policy = PolicyObjective(
             engine=self.actor, work=training_work(self.actor.module.model), ppo=self.ppo, kl_coef=kl_coef,
-            size=StepSize(6, 0, 0, 0, 0), longest=6,
-            temperature=TEMPERATURE, text=text, unsup_coef=self.unsup_coef, world=self.updater.world,
+            size=size or StepSize(6, 0, 0, 0, 0), longest=6, temperature=TEMPERATURE, text=text,
+            unsup_coef=self.unsup_coef, world=self.updater.world,
         )  # fmt: skip
         value = ValueObjective(self.critic, training_work(self.critic.module.model), self.ppo.value_clip)
         return [policy, value] if train_actor else [value]
@@ -105,6 +107,13 @@ def plain_log_probs(model: nn.Module, responses: Responses, n: int) -> torch.Ten
     return torch.stack([logs[start + t - 1, row[0, start + t]] for t in range(length)])
 
 
+def plain_entropies(model: nn.Module, responses: Responses, n: int) -> torch.Tensor:
+    """(T_n,) entropies of the distributions that row n's response tokens were drawn from."""
+    start, length = SIZES[n]
+    logits = model(input_ids=responses.sequences[n : n + 1, : start + length]).logits[0] / TEMPERATURE
+    return torch.distributions.Categorical(logits=logits[start - 1 : start + length - 1]).entropy()
+
+
 def plain_values(model: nn.Module, responses: Responses, n: int) -> torch.Tensor:
     """(T_n,) normalised values of row n before each response token."""
     start, length = SIZES[n]
@@ -138,13 +147,23 @@ def make_experience(folders, responses: Responses, *, spread: float = 0.3) -> Ex
     return Experience(mask, *of_policy, ValueTargets(old, returns))
 
 
-def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0):
-    """(gradients of the actor, of the critic, numbers) by a loop over tokens; PPO's equations written out again."""
+def slow_update(
+    folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0, entropy_coef=0.0,
+    nll_coef=0.0, right=(),
+):  # fmt: skip
+    """(gradients of the actor, of the critic, numbers) by a loop over tokens; PPO's equations written out again.
+
+    right: rows of right responses.
+    """
     actor, critic = plain_models(folders)
-    policy = value = kl = torch.zeros(())
+    policy = value = kl = entropy = nll = torch.zeros(())
     ratios, clipped, value_clipped, approx_kl = [], 0, 0, 0.0
     for n in range(5):
         new, now = plain_log_probs(actor, responses, n), plain_values(critic, responses, n)
+        if entropy_coef:
+            entropy = entropy + entropy_coef * plain_entropies(actor, responses, n).sum() / NUM_RESPONSE_TOKENS
+        if n in right:
+            nll = nll - nll_coef * new.sum() / sum(SIZES[row][1] for row in right)
         for t in range(SIZES[n][1]):
             old, advantage = experience.log_probs[n, t], experience.advantages[n, t]
             ratio = (new[t] - old).exp()
@@ -167,7 +186,8 @@ def slow_update(folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False
         "policy/first_ratio_error": max(abs(math.log(ratio)) for ratio in ratios),
     }  # fmt: skip
     numbers |= {"loss/kl": kl.item() / NUM_RESPONSE_TOKENS} if kl_in_loss else {}
-    loss = (policy + kl) / NUM_RESPONSE_TOKENS
+    numbers |= {"loss/entropy_bonus": entropy.item(), "loss/positive_nll": nll.item()} if entropy_coef else {}
+    loss = (policy + kl) / NUM_RESPONSE_TOKENS - entropy + nll
     if text is not None:
         batches = text.micro_batches
         labels = [torch.where(b.trained_mask, b.input_ids, -100) for b in batches]
@@ -203,12 +223,13 @@ def update(
 ):  # fmt: skip
     updater = models.updater
     cut = [MicroBatch.of(rows, responses.lengths(packs=packs)) for rows in batches]
+    size = updater.step_size(responses, experience, cut)
     return updater.update(
-        models.objectives(kl_coef=kl_coef, train_actor=train_actor, text=text),
+        models.objectives(kl_coef=kl_coef, train_actor=train_actor, text=text, size=size),
         responses,
         experience,
         cut,
-        num_tokens=updater.step_size(responses, experience, cut).num_trained,
+        num_tokens=size.num_trained,
         rate_factor=rate_factor,
         stopping=never_stopping(updater.world),
     )

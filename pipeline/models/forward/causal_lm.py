@@ -55,7 +55,7 @@ class CausalLM(WrappedModel):
             position_ids: (B, S) int64 of packed rows; other rows count from 0.
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
             right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
-            with_entropy: compute also the entropy of each selected token's distribution, without gradient.
+            with_entropy: compute also the entropy of each selected token's distribution.
         """
         hidden = hidden_states(
             self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
