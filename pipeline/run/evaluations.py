@@ -13,6 +13,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.files import read_object
 
 CUT = "eval_completions/truncated_fraction"
+TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
 CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
 
 
@@ -31,13 +32,18 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
     lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
     for name, better in stage.reached.items():
         if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
-            figures.append(f"{name} {values[0]:.4g} -> {values[-1]:.4g}")
+            figures.append(f"{name} {without_rounding(values[0]):.4g} -> {without_rounding(values[-1]):.4g}")
             # NaN at the end is worse too.
             worse += [name] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
     if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.kind_of_rows(config)})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+
+
+def without_rounding(value: float) -> float:
+    """Return 0 for a value as small as the rounding of a sum: a KL of a policy to itself, a margin of equal rewards."""
+    return 0.0 if abs(value) < TINY else value
 
 
 def all_samples(run_dir: Path) -> list[dict[str, Any]]:
