@@ -48,7 +48,9 @@ class CompareConfig(Group):
         "", "File of prompts: .txt, one per line; .json or .jsonl, `prompt`; none: bundled", kind="path"
     )
     language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use")
-    output: str = flag("", "Write <output>.json and <output>.md; none: print only", kind="path")
+    output: str = flag(
+        "", "Write <output>.json and <output>.md; a folder: prompt_eval.* in it; none: print only", kind="path"
+    )
     batch_size: int = flag(8, "Prompts that are answered, and answers that are scored, at once", ge=1)
     seed: int = flag(1234, "Makes sampled answers repeatable; the same for every model", ge=0)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")

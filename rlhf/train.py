@@ -94,13 +94,17 @@ def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
     """Raise InputError if a stage needs a model that does not exist and that no stage of this run makes."""
     errors = []
     for flag, source in missing_inputs(plan).items():
-        rest = argv
-        for name in ("step", "dry_run", "explain"):
-            rest = without_flag(rest, name)
-        make = shlex.join([*prog.split(), "--step", str(source.stage.number), *rest])
+        make = command_for(source.stage.number, argv, prog)
         errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
+
+
+def command_for(number: int, argv: list[str], prog: str, *, without: Collection[str] = ()) -> str:
+    """Return the command that runs stage `number` with the other flags of this one, but those named in `without`."""
+    for name in ("step", "dry_run", "explain", *without):
+        argv = without_flag(argv, name)
+    return shlex.join([*prog.split(), "--step", str(number), *argv])
 
 
 def finished_stages(plan: Plan) -> set[int]:
@@ -247,7 +251,8 @@ def run(argv: list[str], prog: str) -> int:
         last = plan.chosen[-1]
         # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
-        following = chat if last.stage.makes_chat_model else f"{prog} --step {last.stage.number + 1}"
+        later = command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
+        following = chat if last.stage.makes_chat_model else later
         worse = [one for one in plan.chosen if reached(one.run_dir, one.stage, one.resolved.config)[1]]
         for one in worse[:1]:
             flags, rate = f"--{one.stage.section}.", one.stage.rate_flag(one.resolved.config)

@@ -46,9 +46,9 @@ class TrainConfig(Group):
         "--step 1 3 --num-gpus 4 --deployment-type single_node",
     )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
-    method: Literal[METHODS] = flag(METHODS[0], "how step 3 trains")  # type: ignore[valid-type]
+    method: Literal[METHODS] = flag(METHODS[0], f"of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]
     deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
-        "single_gpu", "or single_node, multi_node"
+        "single_gpu", "single_gpu, single_node or multi_node"
     )
     actor_model: str = flag("1.3b", "66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
     reward_model: str = flag("auto", "auto: 350m, or of the actor's family", kind="path")
@@ -91,7 +91,7 @@ def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = Fals
     table = flag_table(STAGES[0].config) | flag_table(config_class)
     more = [
         "  --show-data, --target, --explain, --auto-fit, --auto-batch: of all stages",
-        "--config FILE: YAML with sections train, sft, reward, ppo (`rlhf init`)",
+        "--config FILE: YAML with sections train, sft, reward, ppo, dpo (`rlhf init`)",
         "--FLAG VALUE: of all stages; of one: --sft.FLAG, --reward.FLAG, --ppo.FLAG",
     ]
     return first_screen(config_class, prog, {f"--{name.replace('_', '-')}": table[name] for name in USUAL}, more)

@@ -71,7 +71,7 @@ STAGE = Stage(
         "kto": "Kahneman-Tversky optimisation",
     },
     section="dpo",
-    title="direct preference optimisation",
+    title="preference optimisation",
     package="step3_dpo",
     config=DPOConfig,
     rows=PAIRS.name,

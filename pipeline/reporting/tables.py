@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline.files import has_config, read_object
 from pipeline.reporting.records import RunRecord, is_number
+from pipeline.run.evaluations import without_rounding
 
-TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes there
 SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
 
@@ -86,7 +86,7 @@ def number(value: Any) -> str:
         return "\N{EN DASH}"
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
-    return f"{0 if abs(value) < TINY else value:.4g}"
+    return f"{without_rounding(value):.4g}"
 
 
 def duration(seconds: float) -> str:

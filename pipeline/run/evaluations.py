@@ -14,6 +14,7 @@ from pipeline.files import read_object
 from pipeline.run.layout import meaning_file
 
 CUT = "eval_completions/truncated_fraction"
+TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
 CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
 
 
@@ -35,13 +36,18 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
         base = known.get(metric.removeprefix("eval_"), {}).get("title", "")
         title = known.get(metric, {}).get("title") or (f"held-out {base}" if base else metric)
         if values := [math.nan if line[metric] is None else line[metric] for line in lines if metric in line]:
-            figures.append(f"{title} {values[0]:.4g} -> {values[-1]:.4g}")
+            figures.append(f"{title} {without_rounding(values[0]):.4g} -> {without_rounding(values[-1]):.4g}")
             # NaN at the end is worse too.
             worse += [title] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
     if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
     rows = f" ({lines[-1]['eval_rows']:g} {stage.kind_of_rows(config)})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+
+
+def without_rounding(value: float) -> float:
+    """Return 0 for a value as small as the rounding of a sum: a KL of a policy to itself, a margin of equal rewards."""
+    return 0.0 if abs(value) < TINY else value
 
 
 def all_samples(run_dir: Path) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ class History:
     rate_flag: the learning rate, as a flag.
     sampler_bound: nats by which a token's log-probability may differ between sampler and trainer.
     step: the last step.
+    evaluated: the step of the last evaluation.
     first: name -> its first values.
     last: name -> its last values.
     counts: name -> number of its values.
@@ -57,6 +58,7 @@ class History:
     rate_flag: str = "learning_rate"
     sampler_bound: float = SAMPLER_ERROR
     step: int = 0
+    evaluated: int = 0
     first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LAST)))
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -65,6 +67,7 @@ class History:
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the metrics of a step, a line of metrics.jsonl; null and numbers that are not finite count as absent."""
         self.step = step
+        self.evaluated = step if "eval_rows" in values else self.evaluated
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 if self.counts[name] < FIRST:
@@ -163,9 +166,12 @@ def paid_for_length(history: History) -> str:
 
 
 def chance_accuracy(history: History) -> str:
-    """The reward model tells chosen from rejected no better than a coin."""
+    """The model tells chosen from rejected no better than a coin.
+
+    An untrained head does not, and of DPO, IPO and KTO no policy does before its first step: that says nothing.
+    """
     accuracy, rows = history.latest("eval_accuracy"), history.latest("eval_rows")
-    if history.step < QUARTER * history.total_steps or not rows >= LEAST_PAIRS:
+    if history.evaluated < QUARTER * history.total_steps or not rows >= LEAST_PAIRS:
         return ""
     if not accuracy <= 0.5 + ERRORS * 0.5 / math.sqrt(rows):
         return ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from rich.cells import cell_len
@@ -16,6 +16,7 @@ from pipeline.configuration.stage import StageConfig
 from pipeline.console import printable
 from pipeline.data.batching import pack_rows
 from pipeline.data.cache import StageData
+from pipeline.data.counts import Fate
 from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import end_token_ids
@@ -216,7 +217,7 @@ def rows_document(data: DataSets, lines: Sequence[str], samples: Sequence[Sample
     median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))
     return {
         "title": options.title,
-        "rows": dict(rows.counts.fates),
+        "rows": {fate: rows.counts.fates[fate] for fate in get_args(Fate) if rows.counts.fates[fate]},
         "lines": list(lines),
         "tokens": {"median": median, "p95": p95, "longest": int(lengths.max()), "limit": length_limit(options)},
         "samples": [asdict(sample) for sample in samples],

@@ -13,6 +13,7 @@ from rich.text import Text
 from pipeline.console import terminal_width
 from pipeline.errors import is_coloured
 from pipeline.processes import PIPELINE
+from pipeline.run.evaluations import without_rounding
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ class Terminal(Console):
 
 
 def readable(value: float) -> str:
-    """Return a number with four significant digits, or all before its point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """Return a number with four significant digits, or all before its point; 0 for one that is rounding alone."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{without_rounding(value):.4g}"
 
 
 def duration(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ import torch
 
 from pipeline.cache_memory import memory_of
 from pipeline.configuration.run_flags import RunConfig
-from pipeline.console import WIDTH
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
@@ -82,10 +80,8 @@ class Recorder:
             self._note(step, values)
             titles = {name: title_of(name, self._metrics).removeprefix("held-out ") for name in values}
             named = {name: title for name, title in titles.items() if title != name} or titles
-            # A no-break space holds a name and its number together where the line is cut.
-            parts = [f"{title} {readable(values[name])}".replace(" ", "\u00a0") for name, title in named.items()]
-            text = f"[{self._writer.stage}] step {step}, held out: {'  '.join(parts)}"
-            log.info("%s", textwrap.fill(text, WIDTH, subsequent_indent="    ").replace("\u00a0", " "))
+            parts = [f"{title} {readable(values[name])}" for name, title in named.items()]
+            log.info("%s", f"[{self._writer.stage}] step {step}, held out: {'  '.join(parts)}")
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show some samples of an evaluation, lines of samples.jsonl, and look at their scores and lengths."""
@@ -98,7 +94,8 @@ class Recorder:
         """Write metrics, and look at them."""
         if self._writer is not None:
             self._writer.write(step, values)
-            self._known.update(values)
+            if step > 0:  # beside a training loss, a number of before training would read as if it were of now
+                self._known.update(values)
             self._health.history.add(step, values)
             self._health.look()
 

@@ -34,6 +34,13 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
 
 
+def test_a_reward_model_is_followed_by_the_same_command_for_the_next_stage(tmp_path):
+    done = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", "--overwrite", STUB_OUTCOMES="0,0")
+    assert done.returncode == 0, done.stderr
+    following = "python train.py --step 3 --actor-model tiny --reward-model tiny --output-dir 'my out'"
+    assert done.stdout.splitlines()[-1] == f"next: {following}"
+
+
 def test_flags_reach_their_step(tmp_path):
     common = ("--resume", "never", "--overwrite", "--debug")
     done = train(

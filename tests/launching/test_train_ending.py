@@ -32,9 +32,10 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
         "0.5 -> 0.6, WORSE than at the start: every answer is cut",
     ),
     "3 well": (
-        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 0.9, "eval_rows": 8},
-        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 1.0, "eval_rows": 8},
-        "eval_objective/scores 0.5 -> 0.5 (8 prompts); model",
+        {"eval_objective/scores": 0.5, "eval_objective/kl": -2e-8, "eval_completions/truncated_fraction": 0.9},
+        {"eval_objective/scores": 0.5, "eval_objective/kl": 2, "eval_completions/truncated_fraction": 1.0}
+        | {"eval_rows": 8},
+        "eval_objective/scores 0.5 -> 0.5, eval_objective/kl 0 -> 2 (8 prompts); model",
     ),
 }  # fmt: skip
 

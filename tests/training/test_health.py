@@ -172,7 +172,9 @@ def test_an_accuracy_that_chance_gives():
     """Two standard errors of 100 pairs are 0.1; too few pairs, or the first quarter of the run, say nothing."""
     assert findings(pairs(0.6, 100), total_steps=100).keys() == {"chance_accuracy"}
     assert findings(pairs(0.3, 100), total_steps=100).keys() == {"chance_accuracy"}
-    for healthy in (pairs(0.61, 100), pairs(0.5, 29), pairs(0.5, 100, step=24)):
+    steps = [{"step": step, "accuracy": 0.9} for step in range(1, 100)]
+    before_training = [*pairs(0.5, 100, step=0), *steps]
+    for healthy in (pairs(0.61, 100), pairs(0.5, 29), pairs(0.5, 100, step=24), before_training):
         assert findings(healthy, total_steps=100) == {}
 
 

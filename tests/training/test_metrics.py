@@ -19,6 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.console import fitted
 from pipeline.dist import World
 from pipeline.run.logs import StderrHandler
 from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, metric_of, title_of
@@ -336,24 +337,29 @@ def bar_at(width: int) -> str:
     return line
 
 
-def test_the_numbers_of_an_evaluation_are_cut_between_two_of_them(tmp_path, info):
+def test_the_numbers_of_an_evaluation_are_one_line_which_a_terminal_gets_cut_between_two_of_them(
+    tmp_path, info, monkeypatch
+):
     run = run_of(tmp_path, World(0, 1, 0, torch.device("cpu")))
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
     Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
-    assert max(len(line) for line in text.splitlines()) <= 80 and len(text.splitlines()) > 2
     titles = [title_of(name, METRICS) for name in values if title_of(name, METRICS) != name]
-    assert titles and text.startswith("[sft] step 2, held out: ")
-    for line in text.removeprefix("[sft] step 2, held out: ").splitlines():
-        for part in line.strip().split("  "):
-            title, _, number = part.rpartition(" ")
-            assert title == titles.pop(0).removeprefix("held-out ") and float(number) >= 0
-    assert titles == [], "all that have a name in words, in their order"
+    begin = "[sft] step 2, held out: "
+    assert titles and text.startswith(begin) and "\n" not in text and fitted(text) == text, "as a pipe gets it"
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = fitted(text).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) > 2
+    parts = [part for line in lines for part in line.removeprefix(begin).strip().split("  ")]
+    for part, whole in zip(parts, titles, strict=True):  # all that have a name in words, in their order
+        title, _, number = part.rpartition(" ")
+        assert title == whole.removeprefix("held-out ") and float(number) >= 0
 
 
 def test_numbers_and_durations_are_readable():
-    assert [readable(x) for x in (1e-5, 0.41234567, 999.96, 13456.7, -2e6)] == [
-        "1e-05", "0.4123", "1000", "13,457", "-2,000,000",
+    assert [readable(x) for x in (1e-5, -2.185e-08, 0.41234567, 999.96, 13456.7, -2e6)] == [
+        "1e-05", "0", "0.4123", "1000", "13,457", "-2,000,000",
     ]  # fmt: skip
     assert [duration(s) for s in (59.9, 60, 3661, 90061)] == ["59s", "1m 00s", "1h 01m", "25h 01m"]
 

@@ -1,6 +1,7 @@
 """The preview of rows against the batches that the loops make of them, and as lines of a terminal."""
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -175,9 +176,12 @@ def test_the_document_counts_what_the_rows_are(bpe_tokenizer, tmp_path):
     rows = [{"prompt": "p", "chosen": "a " * count, "rejected": "b"} for count in (1, 2, 3, 30)]
     given = options(tmp_path, rows)
     data, found = samples("reward", given, bpe_tokenizer)
+    source = next(iter(data.counts.sources))
+    data.counts.sources[source] = Counter({"of other stages": 9, "dropped": 0, "held out": 2, "to train on": 4})
     document = rows_document([(of_stage("reward", given), data)], ["a line"], found)
     lengths = sorted(len(row["chosen_ids"]) for row in data.train)
     assert document["tokens"] == {"median": lengths[2], "p95": lengths[3], "longest": lengths[3], "limit": 512}
-    assert document["rows"]["to train on"] == 4 and document["lines"] == ["a line"]
+    assert list(document["rows"].items()) == [("to train on", 4), ("held out", 2), ("of other stages", 9)]
+    assert document["lines"] == ["a line"]
     spans = document["samples"][0]["parts"][1]["spans"]
     assert spans == [{"text": part_text(found[0].parts[1]), "is_trained": True}]
