@@ -153,8 +153,8 @@ def planned_size(
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
     if RELEASED not in names:
         return Candidate.of(planner, resolved, chosen)
-    kept = Candidate.of(planner, resolved, chosen | {RELEASED: False})
-    return kept if kept.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
+    staying = Candidate.of(planner, resolved, chosen | {RELEASED: False})
+    return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
 def choice_in_words(resolved: Resolved) -> str:

@@ -134,7 +134,8 @@ def test_hosts_that_are_described_need_no_host_file(tmp_path, file):
     words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--target", "2x8xA100-40GB", "--explain")
     done = train(tmp_path, *words, *(("--hostfile", file) if file else ("--include", "worker-0")))
     assert done.returncode == 0, done.stderr
-    assert f"/multi_node.sh --hostfile {file or 'HOSTFILE'} --num_gpus 8 1 --preset " in done.stdout
+    command = " ".join(done.stdout.replace("\\\n", "").split())
+    assert f"/multi_node.sh --hostfile {file or 'HOSTFILE'} --num_gpus 8 1 --preset " in command
     note = "note: HOSTFILE stands for a file of 2 lines `name slots=8`\n"
     replaced = "" if file else "note: --include worker-0 does not go with --target 2x8xA100-40GB: planned without it\n"
     assert done.stdout.startswith(replaced + note) == (not file)

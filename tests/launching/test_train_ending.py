@@ -54,7 +54,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
         (tmp_path / "out" / name / "config.json").write_text("{}")
         (tmp_path / "out" / name / "model.safetensors").touch()
     done = train(tmp_path, *TINY, "--step", number, "--output-dir", "out", *more, STUB_OUTCOMES="0")
-    assert said in done.stdout, done.stdout + done.stderr
+    assert said in " ".join(done.stdout.split()), done.stdout + done.stderr
     following = done.stdout.splitlines()[-1]
     if "WORSE" in said:
         rate = {"1": "--sft.learning_rate", "2": "--reward.learning_rate", "3": "--ppo.actor_learning_rate"}[number]

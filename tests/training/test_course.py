@@ -169,7 +169,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
         course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7})
     course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    text = "the run ends worse than it began: eval_perplexity: eval_perplexity 3 -> 4 (7 sequences)"
+    text = "the run ends worse than it began: held-out perplexity: held-out perplexity 3 -> 4 (7 sequences)"
     assert warned == ([f"{text}; lower --{rate}"] if last > 3 else [])
 
 
