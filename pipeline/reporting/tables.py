@@ -71,9 +71,19 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
     found = [(change, f"{run.label}: {change_in_words(change)}") for run in runs for change in compared(run)]
     if worse := [words for change, words in found if change.verdict == "worse"]:
         return "bad", "Worse than at the start", worse
+    if unmoved := [words for run in runs for words in without_change(run)]:
+        return "open", "No better than at the start", unmoved
     if better := [words for change, words in found if change.verdict == "better"]:
         return "good", "Better than at the start", better
     return "open", "Finished; no evaluation says whether it is better than at the start", []
+
+
+def without_change(run: RunRecord) -> list[str]:
+    """Return the numbers of a run that have a direction, where none of them is another at its end."""
+    judged = [change for change in compared(run) if change.better and None not in (change.first, change.last)]
+    return (
+        [] if any(change.verdict for change in judged) else [f"{run.label}: {change_in_words(one)}" for one in judged]
+    )
 
 
 def change_in_words(change: Change) -> str:

@@ -134,7 +134,7 @@ def test_the_page_in_markdown_keeps_texts_in_code(road):
     outside = re.sub(r"^(`{3,})text$.*?^\1$", "", text, flags=re.S | re.M)
     outside = re.sub(r"`[^`\n]*`", "", outside)
     assert "alert" not in outside and "alert" in text and "\x1b" not in text
-    assert "| Step 3: PPO | score (score) |" in text
+    assert "| Step 3: PPO | score |" in text and "| Step 3: PPO | response length (tokens) |" in text
     for name in re.findall(r"\]\((curves/[^)]+)\)", text):
         assert (road / name).is_file()
 
@@ -171,6 +171,9 @@ def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     better = ["reward: accuracy on pairs 0.5 → 0.6935"]
     assert verdict_of(folder) == ("good", "Better than at the start", better)
     lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.5, "eval_rows": 600}\n')
+    same = ["reward: accuracy on pairs 0.5 → 0.5"]
+    assert verdict_of(folder) == ("open", "No better than at the start", same)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.25, "eval_rows": 600}\n')
     assert verdict_of(folder) == ("bad", "Worse than at the start", ["reward: accuracy on pairs 0.5 → 0.25"])
     die(folder)
