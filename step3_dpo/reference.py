@@ -115,7 +115,7 @@ def computed(
                 if row is not None:
                     found[row] = value
         tables[name] = dist.sum_over_ranks(found).cpu().numpy()[numbers]
-    engine.release_gathered()
+    engine.discard()
     del engine
     gc.collect()
     if world.device.type == "cuda":

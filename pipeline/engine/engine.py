@@ -59,6 +59,15 @@ class FrozenEngine:
         if self.weights is not None:
             self.weights.release_all()
 
+    def discard(self) -> None:
+        """Free all weights, for good: DeepSpeed's hooks of ZeRO stage 3 hold a module that nobody else does."""
+        self.release_gathered()
+        for parameter in self.module.parameters():
+            nothing = parameter.new_empty(0)
+            parameter.data = nothing
+            if hasattr(parameter, "ds_tensor"):
+                parameter.ds_tensor = nothing
+
 
 class TrainingEngine:
     """A model, its AdamW and its gradients under DeepSpeed (ZeRO stages 0 to 3)."""

@@ -7,7 +7,7 @@ another overwrites them by their gradient (token_kernels.py); elsewhere torch co
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -83,5 +83,24 @@ def plain_statistics(
 
 def entropies(all_log_probs: torch.Tensor) -> torch.Tensor:
     """Return the entropies (M,) of log-probabilities (M, V); a token that is impossible (-inf) adds 0."""
-    # Far above the least number of fp32, which a gradient above 1 would make infinite, and infinity times 0 is NaN.
-    return -(all_log_probs.exp() * all_log_probs.clamp(min=-1e30)).sum(-1)
+    values: torch.Tensor = Entropies.apply(all_log_probs)
+    return values
+
+
+class Entropies(torch.autograd.Function):
+    """Keeps the log-probabilities alone, which `log_softmax` keeps too."""
+
+    @staticmethod
+    def forward(ctx: Any, all_log_probs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(all_log_probs)
+        return -(all_log_probs.exp() * finite(all_log_probs)).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (all_log_probs,) = ctx.saved_tensors
+        return -gradients[0].unsqueeze(-1) * all_log_probs.exp() * (finite(all_log_probs) + 1)
+
+
+def finite(all_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities whose -inf are finite: infinity times a probability of 0 would be NaN."""
+    return all_log_probs.clamp(min=-1e30)

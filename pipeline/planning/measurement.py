@@ -49,6 +49,7 @@ from pipeline.planning.stand_ins import (
 # Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
 # section 3).
 NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
+BUFFERED_ROTARY = frozenset({"dynamic", "longrope"})
 FEW_LAYERS = (2, 3)  # of a model whose layers are alike, whose passes are counted
 
 
@@ -252,15 +253,16 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
         whole = run_pass(wrapped, use, work)
         return PassCount(whole.peak, whole.kernels)
     owner, name = stack
-    layers = getattr(owner, name)
-    counters = []
-    for number in FEW_LAYERS:
+    layers, counters = getattr(owner, name), list[PassCounter]()
+    # A first pass makes buffers of long rotary positions.
+    makes_buffers = any(getattr(module, "rope_type", "") in BUFFERED_ROTARY for module in wrapped.modules())
+    for number in (FEW_LAYERS[0],) * makes_buffers + FEW_LAYERS:
         setattr(owner, name, layers[:number])
         try:
             counters.append(run_pass(wrapped, use, work, lowest=layers[0]))
         finally:
             setattr(owner, name, layers)
-    return with_layers(*counters, more=len(layers) - FEW_LAYERS[1])
+    return with_layers(*counters[-2:], more=len(layers) - FEW_LAYERS[1])
 
 
 def alike_layers(model: PreTrainedModel) -> tuple[nn.Module, str] | None:

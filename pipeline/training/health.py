@@ -45,6 +45,7 @@ class History:
 
     total_steps: optimizer steps of the run.
     rate_flag: the learning rate, as a flag.
+    frozen_steps: first steps in which the policy does not learn.
     sampler_bound: nats by which a token's log-probability may differ between sampler and trainer.
     step: the last step.
     evaluated: the step of the last evaluation.
@@ -56,6 +57,7 @@ class History:
 
     total_steps: int
     rate_flag: str = "learning_rate"
+    frozen_steps: int = 0
     sampler_bound: float = SAMPLER_ERROR
     step: int = 0
     evaluated: int = 0
@@ -168,10 +170,11 @@ def paid_for_length(history: History) -> str:
 def chance_accuracy(history: History) -> str:
     """The model tells chosen from rejected no better than a coin.
 
-    An untrained head does not, and of DPO, IPO and KTO no policy does before its first step: that says nothing.
+    An untrained head does not, and of DPO, IPO and KTO no policy does before its first step: that says nothing. Of KTO,
+    whose evaluations have a z0, chance depends on the shares of labels.
     """
     accuracy, rows = history.latest("eval_accuracy"), history.latest("eval_rows")
-    if history.evaluated < QUARTER * history.total_steps or not rows >= LEAST_PAIRS:
+    if history.evaluated < QUARTER * history.total_steps or not rows >= LEAST_PAIRS or history.counts["eval_z0"]:
         return ""
     if not accuracy <= 0.5 + ERRORS * 0.5 / math.sqrt(rows):
         return ""
@@ -206,10 +209,11 @@ def sampler_drifts(history: History) -> str:
 
 
 def nothing_learnt(history: History) -> str:
-    """A quarter of the run has changed nothing that noise would not explain."""
+    """A quarter of the run has changed nothing that noise would not explain, steps of the critic alone not counted."""
     for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
         first, last = history.first[name], history.last[name]
-        if history.step < QUARTER * history.total_steps or history.counts[name] < FIRST + LAST:
+        steps, total = (number - history.frozen_steps for number in (history.step, history.total_steps))
+        if steps < QUARTER * total or history.counts[name] < FIRST + LAST:
             continue
         before, now = statistics.fmean(first), statistics.fmean(last)
         if better * (now - before) <= ERRORS * error_of(first, last):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.cache_memory import memory_of
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -161,7 +162,8 @@ def history_of(run: Run, *, total_steps: int) -> History:
     """Return what is known of the metrics and samples of a run, which are cut to the step that it goes on from."""
     bound = SAMPLER_ERROR if weights_dtype(run) == torch.float32 else SAMPLER_ERROR_16_BITS
     rate = run.stage.rate_flag(run.resolved.config)
-    history = History(total_steps, rate_flag=rate, sampler_bound=bound)
+    frozen = dict(flat_items(run.resolved.config)).get("critic_warmup_steps", 0)
+    history = History(total_steps, rate_flag=rate, frozen_steps=frozen, sampler_bound=bound)
     for line in map(json.loads, metrics_lines(run.folder)):
         history.add(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
     if rows := all_samples(run.folder):

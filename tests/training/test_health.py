@@ -13,7 +13,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.training import health
-from pipeline.training.health import RULES, Health, History, equal_pairs
+from pipeline.training.health import RULES, Health, History, equal_pairs, nothing_learnt
 from pipeline.training.recorder import Recorder
 from step3_ppo.config import PPOConfig
 from step3_ppo.metrics import METRICS, SHOWN
@@ -166,6 +166,22 @@ def test_a_gain_that_is_length_alone(tokens, score, slope, found):
 
 def pairs(accuracy: float, rows: int, step: int = 50) -> list[dict]:
     return [{"step": step, "eval_accuracy": accuracy, "eval_rows": rows}]
+
+
+def test_an_accuracy_of_kto_is_judged_by_no_coin():
+    """Its share of right sides depends on the shares of labels."""
+    lines = [line | {"eval_z0": 0.0} for line in pairs(0.3, 100)]
+    assert findings(lines, total_steps=100) == {}
+
+
+def test_steps_of_the_critic_alone_do_not_count_as_steps_without_learning():
+    lines = [{"step": step, "objective/scores": 0.3 + 0.05 * (-1) ** step} for step in range(1, 61)]
+    history = history_of(lines, total_steps=200)
+    assert nothing_learnt(history)
+    history.frozen_steps = 50
+    assert not nothing_learnt(history)  # 10 of 150 steps
+    history.step = 90
+    assert nothing_learnt(history)  # 40 of 150
 
 
 def test_an_accuracy_that_chance_gives():
