@@ -128,12 +128,18 @@ def wrapped(line: str, width: int = WIDTH) -> str:
 
 
 def shell_lines(words: Iterable[str], width: int = WIDTH) -> str:
-    """Return a command line in lines that a shell reads as one, of at most `width` columns where its words allow."""
-    lines = [""]
+    """Return a command line in lines that a shell reads as one, of at most `width` columns where its words allow.
+
+    A flag and its first value are in one line.
+    """
+    pieces, lines = list[str](), [""]
     for word in map(shlex.quote, words):
-        if lines[-1].strip() and len(lines[-1]) + len(word) > width - len("$  \\"):
+        is_value = bool(pieces) and pieces[-1].startswith("--") and " " not in pieces[-1] and not word.startswith("--")
+        pieces[-1:] = [f"{pieces[-1]} {word}"] if is_value else [*pieces[-1:], word]
+    for piece in pieces:
+        if lines[-1].strip() and len(lines[-1]) + len(piece) > width - len("$  \\"):
             lines.append("   ")
-        lines[-1] += f" {word}"
+        lines[-1] += f" {piece}"
     return " \\\n".join(lines).removeprefix(" ")
 
 

@@ -72,7 +72,8 @@ def test_it_is_looked_at_and_planned(tmp_path, data, number):
     assert done.returncode == 0, done.stdout + done.stderr
     word = {4: "4", 3: "labelled"}[number]
     assert f"== stage {number}: answers with a label\n" in done.stdout
-    assert f"launch/single_gpu.sh {word} --" in done.stdout and "plan of labelled, on 1 x CPU" in done.stdout
+    shown = " ".join(done.stdout.replace("\\\n", "").split())
+    assert f"launch/single_gpu.sh {word} --" in shown and "plan of labelled, on 1 x CPU" in done.stdout
     assert "24 rows of " in done.stdout, "its own kind of rows was sampled"
     wrong = train(project, data, *WAYS[number], "--dry-run", data_path="base/config.json", max_steps=2)
     assert wrong.returncode == 2 and "--labelled.data_path: base/config.json" in wrong.stderr, wrong.stderr

@@ -62,4 +62,5 @@ def test_a_command_of_several_lines_is_one_command_to_a_shell():
         == words[2:]
     )
     assert shell_lines(["a", "b c"]) == shlex.join(["a", "b c"])
+    assert shell_lines(["x" * 70, "--name", "value", "--on"]).splitlines()[1] == "    --name value --on"
     assert wrapped("== stage 1: done in 0:01, held-out score 0.5 -> 0.25").count("\n") == 0

@@ -64,7 +64,7 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
 
 STAGE = Stage(
     number=4,
-    methods={"labelled": "labelled"},
+    methods={"labelled": "answers with a label"},
     section="labelled",
     title="answers with a label",
     package="step4_labelled",
