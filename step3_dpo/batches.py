@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from pipeline.data.batching import epoch_order
-from pipeline.tensor_ops import lengths_to_mask, masked_sum, pad_rows
+from pipeline.data.batching import epoch_order, right_padded
+from pipeline.tensor_ops import masked_sum
 
 Row = Mapping[str, Any]
 SIDES = {"chosen": True, "rejected": False}  # of a pair -> their labels
@@ -72,14 +72,8 @@ def batch_of(rows: Sequence[Row | None], pad_id: int) -> ResponseBatch:
     """Collate rows of `ids`, `prompt_length`, `label` and, where it is known, `reference`."""
     filler: Row = {"ids": [pad_id], "prompt_length": 0, "label": False}
     filled = [filler if row is None else row for row in rows]
-    input_ids = pad_rows([torch.tensor(row["ids"], dtype=torch.int64) for row in filled], pad_id)
-    lengths = torch.tensor([len(row["ids"]) for row in filled])
-    attention_mask = lengths_to_mask(lengths, input_ids.shape[1])
     return ResponseBatch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=torch.arange(input_ids.shape[1]) * attention_mask,
-        lengths=lengths,
+        **right_padded([row["ids"] for row in filled], pad_id),
         prompt_lengths=torch.tensor([row["prompt_length"] for row in filled]),
         labels=torch.tensor([row["label"] for row in filled]),
         reference=torch.tensor([row.get("reference", 0.0) for row in filled], dtype=torch.float32),

@@ -131,18 +131,26 @@ def pair_batch(rows: Sequence[Row | None], *, pad_id: int) -> PairBatch:
     padding_row: Row = {"chosen_ids": [pad_id], "rejected_ids": [pad_id], "prompt_length": 0, "margin": 0.0}
     pairs = [padding_row if row is None else row for row in rows]
     sides = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
-    input_ids = _padded(sides, pad_id)
-    lengths = torch.tensor([len(side) for side in sides])
-    attention_mask = lengths_to_mask(lengths, input_ids.shape[1])
     return PairBatch(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=torch.arange(input_ids.shape[1]) * attention_mask,
-        lengths=lengths,
+        **right_padded(sides, pad_id),
         prompt_lengths=torch.tensor([pair["prompt_length"] for pair in pairs]),
         margins=torch.tensor([pair["margin"] for pair in pairs], dtype=torch.float32),
         weights=_weights(rows),
     )
+
+
+def right_padded(sequences: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
+    """Return `input_ids`, `attention_mask`, `position_ids`, (N,S) each, and `lengths` (N,) of sequences of tokens."""
+    input_ids = _padded(sequences, pad_id)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    attention_mask = lengths_to_mask(lengths, input_ids.shape[1])
+    position_ids = torch.arange(input_ids.shape[1]) * attention_mask
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "lengths": lengths,
+    }
 
 
 def block_diagonal_mask(segment_ids: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
-OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
 # Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
@@ -153,7 +152,8 @@ def planned_size(
         chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
     if EVALUATED in names:
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
-    if RELEASED not in names or dict(flat_items(resolved.config))[OFFLOAD_DURING_ROLLOUT]:  # which releases it anyway
+    rollout = planner.needs(resolved).rollout
+    if RELEASED not in names or rollout is None or rollout.always_released:
         return Candidate.of(planner, resolved, chosen)
     staying = Candidate.of(planner, resolved, chosen | {RELEASED: False})
     return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})

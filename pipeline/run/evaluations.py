@@ -31,11 +31,10 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
     its best model ends well.
     """
     lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
-    known = read_object(meaning_file(run_dir)).get("metrics", {})
-    for metric, better in stage.reached.items():
-        base = known.get(metric.removeprefix("eval_"), {}).get("title", "")
-        title = known.get(metric, {}).get("title") or (f"held-out {base}" if base else metric)
-        if values := [math.nan if line[metric] is None else line[metric] for line in lines if metric in line]:
+    titles = read_object(meaning_file(run_dir)).get("titles", {})
+    for name, better in stage.reached.items():
+        title = titles.get(name, name)
+        if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
             figures.append(f"{title} {without_rounding(values[0]):.4g} -> {without_rounding(values[-1]):.4g}")
             # NaN at the end is worse too.
             worse += [title] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []

@@ -10,7 +10,7 @@ from pipeline.files import read_object, tolerated, write_json
 from pipeline.processes import read_process
 from pipeline.run.layout import meaning_file
 from pipeline.run.run import Run
-from pipeline.training.metrics import Metric
+from pipeline.training.metrics import Metric, title_of
 
 
 def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, total_steps: int) -> None:
@@ -32,6 +32,7 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "outputs": [str(folder) for folder in stage.outputs(config)],
         "answers": stage.makes_chat_model,
         "metrics": {name: asdict(metric) for name, metric in metrics.items()},
+        "titles": {name: title_of(name, metrics) for name in stage.reached},
     }
     with tolerated("what metrics mean"):
         write_json(file, content)

@@ -46,7 +46,7 @@ def test_what_was_reached_is_said_in_words(tmp_path):
         '{"eval_objective/scores": 0.25, "eval_objective/kl": 2.0}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    write_json(meaning_file(tmp_path), {"metrics": {"objective/scores": {"title": "score"}}})
+    write_json(meaning_file(tmp_path), {"titles": {"eval_objective/scores": "held-out score"}})
     assert reached(tmp_path, stage, config) == (
         "held-out score 0.5 -> 0.25, eval_objective/kl 0 -> 2",
         "held-out score",
