@@ -32,14 +32,21 @@ def length_controlled(
     divided by its standard deviation and bent by tanh. A small ridge keeps the fit finite where one side always wins.
     """
     wins = np.array([(a > b) + (a == b) / 2 for a, b in zip(first, other, strict=True)])
-    apart = np.subtract(lengths, other_lengths).astype(float)
+    return rate_at_equal_length(wins, np.subtract(lengths, other_lengths).astype(float))
+
+
+def rate_at_equal_length(wins: np.ndarray, apart: np.ndarray) -> float:
+    """Return `length_controlled` of wins (0, 1/2 or 1) and differences of lengths, both (N,)."""
     spread = apart.std()
     columns = np.stack([np.ones_like(apart), np.tanh(apart / spread) if spread else np.zeros_like(apart)], axis=1)
     weights = np.zeros(2)
     for _ in range(50):
         rates = 1 / (1 + np.exp(-columns @ weights))
         hessian = (columns * (rates * (1 - rates))[:, None]).T @ columns + 1e-3 * np.eye(2)
-        weights += np.linalg.solve(hessian, columns.T @ (wins - rates) - 1e-3 * weights)
+        step = np.linalg.solve(hessian, columns.T @ (wins - rates) - 1e-3 * weights)
+        weights += step
+        if np.abs(step).max() < 1e-10:
+            break
     return float(1 / (1 + math.exp(-weights[0])))
 
 

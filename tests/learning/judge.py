@@ -56,8 +56,8 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
     )  # fmt: skip
     texts = model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
     lines: list[dict[str, Any]] = [
-        {"prompt": n // given.num_samples, "response": text, "finished": finished}
-        for n, (text, finished) in enumerate(zip(texts, rollout.finished.tolist(), strict=True))
+        {"prompt": n // given.num_samples, "response": text, "finished": finished, "tokens": len(ids)}
+        for n, (text, finished, ids) in enumerate(zip(texts, rollout.finished.tolist(), rollout.responses, strict=True))
     ]
     answers = [(prompts[line["prompt"]], line["response"], line["finished"]) for line in lines]
     write_judged(given.output, lines, answers, judges)

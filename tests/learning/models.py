@@ -1,4 +1,4 @@
-"""The models that the policies start from and are judged by: SFT, proxies of several depths, gold, a fresh critic."""
+"""The models that the policies start from and are judged by: SFT, proxies of several depths, golds, a fresh critic."""
 
 import json
 from functools import partial
@@ -57,12 +57,14 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
 
     if failed := jobs.each([partial(start, depth) for depth in depths]):
         return failed
-    seeded = {"seed": GOLD_SEED}
+    middle = sorted(depths)[len(depths) // 2]
     # One step at a rate of nearly 0: SFT's body with a new head.
     untrained = {"max_steps": 1, "learning_rate": 1e-12}
     return jobs.each(
         [
-            partial(reward_model, "gold", max(depths), "gold", seeded),
+            partial(reward_model, "gold", max(depths), "gold", {"seed": GOLD_SEED}),
+            partial(reward_model, "gold-2", max(depths), "gold", {"seed": GOLD_SEED + 1}),
+            partial(reward_model, f"balanced-{middle}", middle, "balanced", {}),
             partial(reward_model, "fresh", max(depths), "proxy", untrained),
             *(partial(reward_model, f"proxy-{depth}", depth, "proxy", {}) for depth in depths),
         ]

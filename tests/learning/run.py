@@ -2,8 +2,9 @@
 
 `python tests/learning all --base FOLDER --data FOLDER` does everything but the report. One by one: `models` trains SFT,
 the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report` writes the tables and
-plots from what is there. What is finished is not made again. Flags behind `--` go to all of this project's
-commands.
+plots from what is there. `quality` trains and judges the recipes against length, and keeps their numbers in the file of
+--kept, from which alone `quality_report` writes its tables. What is finished is not made again. Flags behind `--` go to
+all of this project's commands.
 """
 
 import argparse
@@ -12,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from learning import models, policies, report, rows
+from learning import models, policies, quality, quality_report, report, rows
 from learning.jobs import Jobs, Work
 from pipeline.launching.machine import count_gpus
 
-COMMANDS = ("all", "models", "best_of_n", "frontier", "ablations", "report")
+COMMANDS = ("all", "models", "best_of_n", "frontier", "ablations", "quality", "report", "quality_report")
 
 
 def listed(kind: type) -> Any:
@@ -36,6 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=300, help="of each run of the frontier (300)")
     parser.add_argument("--ablation_steps", type=int, default=150, help="of each run of the ablations (150)")
     parser.add_argument("--ablations", type=listed(str), default=[], help="names of rows; by default all")
+    parser.add_argument("--quality_steps", type=int, default=120, help="of each run of the recipes (120)")
+    parser.add_argument("--recipes", type=listed(str), default=[], help="names of recipes; by default all")
+    parser.add_argument(
+        "--kept", type=Path, default=Path("output/learning/quality.jsonl.gz"), help="numbers of quality"
+    )
     parser.add_argument("--num_samples", type=int, default=64, help="answers to each prompt for best-of-n (64)")
     parser.add_argument("--gpus", type=int, default=None, help="GPUs to use; by default all")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time on each GPU (1)")
@@ -59,11 +65,25 @@ def main() -> int:
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0
+    if given.command == "quality_report":
+        given.output.write_text(quality_report.written(quality.read_kept(given.kept)), encoding="utf-8")
+        return 0
     if given.command in ("all", "models"):
         rows.make(given.data, work / "data")
         if models.make(jobs, given.base, given.depths, more=more):
             return 1
+    if given.command == "quality":
+        return trained_recipes(given, jobs, more)
     return min(jobs.each(list(works_of(given, jobs, more))), 1)
+
+
+def trained_recipes(given: argparse.Namespace, jobs: Jobs, more: dict[str, Any]) -> int:
+    """Train and judge the recipes that have not been, and keep all numbers; return 1 if one failed."""
+    failed = jobs.each(list(quality.baseline(jobs, given.depths)))
+    wanted = {"seeds": given.seeds, "steps": given.quality_steps, "only": given.recipes, "more": more}
+    failed += jobs.each(list(quality.works(jobs, given.depths, **wanted)))
+    quality.write_kept(given.kept, quality.keep(jobs.folder, given.depths))
+    return min(failed, 1)
 
 
 def works_of(given: argparse.Namespace, jobs: Jobs, more: dict[str, Any]) -> Iterator[Work]:

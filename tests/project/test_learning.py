@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from learning import estimates, report, rows
+from learning import estimates, quality, quality_report, report, rows
 from support.source_tree import ROOT
 from support.tiny_models import save_tiny
 from support.tiny_run import make_pair, make_prompts
@@ -76,6 +76,57 @@ def test_separators_within_a_text_end_no_line(tmp_path):
     assert rows.read_lines(tmp_path / "rows.jsonl") == lines
 
 
+def test_balanced_pairs_choose_the_longer_answer_as_often_as_the_shorter_at_each_ratio():
+    pairs = [{"chosen": "x" * a, "rejected": "x" * b} for a, b in [(8, 4)] * 5 + [(4, 8)] * 2 + [(9, 9)] * 3 + [(8, 2)]]
+    kept = rows.balanced(pairs)
+    lengths = sorted((len(row["chosen"]), len(row["rejected"])) for row in kept)
+    assert lengths == [(4, 8), (4, 8), (8, 4), (8, 4), (9, 9), (9, 9), (9, 9)]
+
+
+def test_the_slope_of_a_score_is_that_within_prompts():
+    """Between prompts the score falls with length; within each it grows by 0.5 and 0.25 a token for two scores."""
+    lines = [
+        {"prompt": prompt, "tokens": 100 * prompt + n, "a": 0.5 * n - 90 * prompt, "b": 0.25 * n}
+        for prompt in range(3)
+        for n in range(4)
+    ]
+    assert quality.slope_of(lines, ("a",)) == pytest.approx(0.5)
+    assert quality.slope_of(lines, ("a", "b")) == pytest.approx(0.375), "of the mean of both"
+    assert quality.slope_of(lines[:1], ("a",)) == 0, "one answer has no slope"
+
+
+def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[str, object]]:
+    """What is kept of SFT and of two runs of a recipe whose answers are better by `gain` and longer by a factor."""
+    random, columns = Random(1), ["prompt", "tokens", "finished", "gold", "gold-2", "proxy-2"]
+
+    def line(recipe: str, seed: int, gain: float, longer: float, count: int) -> dict[str, object]:
+        found = []
+        for prompt in range(60):
+            for _ in range(count):
+                tokens = random.randrange(40, 160)
+                gold = gain + random.gauss(0, 1) + 0.02 * tokens
+                found.append([prompt, round(tokens * longer), int(finished), gold, gold, gold])
+        return {"recipe": recipe, "seed": seed, "kl": 2.0, "columns": columns, "rows": found}
+
+    runs = [line("good", seed, gain, longer, 4) for seed in (1, 2)]
+    return [line("sft", 0, 0.0, 1.0, 16), *runs, line("long", 1, 3.0, 2.0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (kept_lines(1.0, 1.0), "Chosen: good. On the half for showing it gains quality by gold and gold-2."),
+        (kept_lines(0.0, 1.1), "Chosen: good. On the half for showing it gains nothing by either gold."),
+        (kept_lines(1.0, 1.3), "No recipe keeps SFT's length"),
+        (kept_lines(1.0, 1.0, finished=False), "No recipe keeps SFT's length"),
+    ],
+)
+def test_a_recipe_gains_where_its_interval_at_equal_length_lies_above_a_half_on_unseen_prompts(lines, says):
+    text = quality_report.written(lines)
+    assert text.endswith(says + "\n") or says in text.splitlines()[-1]
+    assert text == quality_report.written(lines), "the same to the last digit"
+
+
 def write(file: Path, lines: list[dict[str, object]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt", encoding="utf-8") as out:
@@ -123,6 +174,17 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     assert "\n| no missing-EOS penalty | 1 | " in text and text.count("within noise") + text.count("beyond noise") == 1
     assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
     assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
+    kept = tmp_path / "kept.jsonl.gz"
+    recipes = ("--seeds", 1, "--quality_steps", 1, "--recipes", "length out")
+    learning("quality", *given, *recipes, "--kept", kept, *few, *small[:4])
+    learning("quality_report", "--kept", kept, "--output", report)
+    sft, run = quality.read_kept(kept)[::-1]
+    assert (sft["recipe"], run["recipe"]) == ("sft", "length out") and len(sft["rows"]) == 4 * len(run["rows"]) > 0
+    slope = quality.slope_of(quality_report.answers_of(sft), ("proxy-2",))
+    assert (
+        run["reward_function"][0]["weight"] == pytest.approx(256 * slope, rel=1e-2)
+        and "length out" in report.read_text()
+    )
     work = tmp_path / "work"
     gold, proxy = ((work / "data" / f"{name}.jsonl").read_text().splitlines() for name in ("gold", "proxy"))
     prompts = [{json.loads(line)["prompt"] for line in lines} for lines in (gold, proxy)]

@@ -1,0 +1,160 @@
+"""The tables of the recipes against length, from the kept numbers alone.
+
+Held-out prompts are halved: a recipe is chosen on the one half by the first gold model, and shown on the other half and
+by both. Policies are compared with SFT answer by answer; the seeds of a recipe are pooled.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from learning import estimates
+from learning.quality import GOLDS, MAX_ANSWER, slope_of
+from learning.report import table
+
+MAX_CUT, MAX_LONGER = 0.2, 0.15  # what a recipe may leave cut, and how far its mean length may lie from SFT's
+RESAMPLES, BEST_OF = 400, 8
+HALVES = ("choosing", "showing")
+
+Answer = dict[str, Any]
+Pair = tuple[Answer, Answer]  # a policy's and SFT's answer to a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a recipe reached on one half by one gold: shares, tokens over SFT's, and the win rate at equal length."""
+
+    cut: float
+    longer: float
+    win_rate: float
+    at_equal_length: float
+    low: float
+    high: float
+
+    @property
+    def keeps_length(self) -> bool:
+        """Whether few answers are cut and the mean length is about SFT's."""
+        return self.cut <= MAX_CUT and abs(self.longer - 1) <= MAX_LONGER
+
+    @property
+    def gains(self) -> bool:
+        """Whether the recipe gains quality at SFT's length."""
+        return self.keeps_length and self.low > 0.5
+
+    @property
+    def cells(self) -> list[str]:
+        rate = f"{self.at_equal_length:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return [f"{self.cut:.1%}", f"{self.longer - 1:+.1%}", f"{self.win_rate:.3f}", rate]
+
+
+HEAD = ["cut", "tokens over SFT's", "win rate", "at equal length"]
+
+
+def answers_of(line: dict[str, Any]) -> list[Answer]:
+    return [dict(zip(line["columns"], row, strict=True)) for row in line["rows"]]
+
+
+def by_prompt(answers: Sequence[Answer], half: int | None = None) -> dict[int, list[Answer]]:
+    """Return the answers to each prompt of a half, or of both; prompts were shuffled when they were written."""
+    groups = defaultdict[int, list[Answer]](list)
+    for answer in answers:
+        if half is None or answer["prompt"] % 2 == half:
+            groups[answer["prompt"]].append(answer)
+    return groups
+
+
+def compared(groups: Sequence[Sequence[Pair]], gold: str) -> Found:
+    """Compare the pairs of each prompt; the interval is of 95 %, by drawing prompts with replacement."""
+
+    pairs = [pair for group in groups for pair in group]
+    wins = np.array([(a[gold] > b[gold]) + (a[gold] == b[gold]) / 2 for a, b in pairs])
+    apart = np.array([a["tokens"] - b["tokens"] for a, b in pairs], dtype=float)
+    ends = np.cumsum([len(group) for group in groups])
+    places = [np.arange(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
+    random = np.random.default_rng(0)
+    draws = (
+        np.concatenate([places[n] for n in random.integers(len(groups), size=len(groups))]) for _ in range(RESAMPLES)
+    )
+    drawn = sorted(estimates.rate_at_equal_length(wins[draw], apart[draw]) for draw in draws)
+    rate = estimates.rate_at_equal_length(wins, apart)
+    tokens = [sum(pair[side]["tokens"] for pair in pairs) for side in (0, 1)]
+    cut = 1 - sum(a["finished"] for a, _ in pairs) / len(pairs)
+    low, high = drawn[RESAMPLES // 40], drawn[-1 - RESAMPLES // 40]
+    return Found(cut, tokens[0] / tokens[1], float(wins.mean()), rate, low, high)
+
+
+def pairs_of(runs: Sequence[Sequence[Answer]], sft: Sequence[Answer], half: int) -> list[list[Pair]]:
+    """Return for each prompt of a half the pairs of all runs: a run's answer n with SFT's answer n."""
+    before, after = by_prompt(sft, half), [by_prompt(answers, half) for answers in runs]
+    return [[pair for run in after for pair in zip(run[prompt], before[prompt], strict=False)] for prompt in before]
+
+
+def best_of_n(sft: Sequence[Answer], score: Callable[[Answer], float]) -> Found:
+    """Compare the best of eight answers of SFT by a score with another one, by the first gold; twice for a prompt."""
+    groups = []
+    for answers in by_prompt(sft).values():
+        first, second = answers[:BEST_OF], answers[BEST_OF : 2 * BEST_OF]
+        groups.append([(max(first, key=score), second[0]), (max(second, key=score), first[0])])
+    return compared(groups, GOLDS[0])
+
+
+def best_of_rows(sft: list[Answer]) -> list[list[str]]:
+    """Return a row for each score: the reward models' own, and with its slope on the tokens of an answer taken off."""
+    rows = []
+    for name in sft[0]:
+        if not name.startswith(("proxy", "balanced")):
+            continue
+        slope = slope_of(sft, (name,))
+        rows.append([name, "", *best_of_n(sft, lambda answer, name=name: answer[name]).cells])
+        apart = best_of_n(sft, lambda answer, name=name, slope=slope: answer[name] - slope * answer["tokens"])
+        rows.append([f"{name}, length out", f"{slope:.4f}", *apart.cells])
+    return rows
+
+
+def written(kept: list[dict[str, Any]]) -> str:
+    """Return the Markdown of all tables: best-of-n, the recipes on the first half, the chosen one on the second."""
+    sft = next(answers_of(line) for line in kept if line["recipe"] == "sft")
+    runs, kls = defaultdict[str, list[list[Answer]]](list), defaultdict[str, list[float]](list)
+    for line in kept:
+        if line["recipe"] != "sft":
+            runs[line["recipe"]].append(answers_of(line))
+            kls[line["recipe"]].append(line["kl"])
+    found = {
+        (name, gold, half): compared(pairs_of(runs[name], sft, half), gold)
+        for name in runs
+        for gold in GOLDS
+        for half in range(2)
+    }
+    tokens, cut = sum(a["tokens"] for a in sft) / len(sft), 1 - sum(a["finished"] for a in sft) / len(sft)
+    parts = [
+        f"SFT: {tokens:.1f} tokens an answer, {cut:.1%} cut at {MAX_ANSWER}.\n",
+        "## Best of eight answers of SFT\n",
+        table(["score", "slope a token", *HEAD], best_of_rows(sft)),
+    ]
+    for half, title in enumerate(HALVES):
+        for gold in GOLDS:
+            rows = [
+                [
+                    name,
+                    len(runs[name]),
+                    f"{estimates.mean_and_spread(kls[name])[0]:.1f}",
+                    *found[name, gold, half].cells,
+                ]
+                for name in runs
+            ]
+            parts += [f"## The half for {title}, by {gold}\n", table(["recipe", "seeds", "KL", *HEAD], rows)]
+    return "\n".join([*parts, verdict(list(runs), found)])
+
+
+def verdict(names: Sequence[str], found: dict[tuple[str, str, int], Found]) -> str:
+    """Return the sentence of which recipe is chosen on the first half, and whether it gains on the second by both."""
+    keeping = [name for name in names if found[name, GOLDS[0], 0].keeps_length]
+    if not keeping:
+        return "No recipe keeps SFT's length on the half for choosing.\n"
+    chosen = max(keeping, key=lambda name: found[name, GOLDS[0], 0].low)
+    shown = [gold for gold in GOLDS if found[chosen, gold, 1].gains]
+    says = f"gains quality by {' and '.join(shown)}" if shown else "gains nothing by either gold"
+    return f"Chosen: {chosen}. On the half for showing it {says}.\n"
