@@ -65,7 +65,9 @@ def advantages_by_hand(**ppo) -> list[list[float] | None]:
                 base = fmean(totals.values()) if others else totals[n]
                 found.append([totals[n] - base - KL_COEF * sum(kl[n][t:length]) for t in range(length)])
                 continue
-            advantage = totals[n] - (fmean(totals.values()) if ppo["method"] == "grpo" else fmean(others or [totals[n]]))
+            advantage = totals[n] - (
+                fmean(totals.values()) if ppo["method"] == "grpo" else fmean(others or [totals[n]])
+            )
             if ppo["method"] == "grpo" and ppo.get("scale_by_group", True) and others:
                 advantage /= stdev(totals.values()) + 1e-4
             found.append([advantage if others else 0.0] * length)
@@ -95,4 +97,4 @@ def test_responses_are_compared_with_those_of_their_prompt_that_count(ppo):
         assert int(found.experience.response_mask[n].sum()) == length, n
         assert found.experience.advantages[n, :length].tolist() == pytest.approx(expected or [], rel=1e-5, abs=1e-6), n
         assert not found.experience.advantages[n, length:].any(), n
-    assert found.equal_share == pytest.approx(2 / 5), "of the groups in which any counts: that of equal ones, and of one"
+    assert found.equal_share == pytest.approx(2 / 5), "of groups with a response that counts"
