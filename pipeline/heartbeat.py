@@ -7,7 +7,7 @@ Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -78,11 +78,15 @@ def beat_again() -> None:
         beat(_heart.phase, _heart.step)
 
 
-def result_of(future: Future[T]) -> T:
-    """Return the result of work in another thread or process, or raise its error; beats until it is done."""
+def result_of(future: Future[T], between: Callable[[], None] = lambda: None) -> T:
+    """Return the result of work in another thread or process, or raise its error; beats until it is done.
+
+    between: called with each beat; may raise.
+    """
     while not future.done():
         wait([future], timeout=INTERVAL_S)
         beat_again()
+        between()
     return future.result()
 
 

@@ -230,15 +230,19 @@ class Sampler:
         """Return the values that each function gave each response that this rank contributes. A collective.
 
         Raises:
-            Interrupted: on all ranks, with the first rank's error.
+            Interrupted: on all ranks, with the first rank's error, or as any rank is to stop.
         """
         assert self.scoring is not None
-        found, error = dict[int, dict[str, list[Value]]](), None
+        found, error, stopped = dict[int, dict[str, list[Value]]](), None, False
         try:
-            found = self.scoring.gather()
+            found = self.scoring.gather(self._check_stop)
         except RunError as problem:
             error = problem
+        except GenerationStopped:
+            stopped = True
         dist.meet()  # functions may take longer than a collective may
+        if dist.max_over_ranks(float(stopped), self.world.device):
+            raise Interrupted
         told = dist.gather_objects((first_failures(found), (error.code, str(error)) if error else None))
         if errors := [one for _, one in told if one is not None]:
             code, message = errors[0]
@@ -249,6 +253,11 @@ class Sampler:
         none = dict.fromkeys(names, [None] * k)
         own = [found.get(place, none) for place in self._own(len(places))]
         return [[values[name][sample] for name in names] for values in own for sample in range(k)]
+
+    def _check_stop(self) -> None:
+        """Raise GenerationStopped where the run is to stop."""
+        if self.should_stop():
+            raise GenerationStopped
 
     def _own(self, count: int) -> range:
         """Return which of the prompts that the ranks of its group sample together this rank contributes."""

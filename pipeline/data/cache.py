@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Part of every key: raise it when the same input gives other rows.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 COLUMNS_SUFFIX = ".columns.arrow"  # of the files of the column EXTRA
 # The words of keys for kinds of rows and shares whose caches earlier versions have built.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}

@@ -30,6 +30,7 @@ from pipeline.errors import InputError, nearest
 
 Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
+ANSWER_COLUMNS = {*RESPONSE_COLUMNS, "answer"}  # a prompt is read without them, and rewards compare with them
 # Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
 MAX_MARGIN = 1e6
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
@@ -65,7 +66,7 @@ class Record(Content):
     origin: where the row is.
     split: 'train' or 'test' if the source says so.
     columns: the source's columns that are not null in this row.
-    extra: those that the layout does not read, as a JSON object, where they are passed on.
+    extra: those that no prompt is read from, as a JSON object, where they are passed on.
     """
 
     prompt_id: int
@@ -104,8 +105,8 @@ def read_records(
     """Yield the usable records of one source; the others are counted in `counts` by kind with the first example.
 
     column_map: our column name -> the source's ({"prompt": "question"}). passes_columns: records keep columns that no
-    layout reads. Raises InputError if the first row's columns fit no format, a mapped column is missing there, or no
-    usable record is left at the end.
+    layout reads, and a single response's. Raises InputError if the first row's columns fit no format, a mapped column
+    is missing there, or no usable record is left at the end.
     """
     num_records = num_dropped = 0
     for row in rows:
@@ -136,6 +137,7 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
     form = _format_of(values, row.origin)
     content = form.parse(values)
     read = {*form.needed, *form.any_of, *form.optional, *column_map.values(), "split"}
+    read -= ANSWER_COLUMNS if passes_columns else set()
     if content.rejected is None and (label := values.get("label")) is not None:
         content = dataclasses.replace(content, label=LABELS.get(str(label).lower(), repr(label)[:MAX_SHOWN]))
         if isinstance(content.label, bool):

@@ -55,7 +55,8 @@ class Signature:
         if unknown := [name for name in args if name in OURS or not self.takes(name)]:
             return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
         if missing := set(self.needed).difference(OURS, TRAINERS, args, columns):
-            return f"it needs the column {min(missing)!r}, and the data has only {', '.join(columns) or 'none'}"
+            found = f"only {', '.join(columns)}" if columns else "none for rewards"
+            return f"it needs the column {min(missing)!r}, and the data has {found}"
         return ""
 
 

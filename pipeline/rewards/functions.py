@@ -81,7 +81,6 @@ def _of_text(text: str) -> RewardFunction:
     target = _target(text)
     file, _, name = target.rpartition(":")
     has_weight = len(text) > len(target)
-    weight = _weight(text[len(target) + 1 :], text) if has_weight else 1.0
     if target.endswith(".py") or "/" in name or (file and not name.isidentifier()):
         raise InputError(f"{FLAG} {text}: names no function of a file; FILE.py:NAME is right, as in rewards.py:length")
     if not file:
@@ -89,6 +88,8 @@ def _of_text(text: str) -> RewardFunction:
         if name not in box:
             right = nearest(name, box) or f"; the box has {', '.join(sorted(box))}"
             raise InputError(f"{FLAG} {text}: no such function in the box{right}, or FILE.py:NAME for one of your own")
+    weight = _weight(text[len(target) + 1 :], text) if has_weight else 1.0
+    if not file:
         return RewardFunction(name, name, weight)
     path = Path(file).expanduser()
     try:

@@ -179,14 +179,18 @@ class RewardPool:
         """Begin to score the responses of a prompt, and return at once; see `gather`."""
         return self._loop.run(self._given_by_all(responses))
 
-    def gather(self, handles: Sequence["Future[dict[str, list[Value]]]"]) -> list[dict[str, list[Value]]]:
+    def gather(
+        self, handles: Sequence["Future[dict[str, list[Value]]]"], between: Callable[[], None] = lambda: None
+    ) -> list[dict[str, list[Value]]]:
         """Return for each handle of `submit` what each function, by name, says of each response; beats while it waits.
+
+        between: called with each beat; may raise.
 
         Raises:
             InputError: a function returned what is no value; the first of them in the handles' order.
             EnvironmentFault: no process can be started.
         """
-        return [result_of(handle) for handle in handles]
+        return [result_of(handle, between) for handle in handles]
 
     def close(self) -> None:
         """End the workers, and what still runs."""

@@ -1,7 +1,7 @@
 """The reward functions of a run: their calls for a rollout, prompt by prompt, while other responses are sampled."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -135,14 +135,16 @@ class RolloutScoring:
         if len(responses) == self._num_samples:
             self._handles[place] = self._pool.submit(self._responses_of(row, [responses[n] for n in sorted(responses)]))
 
-    def gather(self) -> dict[int, dict[str, list[Value]]]:
+    def gather(self, between: Callable[[], None]) -> dict[int, dict[str, list[Value]]]:
         """Wait for the calls; return {place: {function: a value of each response}}.
+
+        between: called while it waits; may raise.
 
         Raises:
             InputError: a function returned what is no value, or what is none of this method.
             EnvironmentFault: no process can be started.
         """
-        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values())), strict=True))
+        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), between), strict=True))
         for by_name in found.values() if not self._takes_tokens else ():
             for name, values in by_name.items():
                 if any(isinstance(value, list) for value in values):

@@ -33,6 +33,7 @@ LONGER, MATCHED = 1.5, 0.2
 LEAST_PAIRS = 30  # with fewer an accuracy of 0.68 would be within the error of 0.5
 # By hand: from one pair in twenty on the truncation or the data set is to be looked at.
 MOST_EQUAL = 0.05
+MOST_ALIKE = 0.9  # by hand: of ten prompts one is left whose responses can be compared
 # Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
 SAMPLER_ERROR, SAMPLER_ERROR_16_BITS = 0.05, 1.0
 # The mean difference of a token has grown where it is above this times the first rollout's, and these nats; by hand.
@@ -131,6 +132,18 @@ def empty_responses(history: History) -> str:
     )
 
 
+def equal_rewards(history: History) -> str:
+    """Responses to a prompt are rewarded alike, and no critic compares them with those to other prompts."""
+    share = history.mean("groups/equal")
+    if not share > MOST_ALIKE or history.counts["value/explained_variance"]:
+        return ""
+    return (
+        f"of {share:.0%} of the prompts all responses have the same reward (groups/equal), which leaves nothing to "
+        "compare: look at what the reward says of samples, take one with more values, or prompts that are neither too "
+        "hard nor too easy"
+    )
+
+
 def falling_entropy(history: History) -> str:
     """The policy says the same thing every time."""
     entropy, first = history.mean("objective/entropy"), history.first["objective/entropy"]
@@ -226,8 +239,8 @@ def nothing_learnt(history: History) -> str:
 
 
 RULES: tuple[Callable[[History], str], ...] = (
-    high_kl, negative_kl, cut_responses, empty_responses, falling_entropy, paid_for_length, chance_accuracy,
-    sampler_apart, sampler_drifts, nothing_learnt,
+    high_kl, negative_kl, cut_responses, empty_responses, equal_rewards, falling_entropy, paid_for_length,
+    chance_accuracy, sampler_apart, sampler_drifts, nothing_learnt,
 )  # fmt: skip
 
 

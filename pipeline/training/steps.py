@@ -176,4 +176,5 @@ def note_skipped_step(
 def divergence_advice(run: Run, rate: str) -> str:
     """Return where the causes of skipped steps are written, and what to lower or change; `rate`: a learning rate."""
     bf16 = ", or give --dtype bf16 instead of fp16" if run.resolved.config.deepspeed.dtype == "fp16" else ""
-    return f"lower {rate}{bf16}; causes and rows are in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
+    causes = f"causes and rows are in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
+    return f"lower {rate}{bf16} where a loss or gradient was not finite; {causes}"

@@ -279,6 +279,9 @@ class PPOCoefficients(Group):
             raise ValueError(f"dual_clip: found {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
         if -1 < self.returns_lambda < 0:
             raise ValueError(f"returns_lambda: found {self.returns_lambda:g}: 0 to 1 is right; -1: gae_lambda")
+        if self.off_policy_weights.endswith("_mask") and self.off_policy_low > self.off_policy_cap:
+            found = f"found {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
+            raise ValueError(f"off_policy_low: {found}: each weight would be 0; give less")
         if self.replace_equal_groups and not METHODS[self.method].compares:
             raise ValueError(f"replace_equal_groups: with method {self.method}: grpo and rloo have it; leave it out")
         if not self.scale_by_group and self.method != "grpo":

@@ -148,6 +148,22 @@ def test_other_stages_read_and_keep_none(bpe_tokenizer, tmp_path):
     assert answers_fit(built.train), "columns of the layout are not among them"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "6 x 7?", "answer": "42"},
+        {"prompt": "6 x 7?", "completion": "42"},
+        {"instruction": "6 x 7?", "input": "", "output": "42"},
+    ],
+)
+def test_a_response_is_passed_for_rewards_that_compare_with_it(row, bpe_tokenizer, tmp_path):
+    path = written(tmp_path, [{**row, "level": 3}])
+    built, name = load_rows("ppo", options_of(tmp_path, path), bpe_tokenizer), [*row][-1]
+    assert extras(built.train) == [{name: "42", "level": 3}] and questions(built.train) == ["6 x 7?"]
+    assert built.counts.passed == {path: {name, "level"}} and built.counts.unread == {}
+    assert load_rows("sft", options_of(tmp_path, path), bpe_tokenizer).counts.unread == {path: {"level"}}
+
+
 def test_rows_without_other_columns_have_no_file_of_them(bpe_tokenizer, tmp_path):
     path = written(tmp_path, [{"prompt": f"question {n}?", "split": "train"} for n in range(3)])
     built = load_rows("ppo", options_of(tmp_path, path), bpe_tokenizer)

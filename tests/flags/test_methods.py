@@ -81,6 +81,7 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--policy_loss cispo --policy_clip_high 0.3", "policy_clip_high", "cispo"),
         ("--policy_loss cispo --dual_clip 3", "dual_clip", "cispo"),
         ("--dual_clip 0.5", "dual_clip", "above 1"),
+        ("--off_policy_weights token_mask --off_policy_low 3", "off_policy_low", "above off_policy_cap 2"),
         ("--method grpo", "reward_model_name_or_path", "--reward_function"),
         ("--reward_function exact_mach", "reward_function", "exact_match"),
         ("--method ppp", "method", "ppo"),

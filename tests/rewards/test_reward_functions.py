@@ -88,6 +88,7 @@ WRONG = [
     ("digits:inf", "digits:inf: found the weight 'inf'; a finite number is right"),
     ("digit", "digit: no such function in the box; did you mean digits?, or FILE.py:NAME for one of your own"),
     ("helpfulness", "helpfulness: no such function in the box; the box has digits, upper, or FILE.py:NAME"),
+    ("own:length", "own:length: no such function in the box; the box has digits, upper, or FILE.py:NAME"),
     ("./own", "./own: names no function of a file"),
     ("", ": no such function in the box"),
     (".", ".: no such function in the box"),

@@ -337,7 +337,7 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
         (["--as", "pair"], "--write_as: found 'pair' (command line)"),
         (["--as", "pairs", "-n", "2"], "--write_as pairs: needs --n of at least 2 and a --reward_function"),
         (["--as", "sft", "-n", "2"], "--write_as sft: needs a --reward_function that tells the best of 2 answers"),
-        (["--reward", "f.py:named"], "named: it needs the column 'wanted', and the data has only none"),
+        (["--reward", "f.py:named"], "named: it needs the column 'wanted', and the data has none for rewards"),
         (
             ["--max_prompt_seq_len", "400"],
             "400 tokens of a prompt and --max_new_tokens 256 do not fit into the model's",

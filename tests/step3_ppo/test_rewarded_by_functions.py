@@ -12,6 +12,7 @@ from step3_ppo.main import main
 
 FUNCTIONS = """
 import os
+import signal
 import time
 def length(completions, **columns):
     return [len(text) / 10 for text in completions]
@@ -35,6 +36,14 @@ def who(completions):
     with open(__file__ + ".pids", "a") as file:
         print(os.getpid(), file=file)
     time.sleep(0.2)
+    return [0.0] * len(completions)
+
+def stops(completions):
+    with open(__file__ + ".stops", "a") as file:
+        file.write("x")
+    if os.path.getsize(file.name) == 1:
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(5)
     return [0.0] * len(completions)
 
 def passes(completions):
@@ -122,6 +131,11 @@ def test_calls_have_a_limit_of_time_and_processes_of_their_own(folder, tmp_path,
         assert trained(folder, tmp_path / str(workers), "who", reward_workers=workers, max_steps=1) == 0
         assert len(set(file.read_text().splitlines())) == workers
         file.unlink()
+
+
+def test_a_stop_waits_for_no_function(folder, tmp_path):
+    assert trained(folder, tmp_path, "stops") == 75
+    assert len((folder / "rewards.py.stops").read_text()) < 4, "each held-out prompt was scored before it stopped"
 
 
 def test_some_failures_are_masked_and_counted(folder, tmp_path, capsys):

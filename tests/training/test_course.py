@@ -112,7 +112,7 @@ def test_a_run_that_diverges_names_the_rate_of_the_weights_that_it_trains(tmp_pa
         world=World(rank=1, size=2, local_rank=1, device=torch.device("cpu")),
     )  # fmt: skip
     state = Counters(step=3, bad_in_a_row=config.optimizer.max_bad_steps)
-    with pytest.raises(DivergedError, match=f"lower {rate};"):
+    with pytest.raises(DivergedError, match=f"lower {rate} where a loss"):
         note_skipped_step(run, state, rows=[1], input_ids=[], cause="loss or gradient not finite")
 
 

@@ -84,6 +84,15 @@ def test_a_rule_finds_what_is_beyond_its_bound_and_names_the_cure(metric, rule, 
     assert findings(ppo_lines(**{metric: None}), total_steps=100).keys() <= {"empty_responses"}, "null is no number"
 
 
+@pytest.mark.parametrize(
+    ("share", "explained", "found"),
+    [(0.9, None, False), (0.91, None, True), (1.0, 0.5, False)],  # a critic compares with other prompts
+)
+def test_rewards_that_leave_nothing_to_compare(share, explained, found):
+    lines = ppo_lines(**{"groups/equal": share, "value/explained_variance": explained})
+    assert ("equal_rewards" in findings(lines, total_steps=100)) is found
+
+
 def test_long_responses_may_have_a_higher_kl():
     length = {"completions/mean_length": 200.0}
     assert "high_kl" not in findings(ppo_lines(**length, **{"objective/kl": 19.9}), total_steps=100)
