@@ -1,7 +1,7 @@
-"""The demo from end to end: data, base model, the three steps through train.py, and a report against the rule.
+"""The demo from end to end: data, base model, the three stages through train.py, and a report against the rule.
 
 `python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails. With
-`--method grpo` (rloo, reinforce_pp) there is no reward model: step 3 is rewarded by the rule itself, as a function.
+`--method grpo` (rloo, reinforce_pp) there is no reward model: stage 3 is rewarded by the rule itself, as a function.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
     parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
-    parser.add_argument("--method", default="ppo", help="how step 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
+    parser.add_argument("--method", default="ppo", help="how stage 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
     options = parser.parse_args(argv)
     found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
     print(table(found), verdict(found), sep="\n\n")

@@ -18,7 +18,7 @@ SUBCOMMANDS = {
     "train": "fine-tune (1), train a reward model (2), PPO (3)",
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",
-    "sample": "write answers to the prompts of files, with log-probabilities and scores",
+    "sample": "write answers to prompts, with log-probabilities and scores",
     "report": "write report.html, report.md and curves/ of runs, several side by side",
     "convert": "bring a model of DeepSpeed-Chat into a folder of this project",
     "export": "write a checkpoint's models as plain folders",

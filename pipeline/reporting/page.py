@@ -46,7 +46,7 @@ class Chapter:
     def of(cls, key: str, runs: Sequence[RunRecord]) -> "Chapter":
         """Return the chapter of some runs of a stage."""
         meaning = next((run.meaning for run in runs if run.meaning), {})
-        title = f"Step {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {key}"
+        title = f"Stage {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {key}"
         title += f" ({key})" if "stage" in meaning and key != meaning["stage"] else ""
         return cls(re.sub(r"[^\w.-]", "_", key), title, runs, panels_of(runs))
 

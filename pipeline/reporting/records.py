@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -179,10 +179,21 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
-    """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
+    """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages.
+
+    Without runs whose model another one has replaced, as `--method dpo --overwrite` does that of PPO.
+    """
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
-    return sorted(runs, key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
+    runs.sort(key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
+    return [run for run in runs if not is_replaced(run, runs)]
+
+
+def is_replaced(run: RunRecord, others: Iterable[RunRecord]) -> bool:
+    """Tell whether a later one of others has finished, and put its model in the place of this run's."""
+    model, began = run.meaning.get("outputs", [])[:1], run.meaning.get("began", 0.0)
+    later = [one for one in others if one.meaning.get("began", 0.0) > began and done_file(one.folder).is_file()]
+    return bool(model) and any(one.meaning.get("outputs", [])[:1] == model for one in later)
 
 
 def labels_of(folders: list[Path]) -> list[str]:
