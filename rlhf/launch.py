@@ -1,4 +1,4 @@
-"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [launcher flags] STAGE ...`.
+"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [its flags] STAGE ...`.
 
 It starts the ranks, signals them, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
 """

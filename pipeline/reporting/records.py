@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,13 @@ class RunRecord:
         """The section of its stage; without a word about it, the name of its folder."""
         named = self.meaning.get("stage") or read_object(environment_file(self.folder)).get("stage")
         return str(named or self.folder.name)
+
+    @property
+    def title(self) -> str:
+        """Its stage by number and in words, with the name of its folder where that is another, and its label."""
+        name, meaning = self.folder.resolve().name, self.meaning
+        words = f"Stage {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {name}"
+        return f"{words} ({name})" if name == self.label and name != self.stage else words
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
@@ -185,6 +192,9 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
     """
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
+    if label and folders != [folder]:  # runs of one stage in one folder have labels of their own
+        others = {run: f"{label} ({run.folder.name})" for run in runs if run.folder.name != run.stage}
+        runs = [replace(run, label=others.get(run, label)) for run in runs]
     runs.sort(key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
     return [run for run in runs if not is_replaced(run, runs)]
 

@@ -79,8 +79,8 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
 
 
 def name_of(run: RunRecord) -> str:
-    """Return what a run is called in a line: its label among others, and its stage where that does not say it."""
-    return run.label if run.label == run.folder.resolve().name else f"{run.label}, {run.stage}"
+    """Return what a run is called in a line: its label among others, and its stage where that is another."""
+    return run.label if run.label == run.stage else f"{run.label}, {run.stage}"
 
 
 def without_change(run: RunRecord) -> list[str]:

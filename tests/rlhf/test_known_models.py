@@ -43,7 +43,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
     assert known_model("facebook/opt-iml-1.3b") is None and known_model("gpt2") is None
     switched = {"chat_template_kwargs": "enable_thinking=false"}
     assert known_model("Qwen/Qwen3-4B") == KnownModel("3b", "Qwen/Qwen3-4B", "qwen3-0.6b", switched)
-    for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b")):
+    for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b"), ("tniy", "tiny"), ("llama3-8b", "llama-3.1-8b")):
         with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
             known_model(typed)
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
         with pytest.raises(InputError) as refused:
             make_plan(["--actor-model", name], prog="python train.py")
         assert str(refused.value) == f"--actor-model: found '{name}', a preset of stage 1 alone; give: {command}"
-    for name in ("7b", "llama-9b"):
+    for name in ("7b", "llama-9b", "tniy"):
         (tmp_path / name).mkdir()
         assert known_model(name) is None
 
