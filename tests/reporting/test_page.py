@@ -208,7 +208,7 @@ def test_several_folders_stand_side_by_side(tmp_path):
     two = record(tmp_path / "two", "sft", seed=2, steps=8).parent.parent
     text = write_report([one, two], tmp_path / "both").read_text(encoding="utf-8")
     assert 'data-run="one" data-metric="eval_perplexity"' in text and 'data-run="two"' in text
-    assert re.search(r"<td>--seed</td><td>1</td><td>2</td>", text)
+    assert re.search(r"<td>--seed</td><td>1</td><td>1</td><td>2</td>", text)
     assert "Stage 1: supervised fine-tuning · two" in text and (tmp_path / "both/curves/sft-objective.png").is_file()
     assert 'class="dot s2"' in text
     assert "<span>one, sft: held-out perplexity" in text and "<span>two, sft: held-out perplexity" in text
