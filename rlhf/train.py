@@ -155,8 +155,7 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     words = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # what a dry run shows is to be copied and started
         words = without_flag(words, name)
-    title = planned.stage.title_of(planned.resolved.config)
-    return f"== stage {planned.stage.number}: {title}\n$ {shell_lines(words, terminal_width())}"
+    return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shell_lines(words)}"
 
 
 def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -165,8 +165,7 @@ def known_model(model: str) -> KnownModel | None:
     """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
 
     Raises:
-        InputError: it looks like the name of a known model or is near one, but none has this name; or it is a preset of
-            stage 1 alone.
+        InputError: it looks like the name of a known model, or is near one; or it is a preset of stage 1 alone.
     """
     size = model.removeprefix(OPT)
     if size in SIZES:

@@ -186,10 +186,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
-    """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages.
-
-    Without runs whose model another one has replaced, as `--method dpo --overwrite` does that of PPO.
-    """
+    """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
     if label and folders != [folder]:  # runs of one stage in one folder have labels of their own
@@ -200,7 +197,7 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
 
 
 def is_replaced(run: RunRecord, others: Iterable[RunRecord]) -> bool:
-    """Tell whether a later one of others has finished, and put its model in the place of this run's."""
+    """Tell whether a later one of others has finished, and put its model in the place of this run's (`--overwrite`)."""
     model, began = run.meaning.get("outputs", [])[:1], run.meaning.get("began", 0.0)
     later = [one for one in others if one.meaning.get("began", 0.0) > began and done_file(one.folder).is_file()]
     return bool(model) and any(one.meaning.get("outputs", [])[:1] == model for one in later)
