@@ -19,7 +19,7 @@ SUBCOMMANDS = {
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",
     "sample": "write answers to prompts, with log-probabilities and scores",
-    "report": "write report.html, report.md and curves/ of runs, several side by side",
+    "report": "write report.html, report.md, curves/ of runs, several side by side",
     "convert": "bring a model of DeepSpeed-Chat into a folder of this project",
     "export": "write a checkpoint's models as plain folders",
     "merge": "merge a LoRA adapter into its base model",
