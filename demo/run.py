@@ -1,7 +1,7 @@
-"""The demo from end to end: data, base model, the three steps through train.py, and a report against the rule.
+"""The demo from end to end: data, base model, the three stages through train.py, and a report against the rule.
 
 `python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails. With
-`--method grpo` (rloo, reinforce_pp) there is no reward model: step 3 is rewarded by the rule itself, as a function.
+`--method grpo` (rloo, reinforce_pp) there is no reward model: stage 3 is rewarded by the rule itself, as a function.
 """
 
 import argparse
@@ -11,12 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import transformers
-
-from demo.make import make_data, make_model
-from demo.report import failed_claims, measure, table, verdict
-from pipeline.dist import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")
@@ -37,6 +31,12 @@ def say(text: str) -> None:
 def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     """All of the demo with one seed; returns what was measured."""
     started = time.monotonic()
+    import transformers  # here, with what imports torch: `--help` is quick
+
+    from demo.make import make_data, make_model
+    from demo.report import measure
+    from pipeline.dist import find_gpu
+
     transformers.utils.logging.disable_progress_bar()
     find_gpu()
     again = ["--overwrite"] if overwrite else []
@@ -64,12 +64,14 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; return 1 if a claim fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
     parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
-    parser.add_argument("--method", default="ppo", help="how step 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
+    parser.add_argument("--method", default="ppo", help="how stage 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
     options = parser.parse_args(argv)
     found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
+    from demo.report import failed_claims, table, verdict
+
     print(table(found), verdict(found), sep="\n\n")
     return 1 if failed_claims(found) else 0
 

@@ -22,7 +22,8 @@ this page. [How to read the curves](reading_curves.md) says what a healthy run l
 `metrics.jsonl` in a run's folder has a line for each optimizer step, with `stage`, `step`, `time` and these names; each
 of `--monitors` gets the same. `eval_` in front of a name is the same on held-out rows, in lines of their own: before
 and after training, and every `--eval_interval` steps. Numbers are of the whole step, over all ranks. One that is not
-finite, or that nothing counts into, is null.
+finite, or that nothing counts into, is null. One that has a name in the report is called so in the terminal too; the
+others have no curve there: they are in `metrics.jsonl` and the monitors alone.
 """
 BETTER = {1: "higher", -1: "lower", 0: ""}
 PARTS: tuple[tuple[str, str, Mapping[str, Metric], Mapping[str, Metric]], ...] = (
@@ -51,7 +52,7 @@ def section(title: str, note: str, metrics: Mapping[str, Metric], known: Mapping
     """Return the section of a stage: its metrics that are not `known` from a section before, by their groups."""
     own = {name: metric for name, metric in metrics.items() if name not in known}
     lines = [f"## {title}", ""] + ([note, ""] if note else [])
-    lines += ["| metric | in words | unit | better | meaning |", "|---|---|---|---|---|"]
+    lines += ["| metric | name in the report | unit | better | meaning |", "|---|---|---|---|---|"]
     for group in groups_of(own):
         lines += [row(name, metric) for name, metric in own.items() if metric.group == group]
     return "\n".join(lines)

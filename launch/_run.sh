@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# _run.sh DEPLOYMENT [deepspeed launcher flags] STEP [stage flags]: becomes the supervisor of one stage (rlhf/launch.py).
+# _run.sh DEPLOYMENT [deepspeed launcher flags] STAGE [stage flags]: becomes the supervisor of one stage (rlhf/launch.py).
 # Works from any folder: relative paths in the flags are those of the caller.
 set -euo pipefail
 

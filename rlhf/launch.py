@@ -1,4 +1,4 @@
-"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [launcher flags] STEP ...`.
+"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [its flags] STAGE ...`.
 
 It starts the ranks, signals them, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
 """
@@ -46,11 +46,11 @@ def usage(deployment: str) -> str:
     """Return the usage of a launch script."""
     from rlhf.stages import STAGES, word_of
 
-    steps = ", ".join(f"{word_of(stage)} ({stage.title})" for stage in STAGES)
+    stages = ", ".join(f"{word_of(stage)} ({stage.title})" for stage in STAGES)
     script = f"bash launch/{deployment}.sh"
     return (
-        f"usage: {script} [deepspeed launcher flags] STEP [stage flags]\n"
-        f"  STEP: {steps}; stage flags: {script} STEP --help"
+        f"usage: {script} [deepspeed launcher flags] STAGE [stage flags]\n"
+        f"  STAGE: {stages}; its flags: {script} STAGE --help"
     )
 
 

@@ -28,12 +28,12 @@ def stage_of(section: str) -> Stage:
 
 
 def stage_of_step(word: str) -> Stage:
-    """Return the stage that a launch script's STEP names: a number, or the section of a stage. Raises InputError."""
+    """Return the stage that a launch script's STAGE names: a number, or the section of a stage. Raises InputError."""
     for stage in STAGES:
         if word in (str(stage.number), stage.section):
             return stage
     *numbers, last = map(str, NUMBERS)
-    raise InputError(f"STEP: found {repr(word) if word else 'none'}, wanted {', '.join(numbers)} or {last}")
+    raise InputError(f"STAGE: found {repr(word) if word else 'none'}, wanted {', '.join(numbers)} or {last}")
 
 
 def stages_of_method(method: str) -> dict[int, Stage]:

@@ -18,7 +18,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
-from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, wrapped
+from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, wrapped
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
 from pipeline.files import has_config
 from pipeline.launching.hosts import ranks_by_host
@@ -188,7 +188,7 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
         figures, worse = reached(planned.run_dir, stage, planned.resolved.config)
         parts = [f"done in {took}", figures, f"WORSE than at the start: {worse}" if worse else ""]
         said = ", ".join(filter(None, parts))
-        print(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}"), flush=True)
+        print(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}", terminal_width()), flush=True)
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"

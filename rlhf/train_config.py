@@ -1,7 +1,7 @@
 """Own flags of `rlhf train`: definition, help on one screen, and sets of values that contradict each other."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
-from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.flags import load_yaml, scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
@@ -118,6 +118,13 @@ def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[
     return own, overrides
 
 
+def idle_flags(overrides: Mapping[str, Iterable[str]], chosen: Collection[str]) -> Iterator[str]:
+    """Yield a line for each flag of a stage, section -> words, that is not `chosen`; later ones read its folder."""
+    for section in (section for section in overrides if section not in chosen):
+        for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name != "output_dir"):
+            yield f"--{section}.{name} changes nothing: {section} is not among the stages that run"
+
+
 def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Split the words without a section into those of `rlhf train` itself and the flags, with values, of its stages."""
     names = Names(TrainConfig)
@@ -158,7 +165,7 @@ def known_model(model: str) -> KnownModel | None:
     """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
 
     Raises:
-        InputError: it looks like the name of a known model, but none has this name; or it is a preset of stage 1 alone.
+        InputError: it looks like the name of a known model, or is near one; or it is a preset of stage 1 alone.
     """
     size = model.removeprefix(OPT)
     if size in SIZES:
@@ -175,13 +182,12 @@ def known_model(model: str) -> KnownModel | None:
             f"found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
             f"launch/presets/{model}.{STAGES[0].section}.yaml"
         )
-    if (
-        re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|tiny\w*|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model)
-        and not Path(model).exists()
-    ):
+    if "/" in model or Path(model).exists():
+        return None
+    hint = nearest(model, [*SIZES, *names])
+    if hint or re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model):
         raise InputError(
-            f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder"
-            f"{nearest(model, [*SIZES, *names])}"
+            f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder{hint}"
         )
     return None
 

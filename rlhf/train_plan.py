@@ -7,15 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.configuration.flags import (
-    TRAIN,
-    Resolved,
-    check_dashes,
-    load_yaml,
-    parse,
-    read_yaml,
-    scan,
-)
+from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, load_yaml, parse, read_yaml, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.stage import Stage, Start
@@ -31,6 +23,7 @@ from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
     contradictions,
+    idle_flags,
     known_model,
     split_common,
     split_overrides,
@@ -107,6 +100,8 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
+    for line in idle_flags(overrides, {kind.section for kind in chosen.values()}):
+        print(f"note: {line}")
     resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
     return Plan(config, stages, given)

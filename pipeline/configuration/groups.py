@@ -78,7 +78,7 @@ class DataConfig(Group):
         other_tools="mix_strategy",
     )
     data_split: str = flag("auto", "Shares of stages 1, 2, 3; none: all rows; auto: 2,4,4 if several run on one source")
-    data_seed: int = flag(1234, "Seed of the split; the same in all steps keeps prompts apart", ge=0)
+    data_seed: int = flag(1234, "Seed of the split; the same in all stages keeps prompts apart", ge=0)
     eval_data_path: list[str] = flag(
         [],
         "Evaluation rows; empty: the source's test split or a share of it",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import BaseModel
 
 from pipeline.configuration.flag_table import Flag, flag_table
-from pipeline.console import WIDTH
+from pipeline.console import WIDTH, wrapped
 
 FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. Authority rises from
 the built-in default over the preset and the file to the command line. Both -
@@ -55,7 +55,7 @@ def short_meaning(flag: Flag) -> str:
 
 def full_help(config_class: type[BaseModel], prog: str) -> str:
     """Return all flags of a stage or a command by group, with type, meaning and default."""
-    lines = [f"usage: {prog} [--preset FILE] [--config FILE] [--FLAG VALUE ...]", ""]
+    lines = [wrapped(f"usage: {prog} [--preset FILE] [--config FILE] [--FLAG VALUE ...]"), ""]
     lines += [*textwrap.wrap(purpose(config_class), WIDTH), "", FILES_OF_FLAGS, ""]
     return "\n".join([*lines, *flag_lines(config_class)])
 

@@ -1,4 +1,4 @@
-"""Rows of `rlhf sample`: all answers to a prompt, the best one as a row of step 1, or a pair as a row of step 2."""
+"""Rows of `rlhf sample`: all answers to a prompt, the best one as a row of stage 1, or a pair as a row of stage 2."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -135,7 +135,7 @@ class Job:
     def ending(self) -> Verdict | None:
         """Return the verdict if the job is to end now; forwards a stop request."""
         if self._signals.second is not None:
-            return Verdict(128 + self._signals.second, ["second signal: killed all processes of this step"])
+            return Verdict(128 + self._signals.second, ["second signal: killed all processes of this stage"])
         if self.is_asked_to_stop and not self.forward_stop():
             return self.verdict()
         if self._watch.has_failed() or self.silent_code() is not None:

@@ -12,8 +12,8 @@ from pipeline.errors import InputError
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
 BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
-# Flags that people write behind STEP by mistake.
-BEFORE_STEP = (
+# Flags that people write behind STAGE by mistake.
+BEFORE_STAGE = (
     "--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude", "--hostfile", "--master_port",
     "--master_addr", "--node_rank", "--launcher", "--no_ssh",
 )  # fmt: skip
@@ -93,12 +93,12 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
         name, reason = (error.argument_name or "").partition("/")[0], error.message
         raise InputError(f"{name}: {'found no value' if reason == 'expected one argument' else reason}") from None
     if unknown:
-        raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STEP")
+        raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STAGE")
     given = vars(values)
     step, *rest = given.pop("words", None) or [""]
     for word in rest:
-        if word.partition("=")[0] in BEFORE_STEP:
-            raise InputError(f"{word}: found behind STEP, wanted before it with the other flags of the launcher")
+        if word.partition("=")[0] in BEFORE_STAGE:
+            raise InputError(f"{word}: found behind STAGE, wanted before it with the other flags of the launcher")
     known = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
     return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
 
@@ -116,7 +116,7 @@ class LastCounts(argparse.Action):
 
 
 def launcher_parser() -> argparse.ArgumentParser:
-    """Return the parser of DeepSpeed's flags for its launcher, of ours, and of the words from STEP on."""
+    """Return the parser of DeepSpeed's flags for its launcher, of ours, and of the words from STAGE on."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, add_help=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )

@@ -39,8 +39,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 # Those that llama.cpp's converters of Gemma, Phi-3, Llama 2 and T5 read, beside tokenizer.json.
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
-# Model types that tests/models/test_families.py takes through the three steps (t5: tests/step1_sft/test_seq2seq.py,
-# step 1); others load with a warning.
+# Model types that tests/models/test_families.py takes through the three stages (t5: tests/step1_sft/test_seq2seq.py,
+# stage 1); others load with a warning.
 TESTED_TYPES = (
     "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmoe", "opt", "phi3",
     "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",

@@ -45,9 +45,8 @@ class Chapter:
     @classmethod
     def of(cls, key: str, runs: Sequence[RunRecord]) -> "Chapter":
         """Return the chapter of some runs of a stage."""
-        meaning = next((run.meaning for run in runs if run.meaning), {})
-        title = f"Step {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {key}"
-        title += f" ({key})" if "stage" in meaning and key != meaning["stage"] else ""
+        kinds = dict.fromkeys(run.title.partition(" (")[0] for run in runs)
+        title = " and ".join(kinds) if len(runs) > 1 else runs[0].title
         return cls(re.sub(r"[^\w.-]", "_", key), title, runs, panels_of(runs))
 
 

@@ -6,9 +6,9 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,13 @@ class RunRecord:
         """The section of its stage; without a word about it, the name of its folder."""
         named = self.meaning.get("stage") or read_object(environment_file(self.folder)).get("stage")
         return str(named or self.folder.name)
+
+    @property
+    def title(self) -> str:
+        """Its stage by number and in words, with the name of its folder where that is another, and its label."""
+        name, meaning = self.folder.resolve().name, self.meaning
+        words = f"Stage {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {name}"
+        return f"{words} ({name})" if name == self.label and name != self.stage else words
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
@@ -182,7 +189,18 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
     """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
-    return sorted(runs, key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
+    if label and folders != [folder]:  # runs of one stage in one folder have labels of their own
+        others = {run: f"{label} ({run.folder.name})" for run in runs if run.folder.name != run.stage}
+        runs = [replace(run, label=others.get(run, label)) for run in runs]
+    runs.sort(key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
+    return [run for run in runs if not is_replaced(run, runs)]
+
+
+def is_replaced(run: RunRecord, others: Iterable[RunRecord]) -> bool:
+    """Tell whether a later one of others has finished, and put its model in the place of this run's (`--overwrite`)."""
+    model, began = run.meaning.get("outputs", [])[:1], run.meaning.get("began", 0.0)
+    later = [one for one in others if one.meaning.get("began", 0.0) > began and done_file(one.folder).is_file()]
+    return bool(model) and any(one.meaning.get("outputs", [])[:1] == model for one in later)
 
 
 def labels_of(folders: list[Path]) -> list[str]:

@@ -63,12 +63,12 @@ def compared(run: RunRecord) -> list[Change]:
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
     """Return good, bad or open, how the runs went in a line, and what says so."""
-    endings = [(kind, f"{run.label}: {words.splitlines()[0]}") for run in runs for kind, words in [run.ending]]
+    endings = [(kind, f"{name_of(run)}: {words.splitlines()[0]}") for run in runs for kind, words in [run.ending]]
     if broken := [words for kind, words in endings if kind in ("failed", "died")]:
         return "bad", "Broken off", broken
     if unfinished := [words for kind, words in endings if kind != "finished"]:
         return "open", "Not finished", unfinished
-    found = [(change, f"{run.label}: {change_in_words(change)}") for run in runs for change in compared(run)]
+    found = [(change, f"{name_of(run)}: {change_in_words(change)}") for run in runs for change in compared(run)]
     if worse := [words for change, words in found if change.verdict == "worse"]:
         return "bad", "Worse than at the start", worse
     if unmoved := [words for run in runs for words in without_change(run)]:
@@ -78,12 +78,15 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
     return "open", "Finished; no evaluation says whether it is better than at the start", []
 
 
+def name_of(run: RunRecord) -> str:
+    """Return what a run is called in a line: its label among others, and its stage where that is another."""
+    return run.label if run.label == run.stage else f"{run.label}, {run.stage}"
+
+
 def without_change(run: RunRecord) -> list[str]:
     """Return the numbers of a run that have a direction, where none of them is another at its end."""
     judged = [change for change in compared(run) if change.better and None not in (change.first, change.last)]
-    return (
-        [] if any(change.verdict for change in judged) else [f"{run.label}: {change_in_words(one)}" for one in judged]
-    )
+    return [] if any(one.verdict for one in judged) else [f"{name_of(run)}: {change_in_words(one)}" for one in judged]
 
 
 def change_in_words(change: Change) -> str:

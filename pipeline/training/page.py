@@ -4,7 +4,6 @@ A terminal gets them drawn by rich, the logs and a pipe as plain lines.
 """
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import is_coloured
 from pipeline.files import read_object
 from pipeline.models.partitions import whole_numel
-from pipeline.processes import PIPELINE
 from pipeline.run.evaluations import reached
 from pipeline.run.layout import environment_file
 from pipeline.run.run import PROJECT, Run
@@ -42,7 +40,6 @@ MOST_CHARACTERS = 180  # of a prompt or an answer that is shown: a line of a log
 def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int) -> None:
     """Say what the stage is about to do: version, models, rows, hardware, batch, folders."""
     config: StageConfig = run.resolved.config
-    place = os.environ.get(PIPELINE, "").partition(" ")[0]
     environment = read_object(environment_file(run.folder))
     versions = environment.get("versions", {})
     commit = f" ({environment['commit'][:7]})" if environment.get("commit") else ""
@@ -56,7 +53,7 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
         "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
     }
-    show(f"{run.stage.title_of(config)}{f', stage {place}' if place else ''}", lines)
+    show(f"{run.stage.title_of(config)}, stage {run.stage.number}", lines)
 
 
 def show_end(run: Run, seconds: float) -> None:

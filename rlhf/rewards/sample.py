@@ -53,7 +53,7 @@ class SampleConfig(Group):
     overwrite: bool = flag(False, "Begin --output anew")
     write_as: RowLayout = flag(
         "answers",
-        "A row is all answers to a prompt; sft: the best one, for step 1; pairs: the best and the worst, for step 2",
+        "A row is all answers to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, for stage 2",
         aliases=("as",),
     )
     reward_function: list[str] = flag(

@@ -1,4 +1,4 @@
-"""Methods: their defaults and where values come from, what a preset says of them, and flags of models that are not."""
+"""Methods: defaults, where values come from, what a preset says, flags of other models and of idle stages."""
 
 import json
 from pathlib import Path
@@ -138,3 +138,16 @@ def test_auto_is_the_penalty_that_holds_where_none_is_given(tmp_path: Path, word
     for given in (["--missing_eos_penalty", "auto"], ["--config", str(tmp_path / "own.yaml")]):
         found = resolved("--method", "grpo", "--reward_function", "exact_match", *words, *given)
         assert found.config.ppo.missing_eos_penalty == expected
+
+
+def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_reads_its_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--step", "3", "--actor-model", "tiny", "--sft.output_dir", "mine", "--ppo.kl_coef", "0.2"]
+    plan = make_plan([*words, "--sft.seed=4", "--dpo.beta", "0.1", "--dpo.beta", "0.2"], prog="python train.py")
+    assert capsys.readouterr().out.splitlines() == [
+        "note: --sft.seed changes nothing: sft is not among the stages that run",
+        "note: --dpo.beta changes nothing: dpo is not among the stages that run",
+    ]
+    assert plan.stages[3].argv[2:4] == ["--actor_model_name_or_path", "mine"]

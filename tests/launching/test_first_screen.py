@@ -77,6 +77,14 @@ def test_the_first_screen(name, limit_s):
 def test_a_subcommand_explains_itself_without_heavy_imports(name, limit_s):
     text, imported = quick_call(OTHERS[name], limit_s)
     assert text.startswith("usage: ") and not HEAVY & imported
+    # A type of many choices is a word that no line can break.
+    assert all(len(line) <= 80 or line.startswith("  --") for line in text.splitlines())
+
+
+def test_the_list_of_subcommands_fits_a_terminal():
+    text, *_ = call("-m rlhf", "--help")
+    assert set(re.findall(r"^  (\w+) ", text, re.MULTILINE)) == set(SUBCOMMANDS)
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.section)

@@ -247,8 +247,8 @@ def test_works_from_a_folder_with_spaces(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("4",), "STEP: found '4', wanted 1, 2 or 3"),
-        (("--num_gpus", "1"), "STEP: found none, wanted 1, 2 or 3"),
+        (("4",), "STAGE: found '4', wanted 1, 2 or 3"),
+        (("--num_gpus", "1"), "STAGE: found none, wanted 1, 2 or 3"),
         (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or none"),
     ],
 )

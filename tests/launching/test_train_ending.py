@@ -1,11 +1,15 @@
 """What `train.py` says at the end of a stage and proposes next, with stand-ins for stages; how it splits its words."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 from support.launch_stub import TINY, notes, train
 
 from rlhf.train_config import split_overrides
+from rlhf.train_plan import make_plan
 
 WORSE = {  # stage -> first and last evaluation -> what the stage's line says of them
     "1": (
@@ -90,3 +94,16 @@ def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
 def test_split_overrides():
     own, overrides = split_overrides(["--step", "1", "--sft.a", "b", "-1", "--x", "--ppo.c=d"], ["sft", "ppo"])
     assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
+
+
+def test_the_commands_that_train_prints_are_plans_of_the_stages_that_they_name(tmp_path, monkeypatch):
+    refused = train(tmp_path, *TINY, "--step", "3", "--output-dir", "my out").stderr
+    ended = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", STUB_OUTCOMES="0").stdout
+    printed = [*re.findall("make them: (.*)", refused), ended.splitlines()[-1].removeprefix("next: ")]
+    monkeypatch.chdir(tmp_path)
+    plans = [make_plan(shlex.split(command)[2:], prog="x").chosen for command in printed]
+    assert [[(one.stage.number, one.model_dir) for one in plan] for plan in plans] == [
+        [(1, Path("my out/sft"))],
+        [(2, Path("my out/reward"))],
+        [(3, Path("my out/actor"))],
+    ]

@@ -234,7 +234,7 @@ def module_config(words: list[str]) -> tuple[type, list[str]]:
 
 
 def script_config(words: list[str]) -> tuple[type, list[str]]:
-    """The same for `bash launch/....sh [launcher flags] STEP ...`."""
+    """The same for `bash launch/....sh [launcher flags] STAGE ...`."""
     assert (ROOT / words[0]).is_file() and words[0].startswith("launch/"), words
     at = 1
     while words[at].startswith("--"):

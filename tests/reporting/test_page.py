@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def test_the_page_in_markdown_keeps_texts_in_code(road):
     outside = re.sub(r"^(`{3,})text$.*?^\1$", "", text, flags=re.S | re.M)
     outside = re.sub(r"`[^`\n]*`", "", outside)
     assert "alert" not in outside and "alert" in text and "\x1b" not in text
-    assert "| Step 3: PPO | score |" in text and "| Step 3: PPO | response length (tokens) |" in text
+    assert "| Stage 3: PPO | score |" in text and "| Stage 3: PPO | response length (tokens) |" in text
     for name in re.findall(r"\]\((curves/[^)]+)\)", text):
         assert (road / name).is_file()
 
@@ -203,12 +204,15 @@ def test_a_run_that_was_resumed_and_one_on_two_ranks_say_so(tmp_path):
 @pytest.mark.usefixtures("no_pictures")
 def test_several_folders_stand_side_by_side(tmp_path):
     one = record_road(tmp_path / "one", seed=1)
+    shutil.copytree(one / "runs/sft", one / "runs/base")
     two = record(tmp_path / "two", "sft", seed=2, steps=8).parent.parent
     text = write_report([one, two], tmp_path / "both").read_text(encoding="utf-8")
     assert 'data-run="one" data-metric="eval_perplexity"' in text and 'data-run="two"' in text
-    assert re.search(r"<td>--seed</td><td>1</td><td>2</td>", text)
-    assert "Step 1: supervised fine-tuning · two" in text and (tmp_path / "both/curves/sft-objective.png").is_file()
+    assert re.search(r"<td>--seed</td><td>1</td><td>1</td><td>2</td>", text)
+    assert "Stage 1: supervised fine-tuning · two" in text and (tmp_path / "both/curves/sft-objective.png").is_file()
     assert 'class="dot s2"' in text
+    assert "<span>one, sft: held-out perplexity" in text and "<span>two, sft: held-out perplexity" in text
+    assert "<span>one (base), sft: held-out" in text and ">Stage 1: supervised fine-tuning · one (base) <" in text
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -25,6 +25,20 @@ def test_an_output_folder_has_its_stages_in_order_and_a_run_its_own(tmp_path):
     assert runs_of(tmp_path) == []
 
 
+def test_a_run_whose_model_a_later_one_has_replaced_is_left_out_once_that_has_finished(tmp_path):
+    old = record(tmp_path, "ppo")
+    new = old.with_name("dpo")
+    shutil.copytree(old, new)
+    meaning = json.loads((new / "meaning.json").read_text())
+    (new / "meaning.json").write_text(json.dumps(meaning | {"stage": "dpo", "began": meaning["began"] + 9}))
+    assert [run.stage for run in runs_of(tmp_path)] == ["dpo"] and [run.stage for run in runs_of(old)] == ["ppo"]
+    (new / "done.json").unlink()
+    assert [run.stage for run in runs_of(tmp_path)] == ["ppo", "dpo"]
+    (new / "done.json").write_text("{}")
+    (new / "meaning.json").write_text(json.dumps(meaning | {"outputs": ["elsewhere"], "began": meaning["began"] + 9}))
+    assert len(runs_of(tmp_path)) == 2, "another folder of a model"
+
+
 def test_before_and_after_are_the_numbers_of_the_first_and_the_last_evaluation(tmp_path):
     folder = record(tmp_path, "ppo", steps=6, interval=2)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "eval_" in line]

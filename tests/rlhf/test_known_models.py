@@ -4,8 +4,10 @@ import pytest
 from support.launch_stub import ROOT
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flags import load_yaml
+from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
+from pipeline.launching.request import parse_request
+from rlhf.stages import STAGES
 from rlhf.train_config import SIZES, KnownModel, known_model
 from rlhf.train_plan import command_of, make_plan
 
@@ -43,7 +45,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
     assert known_model("facebook/opt-iml-1.3b") is None and known_model("gpt2") is None
     switched = {"chat_template_kwargs": "enable_thinking=false"}
     assert known_model("Qwen/Qwen3-4B") == KnownModel("3b", "Qwen/Qwen3-4B", "qwen3-0.6b", switched)
-    for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b")):
+    for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b"), ("tniy", "tiny"), ("llama3-8b", "llama-3.1-8b")):
         with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
             known_model(typed)
     monkeypatch.chdir(tmp_path)
@@ -52,7 +54,10 @@ def test_models_that_are_known(tmp_path, monkeypatch):
         with pytest.raises(InputError) as refused:
             make_plan(["--actor-model", name], prog="python train.py")
         assert str(refused.value) == f"--actor-model: found '{name}', a preset of stage 1 alone; give: {command}"
-    for name in ("7b", "llama-9b"):
+        request = parse_request("single_node", command.split()[2:])
+        words = [str(ROOT / word) if word.endswith(".yaml") else word for word in request.words]
+        assert request.step == "1" and parse(STAGES[0].config, words, section="sft").config.run.output_dir
+    for name in ("7b", "llama-9b", "tniy"):
         (tmp_path / name).mkdir()
         assert known_model(name) is None
 
