@@ -2,7 +2,7 @@
 
 None of them changes what is trained, but for rounding: how an optimizer step is cut into micro-batches, whether
 activations are recomputed, how many prompts are sampled at once, whether their KV cache is given back, the rows of an
-evaluation batch, the sizes of buckets.
+evaluation batch, the sizes of buckets; and on one GPU whether each layer is gathered, as ZeRO stage 3 of a preset does.
 A CPU has their defaults. The ladder (`ladder.py`) goes the other way: it changes what was given until a plan fits.
 """
 
@@ -17,7 +17,18 @@ from typing import Any, Self
 
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
 from pipeline.configuration.flags import Resolved, flag_words
-from pipeline.configuration.global_batch import BATCHES, EVALUATED, GENERATED, MICRO, STEPS, Choice, cut, divisors
+from pipeline.configuration.global_batch import (
+    BATCHES,
+    EVALUATED,
+    GENERATED,
+    MICRO,
+    STEPS,
+    Choice,
+    contradiction,
+    cut,
+    divisors,
+)
+from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
@@ -98,7 +109,10 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    planned = list(candidates(planner, resolved, names))
+    whole = whole_weights(planner, resolved)
+    planned = list(candidates(planner, resolved, names, whole))
+    if whole and all(one.lacks for one in planned):  # the ladder offloads weights of ZeRO stage 3 alone
+        planned = list(candidates(planner, resolved, names, {}))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -107,8 +121,23 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 
 
-def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> Iterator[Candidate]:
+def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
+    """Return ZeRO stage 2 for the models whose weights a preset partitions, where one GPU holds all of them anyway.
+
+    Stage 3 gathers each layer before it is used, from one rank as from many. {} where weights are offloaded.
+    """
+    items, preset = flat_items(resolved.config), resolved.preset
+    names = [name for name, value in items if name.endswith(STAGE) and (value, resolved.origins[name]) == (3, preset)]
+    whole = dict.fromkeys(names, 2) if planner.target.num_gpus == 1 else {}
+    return {} if contradiction(Choice(whole, CHOSEN).of(resolved, 1), 1) else whole
+
+
+def candidates(
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], whole: Mapping[str, int]
+) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
+
+    whole: flags that all of them have.
 
     Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
     nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
@@ -117,7 +146,7 @@ def candidates(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) 
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names):
-            given = switches | at_once
+            given = {**whole, **switches, **at_once}
             planned = cache(partial(planned_size, planner, resolved, names, given))
             yield from (ones := list(of_sizes(planned, sizes)))
             if planned(sizes[-1]).is_best_of_its_kind:

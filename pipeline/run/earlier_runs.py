@@ -17,7 +17,8 @@ import yaml
 
 from pipeline.configuration.flag_table import CHOSEN, flat_items
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
-from pipeline.configuration.global_batch import MICRO, STEPS, cut
+from pipeline.configuration.global_batch import MICRO, STEPS, cut, is_by_hand
+from pipeline.configuration.groups import STAGE
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
@@ -86,13 +87,18 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     chosen = {
         name: (entry["value"], entry["from"])
         for name, entry in settings.items()
-        if isinstance(entry, dict) and str(entry.get("from", "")).startswith(CHOSEN) and not resolved.is_given(name)
+        if isinstance(entry, dict) and str(entry.get("from", "")).startswith(CHOSEN) and not _says(resolved, name)
     }
     if MICRO not in chosen:
         return chosen
     size, hardware = chosen[MICRO]
     parts = {name: (value, hardware) for name, value in cut(resolved, size).items()}
     return {**chosen, **parts} if parts else {}
+
+
+def _says(resolved: Resolved, name: str) -> bool:
+    """Tell whether a flag is said, and not chosen; of a preset's ZeRO stage the plan may take another."""
+    return is_by_hand(resolved, name) if name.endswith(STAGE) else resolved.is_given(name)
 
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:

@@ -125,3 +125,17 @@ def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_
     assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.0 GiB each")
     given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 5, "--per_device_train_batch_size", 2)
     assert given == [2, 4]
+
+
+def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets(folder, tmp_path, monkeypatch):
+    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
+    monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
+
+    def stage_of(steps: int, *words: object) -> int:
+        return int(run("sft", folder, tmp_path, *words, max_steps=steps)["zero_stage"]["value"])
+
+    preset = "--preset", tmp_path / "preset.yaml"
+    assert stage_of(2, *preset) == 2
+    monkeypatch.setattr("pipeline.planning.fastest.whole_weights", lambda planner, resolved: {})  # of another version
+    assert stage_of(3, *preset) == 2, "as the run began"
+    assert stage_of(4, *preset, "--zero_stage", 3) == 3
