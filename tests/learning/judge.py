@@ -19,7 +19,7 @@ from pipeline.generation.session import generate
 from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
 from pipeline.inference.answers import load_chat_model, resolve_dtype
 
-BATCH_SIZE = 256
+BATCH_SIZE = 64  # several judges share a GPU
 AT_ONCE = 512  # rows of a batch of best-of-n: more would not find memory beside PPO runs on the same GPU
 
 

@@ -41,6 +41,8 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
         AS_IT_IS: Recipe((proxy,)),
         "length out": Recipe((proxy,), 1.0),
         "length out 1.5 times": Recipe((proxy,), 1.5),
+        "balanced pairs": Recipe((balanced,)),
+        "balanced pairs, half of the length out": Recipe((balanced,), 0.5),
         "balanced pairs, length out": Recipe((balanced,), 1.0),
         "two proxies, length out": Recipe((proxy, f"proxy-{shallow}"), 1.0),
     }
@@ -162,9 +164,10 @@ def _number(value: float) -> float:
 def _reached(folder: Path, file: Path) -> dict[str, Any]:
     """Return the KL of a run's last evaluation in nats a response, and the weight of its length."""
     run_dir = folder / "runs" / file.stem
-    if not run_dir.exists():
+    settings = run_dir.with_name(f"{run_dir.name}.yaml")
+    if not settings.exists():  # SFT's
         return {}
-    config = json.loads(run_dir.with_name(f"{run_dir.name}.yaml").read_text(encoding="utf-8"))["ppo"]
+    config = json.loads(settings.read_text(encoding="utf-8"))["ppo"]
     metrics = read_lines(run_dir / "metrics.jsonl")
     kl = next(line["eval_objective/kl"] for line in reversed(metrics) if "eval_objective/kl" in line)
     return {"reward_function": config.get("reward_function", []), "steps": metrics[-1]["step"], "kl": kl}

@@ -148,6 +148,15 @@ def make_source(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_report_of_recipes_is_that_of_the_kept_numbers():
+    folder, name = ROOT / "docs/benchmarks", "quality_smollm2_h100_202611"
+    lines = quality_report.written(quality.read_kept(folder / "raw" / f"{name}.jsonl.gz")).splitlines()
+    page = (folder / f"{name}.md").read_text().splitlines()
+    tables = [line for line in lines if line.startswith("|")]
+    assert len(tables) > 30 and [line for line in tables if line not in page] == []
+
+
+@pytest.mark.slow
 def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     make_source(tmp_path / "data")
     save_tiny("llama", bpe_folder, tmp_path / "base", max_position_embeddings=1024, num_hidden_layers=2)
