@@ -126,10 +126,15 @@ def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
 
     Stage 3 gathers each layer before it is used, from one rank as from many. {} where weights are offloaded.
     """
-    items, preset = flat_items(resolved.config), resolved.preset
-    names = [name for name, value in items if name.endswith(STAGE) and (value, resolved.origins[name]) == (3, preset)]
-    whole = dict.fromkeys(names, 2) if planner.target.num_gpus == 1 else {}
-    return {} if contradiction(Choice(whole, CHOSEN).of(resolved, 1), 1) else whole
+    values, origins = dict(flat_items(resolved.config)), resolved.origins
+    names = [name for name in values if name.endswith(STAGE) and (values[name], origins[name]) == (3, resolved.preset)]
+    if planner.target.num_gpus > 1 or not names:
+        return {}
+    whole = dict.fromkeys(names, 2)
+    changed = Choice(whole, CHOSEN).of(resolved, 1)
+    # What offloads weights contradicts stage 2; of a preset it would give way.
+    alike = dict(flat_items(changed.config)) == values | whole and not contradiction(changed, 1)
+    return whole if alike else {}
 
 
 def candidates(

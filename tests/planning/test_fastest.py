@@ -235,19 +235,20 @@ def test_the_choice_is_said_with_what_it_gives(models):
 
 
 @pytest.mark.parametrize(
-    ("words", "slots", "gib", "stages"),
+    ("words", "preset", "slots", "gib", "stages"),
     [
-        ((), (1,), 8, (2, 2)),
-        ((), (2,), 8, (3, 3)),
-        (("--actor_zero_stage", 3), (1,), 8, (3, 2)),
-        (("--offload_parameters", "true"), (1,), 8, (3, 3)),
-        ((), (1,), 0.01, (3, 3)),
+        ((), "", (1,), 8, (2, 2)),
+        ((), "", (2,), 8, (3, 3)),
+        (("--actor_zero_stage", 3), "", (1,), 8, (3, 2)),
+        (("--offload_parameters", "true"), "", (1,), 8, (3, 3)),
+        ((), "offload_parameters: true", (1,), 8, (3, 3)),
+        ((), "", (1,), 0.01, (3, 3)),
     ],
-    ids=["one GPU", "two GPUs", "by hand", "weights offloaded", "nothing fits"],
+    ids=["one GPU", "two GPUs", "by hand", "weights offloaded", "offloaded by the preset", "nothing fits"],
 )
-def test_one_gpu_gathers_no_layers_that_a_preset_partitions(models, tmp_path, words, slots, gib, stages):
+def test_one_gpu_gathers_no_layers_that_a_preset_partitions(models, tmp_path, words, preset, slots, gib, stages):
     """ZeRO stage 2 for a preset's 3, but for a flag by hand, and where stage 3 alone offloads weights, or could."""
-    (tmp_path / "preset.yaml").write_text("actor_zero_stage: 3\ncritic_zero_stage: 3\n")
+    (tmp_path / "preset.yaml").write_text(f"actor_zero_stage: 3\ncritic_zero_stage: 3\n{preset}\n")
     settings = given(PPO, models, "--preset", tmp_path / "preset.yaml", *words, ranks=sum(slots))
     choice = fastest(*stage_planner(PPO, settings, gpu(gib * GIB, *slots), {}))
     config = choice.resolved.config
