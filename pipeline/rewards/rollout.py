@@ -13,7 +13,7 @@ from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
 from pipeline.errors import InputError, Interrupted, RunError
 from pipeline.rewards.calls import KINDS
-from pipeline.rewards.failures import RESPONSES, FailureWindow
+from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
@@ -81,7 +81,9 @@ class RunFunctions:
             )
 
         takes_tokens = self._takes_tokens
-        return RolloutScoring(self._pool, responses_of, num_samples=num_samples, takes_tokens=takes_tokens)
+        return RolloutScoring(
+            self._pool, responses_of, self._window, num_samples=num_samples, takes_tokens=takes_tokens
+        )
 
     def counted(self, before: Mapping[str, Any], failures: Sequence[tuple["RolloutScoring", Tensor]]) -> dict[str, Any]:
         """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
@@ -113,6 +115,7 @@ class RolloutScoring:
 
     Args:
         responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
+        window: what ends a run, by the first responses alone too.
         num_samples: responses to each prompt.
         takes_tokens: see `RunFunctions`.
 
@@ -120,11 +123,13 @@ class RolloutScoring:
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
     """
 
-    def __init__(self, pool: RewardPool, responses_of: Any, *, num_samples: int, takes_tokens: bool) -> None:
+    def __init__(
+        self, pool: RewardPool, responses_of: Any, window: FailureWindow, *, num_samples: int, takes_tokens: bool
+    ) -> None:
         self.names = [function.name for function in pool.functions]
         self.failures: dict[str, Failure] = {}
         self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
-        self._takes_tokens = takes_tokens
+        self._window, self._takes_tokens = window, takes_tokens
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
@@ -141,16 +146,33 @@ class RolloutScoring:
         between: called while it waits; may raise.
 
         Raises:
-            InputError: a function returned what is no value, or what is none of this method.
-            EnvironmentFault: no process can be started.
+            InputError: a function returned what is no value, or what is none of this method; or it failed for all of
+                the first responses.
+            EnvironmentFault: no process can be started; or the first responses met no endpoint.
         """
-        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), between), strict=True))
+
+        def look() -> None:
+            between()
+            self._check_first()
+
+        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
         for by_name in found.values() if not self._takes_tokens else ():
             for name, values in by_name.items():
                 if any(isinstance(value, list) for value in values):
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
                     raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
         return found
+
+    def _check_first(self) -> None:
+        """Raise where a function has failed for all responses that are done, and these are enough to end a run.
+
+        Each call that hangs takes its limit of time twice: without this all of a rollout would.
+        """
+        done = [handle.result() for handle in self._handles.values() if handle.done() and not handle.exception()]
+        for name in self.names:
+            values = [value for by_name in done for value in by_name[name]]
+            if len(values) >= self._window.min_failures and isinstance(values[0], Failure):
+                self._window.check(name, [counts_of(values)], values[0])
 
 
 def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:

@@ -32,6 +32,11 @@ def raises(completions):
 def hangs(completions):
     time.sleep(3)  # less than the default of the limit
 
+def hangs_always(prompts):
+    with open(__file__ + ".asked", "a") as file:
+        file.write(prompts[0].split()[-1] + "\\n")
+    time.sleep(3)
+
 def who(completions):
     with open(__file__ + ".pids", "a") as file:
         print(os.getpid(), file=file)
@@ -136,6 +141,16 @@ def test_calls_have_a_limit_of_time_and_processes_of_their_own(folder, tmp_path,
 def test_a_stop_waits_for_no_function(folder, tmp_path):
     assert trained(folder, tmp_path, "stops") == 75
     assert len((folder / "rewards.py.stops").read_text()) < 4, "each held-out prompt was scored before it stopped"
+
+
+def test_a_function_that_always_hangs_ends_the_run_before_all_prompts_were_asked_for(folder, tmp_path, capsys):
+    """64 responses are wanted to 4 held-out prompts; 20 that fail are enough, which two prompts have."""
+    changes = {"eval_samples_per_prompt": 16, "reward_timeout_s": 0.2}
+    assert trained(folder, tmp_path, "hangs_always", **changes) == 2
+    (line,) = errors(capsys)
+    assert "hangs_always gave no value for" in line and "timed out" in line
+    calls = len((folder / "rewards.py.asked").read_text().splitlines())
+    assert 17 <= calls < 4 * 17, "a prompt has one call for its responses, and one for each alone"
 
 
 def test_some_failures_are_masked_and_counted(folder, tmp_path, capsys):
