@@ -58,7 +58,8 @@ DEEPSPEED = {
     "runtime.swap_tensor.optimizer_utils.OptimizerSwapper": "swap_params_info",
     "runtime.swap_tensor.optimizer_utils.OptimizerStateSwapInfo": "get_compute_tensors get_swap_paths",
     "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "_register_deepspeed_module backward_hooks forward_hooks "
-    "partition_all_parameters",
+    "get_param_coordinator partition_all_parameters",
+    "runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator": "_clean_inflight_param_registry",
     "runtime.zero.partition_parameters.Init": "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel "
     "ds_persist ds_secondary_tensor ds_shape ds_status ds_tensor partition partition_numel",
 }

@@ -40,6 +40,8 @@ class Zero3Weights:
         self._parameters: list[Any] = list(module.parameters())
         if once:
             remove_hooks(offload, self._parameters)
+        else:
+            module.register_forward_hook(self._end_forward)
         for parameter in self._parameters:
             parameter.gathered_by_layer = not once
         _replace_deepspeed_linear()
@@ -57,6 +59,15 @@ class Zero3Weights:
         """Keep only this rank's shards of gathered weights, and small weights whole."""
         if self.once and (whole := [p for p in self._parameters if not is_released(p) and not p.ds_persist]):
             whole[0].partition(param_list=whole)
+
+    def _end_forward(self, *_: Any) -> None:
+        """Release what DeepSpeed gathers ahead for the backward pass, where none follows.
+
+        DeepSpeed does it at the next forward pass only. Until then such a weight is in flight: a `gathered` context
+        would read it before its values have arrived, and could not release it.
+        """
+        if not torch.is_grad_enabled():
+            self._offload.get_param_coordinator()._clean_inflight_param_registry()
 
     def release_all(self) -> None:
         """Keep only this rank's shards of all weights, also those that a failed forward or backward pass gathered."""

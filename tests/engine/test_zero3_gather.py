@@ -11,6 +11,7 @@ from support.ds_arguments import built, refusal
 from support.in_process import group_of_one
 
 from pipeline import dist
+from pipeline.checkpoints.model_folder import adapter_weights, state_dict
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine import zero3
@@ -36,9 +37,9 @@ def world() -> Iterator[None]:
         yield made
 
 
-def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False) -> TrainingEngine:
+def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False, **sizes: int) -> TrainingEngine:
     config = built(
-        SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
+        SETTINGS.replace(**sizes), zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
         max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     with partitioned_loading(config, ModelSource(str(folder))):
@@ -65,6 +66,10 @@ def forward(engine: Any) -> torch.Tensor:
 
 def away(engine: Any) -> set[bool]:
     return {zero3.is_released(parameter) for parameter in engine.module.parameters()}
+
+
+def in_flight(engine: Any) -> int:
+    return sum(parameter.ds_status.name == "INFLIGHT" for parameter in engine.module.parameters())
 
 
 def test_once_keeps_weights_whole_until_the_step(tiny_folders: Any) -> None:
@@ -126,6 +131,33 @@ def test_layer_by_layer_remembers_no_values(tiny_folders: Any) -> None:
         assert away(engine) == {engine is layers}
         engine.backward(loss, last=True)
     assert once.gradient_norm() == pytest.approx(layers.gradient_norm(), rel=1e-5)
+
+
+@pytest.mark.parametrize("then", ["save", "save_adapter", "generate"])
+def test_nothing_is_in_flight_without_a_backward_pass(tiny_folders: Any, then: str) -> None:
+    """Too much for these limits is whole at a time: at its end, a forward pass gathers ahead for the backward pass."""
+    limits = {"stage3_max_live_parameters": 20_000, "stage3_max_reuse_distance": 0}
+    engine = trained_engine(tiny_folders["llama"], "layers", lora=True, **limits)
+    for _ in range(3):  # the first ones make the trace that DeepSpeed follows
+        loss = -forward(engine).mean()
+        ahead = in_flight(engine)
+        engine.backward(loss, last=True)
+        assert step_together([engine], 1.0, loss=loss) and in_flight(engine) == 0
+    assert ahead > 0
+    with torch.no_grad():
+        forward(engine)
+    assert in_flight(engine) == 0
+    if then == "generate":
+        with engine.generation():
+            assert away(engine) == {False}
+    else:
+        values = adapter_weights if then == "save_adapter" else state_dict
+        found = values(engine.module, dtype=torch.float32)
+        engine.weights.release_all()  # type: ignore[union-attr]
+        again = values(engine.module, dtype=torch.float32)
+        assert found and found.keys() == again.keys()
+        assert all(found[name].equal(again[name]) for name in found)
+    assert away(engine) == {True}
 
 
 def test_adapters_are_fused_where_weights_are_whole(tiny_folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:

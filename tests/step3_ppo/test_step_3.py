@@ -24,6 +24,11 @@ MODEL_FILES = {
 RUN_FILES = {
     "config.json", "env.json", "log.txt", "rows.json", "metrics.jsonl", "done.json", "samples.jsonl", "checkpoints",
 }  # fmt: skip
+# Layer by layer, and no more whole at a time than one layer and a part of the next.
+ZERO_3: dict[str, object] = {
+    "actor_zero_stage": 3, "critic_zero_stage": 3, "zero3_gather": "layers", "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 20_000, "stage3_max_reuse_distance": 0,
+}  # fmt: skip
 # Metrics of GPUs, and of --kl_in_loss.
 ONLY_ELSEWHERE = {
     "advantages/lambda",  # with --lambda_alpha
@@ -90,11 +95,11 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The same run by `python -m` at stage 0 and by torchrun with two ranks at stage 3."""
+    """The same run by `python -m` at stage 0 and by torchrun with two ranks at stage 3, as large models have it."""
     folder = make_folder(tmp_path_factory.mktemp("step-3"))
     ended = {}
-    for ranks, stage in ((1, 0), (2, 3)):
-        command = words(folder, f"out{ranks}", ranks, actor_zero_stage=stage, critic_zero_stage=stage)
+    for ranks, zero in ((1, {}), (2, ZERO_3)):
+        command = words(folder, f"out{ranks}", ranks, **zero)
         ended[ranks] = run_command("step3_ppo", command, folder=folder, ranks=ranks)
     return Trained(folder, ended)
 
