@@ -87,6 +87,8 @@ SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     ),
     "reward loss": ("reward", lambda n: patch("step2_reward.training:batch_loss", lambda x: x * math.nan, times=n)),
     "reward gradient": ("reward", lambda n: spoil_gradient("step2_reward.training", "value_model_engine", times=n)),
+    "dpo loss": ("dpo", lambda n: patch("step3_dpo.training:loss_of", lambda loss: loss * math.nan, times=n)),
+    "dpo gradient": ("dpo", lambda n: spoil_gradient("step3_dpo.training", "language_model_engine", times=n)),
     "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.objectives:policy_loss", in_tuple, times=n)),
     "ppo value loss": ("ppo", lambda n: patch("step3_ppo.objectives:value_loss", in_tuple, times=n)),
     "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:judge_responses", lambda x: x * math.nan, times=n)),
