@@ -2,6 +2,7 @@
 
 `python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails. With
 `--method grpo` (rloo, reinforce_pp) there is no reward model: stage 3 is rewarded by the rule itself, as a function.
+With `--method dpo` (ipo, kto) stage 3 learns from the pairs that stage 2 would have had.
 """
 
 import argparse
@@ -36,11 +37,13 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     from demo.make import make_data, make_model
     from demo.report import measure
     from pipeline.dist import find_gpu
+    from step3_ppo.flags.methods import METHODS
 
     transformers.utils.logging.disable_progress_bar()
     find_gpu()
     again = ["--overwrite"] if overwrite else []
-    sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", "ppo")
+    last = "ppo" if method in METHODS else "dpo"
+    sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", last)
     seeds = [word for stage in sections for word in (f"--{stage}.seed", str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")
     make_data(MADE, seed=seed)
@@ -53,8 +56,8 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     if method == "ppo":
         call([*train, "--step", "1", "2", "3", "--reward-model", "tiny", *again])
     else:
-        rule = f"{ROOT / 'demo' / 'rule.py'}:kindness"
-        call([*train, "--step", "1", "3", "--method", method, "--ppo.reward_function", rule, *again])
+        rule = ["--ppo.reward_function", f"{ROOT / 'demo' / 'rule.py'}:kindness"] if last == "ppo" else []
+        call([*train, "--step", "1", "3", "--method", method, *rule, *again])
     say("sampling answers to prompts that no step has seen")
     found = measure(Path("output"), seed=seed, method=method)
     found["minutes"] = (time.monotonic() - started) / 60
@@ -67,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1234, help="seed of data, weights and training [1234]")
     parser.add_argument("--overwrite", action="store_true", help="start over although output/ holds finished runs")
-    parser.add_argument("--method", default="ppo", help="how stage 3 learns: ppo, grpo, rloo or reinforce_pp [ppo]")
+    methods = "ppo, grpo, rloo, reinforce_pp, dpo, ipo or kto"
+    parser.add_argument("--method", default="ppo", help=f"how stage 3 learns: {methods} [ppo]")
     options = parser.parse_args(argv)
     found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
     from demo.report import failed_claims, table, verdict

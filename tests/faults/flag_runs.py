@@ -38,12 +38,14 @@ from rlhf.rewards.sample import SampleConfig
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
+from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
 
 CONFIGS: dict[str, type[BaseModel]] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
     "ppo": PPOConfig,
+    "dpo": DPOConfig,
     "reward_eval": RewardEvalConfig,
     "chat": ChatConfig,
     "prompt_eval": CompareConfig,
@@ -66,6 +68,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "sft": TRAINED,
     "reward": TRAINED,
     "ppo": TRAINED | ROLLOUTS,
+    "dpo": TRAINED,
     "reward_eval": {"eval_fraction": 0.9},
     "chat": {"model": "@other", **ANSWERS},
     "prompt_eval": ANSWERS,

@@ -28,6 +28,7 @@ WARM = {"max_steps": 3, "lr_scheduler_type": "linear"}
 EMA = {"enable_ema": "true"}
 ADAPTIVE = {"kl_target": 0.01, "max_steps": 2}
 TEXT = {"unsupervised_data_path": "@text.jsonl"}
+KTO = {"method": "kto"}
 CLIPPED = {"ppo_epochs": 3, "max_steps": 3}
 # A run without a critic that compares the responses to a prompt.
 GROUPS = {
@@ -95,6 +96,15 @@ TWINS: dict[str, Twin] = {
     "reward.centering_coef": Twin(0.5),
     "reward.reward_loss": Twin("per_token"),
     "reward.long_pairs": Twin("truncate_left", both={"max_seq_len": 40}),
+    "dpo.beta": Twin(0.9),
+    "dpo.desirable_weight": Twin(3.0, both=KTO),
+    "dpo.ipo_log_ratios": Twin("sum", both={"method": "ipo"}),
+    "dpo.label_smoothing": Twin(0.3),
+    "dpo.long_pairs": Twin("truncate_left", both={"max_seq_len": 40}),
+    "dpo.max_seq_len": Twin(SHORT, "metrics", both={"long_pairs": "truncate_left", "max_seq_len": 96}),
+    "dpo.method": Twin("kto"),
+    "dpo.take_reward_share": Twin("false", both={"data_split": "2,4,4"}),
+    "dpo.undesirable_weight": Twin(3.0, both=KTO),
     "ppo.approx_kl_stop": Twin(1e-12, both=CLIPPED),
     "ppo.critic_warmup_steps": Twin(1),
     "ppo.entropy_coef": Twin(0.5),
@@ -340,6 +350,7 @@ WITHOUT_EFFECT |= REFUSED | {
     f"{stage}.{prefix}{name}": reason
     for stage, prefix, name, reason in (
         ("reward", "", "dropout", "0 is its only value"),
+        ("dpo", "", "dropout", "0 is its only value"),
         ("ppo", "actor_", "dropout", "0 is its only value"),
         ("ppo", "critic_", "dropout", "0 is its only value"),
         ("ppo", "actor_", "lora_dropout", "stage 3 refuses any but 0"),

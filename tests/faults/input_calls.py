@@ -27,6 +27,8 @@ from step1_sft.main import main as sft_main
 from step2_reward import eval as reward_eval
 from step2_reward import training as reward_training
 from step2_reward.main import main as reward_main
+from step3_dpo import training as dpo_training
+from step3_dpo.main import main as dpo_main
 from step3_ppo import build as ppo_build
 from step3_ppo.main import main as ppo_main
 
@@ -35,6 +37,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "sft": sft_main,
     "reward": reward_main,
     "ppo": ppo_main,
+    "dpo": dpo_main,
     "chat": chat.main,
     "prompt_eval": compare.main,
     "sample": sample.main,
@@ -101,6 +104,7 @@ def stage_words(command: str, folder: Path, out: Path, **changes: object) -> lis
     valid: dict[str, dict[str, object]] = {
         "sft": {**common, **rows, "model_name_or_path": folder / "base", "max_seq_len": 96},
         "reward": {**common, **rows, "model_name_or_path": folder / "base", "max_seq_len": 96},
+        "dpo": {**common, **rows, "model_name_or_path": folder / "base", "max_seq_len": 96},
         "ppo": {
             **common, **rows, "actor_model_name_or_path": folder / "base",
             "critic_model_name_or_path": folder / "scorer", "max_prompt_seq_len": 64, "max_answer_seq_len": 32,
@@ -125,6 +129,7 @@ def stopped_at_the_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for owner, name in (
             (sft_training, "language_model_engine"),
             (reward_training, "value_model_engine"),
+            (dpo_training, "reference_log_probs"),
             (ppo_build, "make_schedule"),
             (AutoModelForCausalLM, "from_pretrained"),
             (AutoModelForSequenceClassification, "from_pretrained"),

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 Ending = Literal["REFUSED", "COUNTED", "TAKEN"]
-STAGES = ("sft", "reward", "ppo")
+STAGES = ("sft", "reward", "ppo", "dpo")
 PROMPTS = [f"Describe the {colour} otter." for colour in ("red", "grey", "white", "brown", "black", "golden")]
 GOOD = [{"prompt": text, "chosen": "It was kind.", "rejected": "It was rude."} for text in PROMPTS]
 LAST = len(GOOD) + 1  # the row behind the good ones
@@ -281,12 +281,12 @@ def file_cases() -> Iterator[Case]:
 def row_cases() -> Iterator[Case]:
     """A bad row behind good ones is counted; a file of bad rows alone is refused with the same words."""
     for number, (label, (row, kind)) in enumerate(ROWS.items()):
-        command, name = STAGES[number % 3], f"{label.replace(' ', '-')}.jsonl"
+        command, name = STAGES[number % len(STAGES)], f"{label.replace(' ', '-')}.jsonl"
         says = f"1 dropped: {kind} (first: {name}:{LAST}"
         yield Case(command, name, lines_of([*GOOD, row]), "COUNTED", says, f"{command}-{label}")
         name = f"all-{name}"
         says = f"no usable row: 2 dropped: {kind} (first: {name}:1"
-        yield Case(STAGES[(number + 1) % 3], name, lines_of([row, row]), "REFUSED", says, f"only-{label}")
+        yield Case(STAGES[(number + 1) % len(STAGES)], name, lines_of([row, row]), "REFUSED", says, f"only-{label}")
     for label, (command, row, kind) in STAGE_ROWS.items():
         name = f"{label.replace(' ', '-')}.jsonl"
         yield Case(

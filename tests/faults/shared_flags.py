@@ -2,7 +2,7 @@
 
 from typing import Any
 
-STAGES = ("reward", "ppo")  # beside stage 1, of which flag_tests.py has the twins
+STAGES = ("reward", "ppo", "dpo")  # beside stage 1, of which flag_tests.py has the twins
 
 # Seen in built engines and DeepSpeed JSONs: the case of tests/training/test_stage_flags.py, and its flags.
 ENGINES = "training/test_stage_flags.py::test_the_engine_of_a_role_has_its_own_flags"
@@ -29,7 +29,7 @@ OF_A_STAGE: dict[str, str] = {
     f"{OPTIMIZERS}[{{0}}]": "adam_beta1 adam_beta2 adam_eps lr_scheduler_type num_warmup_steps min_learning_rate_ratio",
     f"{ONLY_LORA}[false-{{0}}]": "only_optimize_lora",
 }  # fmt: skip
-ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "ppo.critic_"}
+ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "ppo.critic_", "dpo-model": "dpo."}
 
 # The twins of stage 1 that are made in the others too, where they are not refused; what they set otherwise there.
 TWINS = """
@@ -63,7 +63,8 @@ def shared_tests() -> dict[str, str]:
     for stage in STAGES:
         for test, names in (OF_A_STAGE | RESUMED).items():
             found[test.format(stage)] = [f"{stage}.{name}" for name in names.split()]
-    found[f"{ENGINES}[adapters-reward-model]"].append("reward.lora_dropout")  # stage 3 has no dropout, and refuses it
+    for stage in ("reward", "dpo"):  # PPO has no dropout, and refuses it
+        found[f"{ENGINES}[adapters-{stage}-model]"].append(f"{stage}.lora_dropout")
     return {test: " ".join(keys) for test, keys in found.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from support import forks
 from support.ports import free_port
 
-MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema")}
+MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema"), "dpo": ("dpo",)}
 LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
 CLOCK = ("time", "_s", "_per_s", "mfu", "_gib")  # ends of names of times, rates and memory
 
@@ -57,7 +57,7 @@ class Story:
             "eval_interval": 3,
             "eval_iters": 2,
         }
-        flags |= PPO if self.stage == "ppo" else PRETRAINING
+        flags |= {"ppo": PPO, "dpo": PREFERENCES}.get(self.stage, PRETRAINING)
         if self.stage == "ppo":
             flags |= {
                 "actor_model_name_or_path": self.folder / "base",
@@ -88,6 +88,7 @@ PRETRAINING = {
     "lora_dropout": 0.2,
     "keep_best": "true",
 }
+PREFERENCES = {name: value for name, value in PRETRAINING.items() if name != "keep_best"}
 # LoRA, EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout.
 PPO = {
     "unsup_coef": 0.5,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from flag_runs import CONFIGS, check_twins, make_flag_inputs, plain_run, record, seen_to_fail
 from flag_tests import NAMED, ONE_PLACE, TWINS, WITHOUT_EFFECT
-from support.source_tree import ROOT
+from support.source_tree import ROOT, STAGES
 
 from pipeline.configuration.flag_table import flag_table
 
@@ -31,7 +31,7 @@ def test_every_flag_of_every_command_has_a_test() -> None:
 
 
 def test_flags_that_one_place_reads_for_all_are_named_in_no_stage() -> None:
-    sources = [file for name in ("step1_sft", "step2_reward", "step3_ppo") for file in (ROOT / name).rglob("*.py")]
+    sources = [file for name in STAGES for file in (ROOT / name).rglob("*.py")]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sources)
     assert [name for name in ONE_PLACE if re.search(rf"\b{name}\b", text)] == []
 

@@ -201,5 +201,5 @@ def test_the_train_help_names_flags_of_all_stages() -> None:
 def test_the_valid_runs_come_to_their_models(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the cases could all be refused for another reason."""
     with stopped_at_the_models(monkeypatch):
-        for command in ("sft", "reward", "ppo"):
+        for command in ("sft", "reward", "ppo", "dpo"):
             assert call(command, stage_words(command, folder, tmp_path / command)).loaded

@@ -140,6 +140,7 @@ def dynamic(folder: Path, target: Path, source: str, auto_class: Any) -> Path:
 TOO_LONG = {  # command -> its flags, and what is refused
     "sft": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
     "reward": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
+    "dpo": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
     "ppo": ("actor_model_name_or_path", {}, "--max_answer_seq_len 96: the model {} has 90 positions; "),
     "chat": (
         "model",
@@ -205,7 +206,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return tried
 
 
-@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "chat", "prompt_eval", "reward_eval", "data"])
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "dpo", "chat", "prompt_eval", "reward_eval", "data"])
 def test_a_hub_that_is_not_there_is_one_line_and_no_storm(
     command: str, folder: Path, tmp_path: Path, no_network: list[object]
 ) -> None:

@@ -246,6 +246,7 @@ def test_a_classifier_of_two_labels_is_no_start_of_a_reward_model(folder: Path, 
 NOT_FINITE = [
     ("sft", "model_name_or_path", "model.decoder.layers.1.fc1.weight"),
     ("reward", "model_name_or_path", "model.decoder.embed_tokens.weight"),
+    ("dpo", "model_name_or_path", "model.decoder.layers.0.fc2.weight"),
     ("ppo", "actor_model_name_or_path", "model.decoder.final_layer_norm.bias"),
     ("ppo", "critic_model_name_or_path", "score.weight"),
     ("ppo", "reward_model_name_or_path", "score.weight"),
@@ -273,7 +274,7 @@ def test_a_model_whose_weights_are_not_finite(
 
 
 @pytest.mark.parametrize("method", ["gptq", "fp8"])
-@pytest.mark.parametrize("command", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "dpo"])
 def test_a_start_model_that_another_program_quantised(
     command: str, method: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +291,7 @@ def test_a_start_model_that_another_program_quantised(
 FLASH = {
     "sft": ["attn_implementation"],
     "reward": ["attn_implementation"],
+    "dpo": ["attn_implementation"],
     "ppo": ["actor_attn_implementation", "critic_attn_implementation"],
 }
 

@@ -41,7 +41,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["killed"] == found["runs"], "the runs were alive when the signal came"
 
 
-@pytest.mark.parametrize(("stage", "count"), [("sft", 1), slow(("sft", 5)), slow(("reward", 3)), slow(("ppo", 5))])
+@pytest.mark.parametrize(
+    ("stage", "count"), [("sft", 1), slow(("sft", 5)), slow(("reward", 3)), slow(("ppo", 5)), slow(("dpo", 3))]
+)
 def test_a_killed_run_goes_on_exactly(folder, stage, count):
     check(tell(kill_and_compare, stage, folder, count=count))
 
@@ -77,7 +79,7 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("reward", 1), ("ppo", 1), ("ppo", 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("reward", 1), ("ppo", 1), ("ppo", 2), ("dpo", 1)])
 def test_stopped_at_twenty_random_moments(folder, stage, ranks):
     more = "--per_device_generation_batch_size 4 --gradient_accumulation_steps 1" if ranks == 2 else ""
     found = tell(stop_and_compare, stage, folder, count=20, seed=6, ranks=ranks, more=more)
@@ -91,7 +93,7 @@ def test_killed_again_and_again(folder):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "dpo"])
 def test_fifty_random_moments(folder, stage):
     check(tell(kill_and_compare, stage, folder, count=50, seed=1))
 

@@ -20,15 +20,17 @@ from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 
 STEPS = 2
 SAME = ("--eval_interval", "0", "--keep_checkpoints", "2")
-SUPERVISED = ("--lora_dim", "0", "--keep_best", "false", "--lr_scheduler_type", "constant")
+PLAIN = ("--lora_dim", "0", "--lr_scheduler_type", "constant")
+SUPERVISED = (*PLAIN, "--keep_best", "false")
 
 EACH_STAGE = pytest.mark.parametrize(
-    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo"))]
+    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo", "dpo"))]
 )
 
 
 def story_of(stage: str, folder: Path, steps: int, *changes: object) -> Story:
-    return Story(stage, folder, steps=steps, more=(*SAME, *(SUPERVISED if stage != "ppo" else ()), *changes))
+    own = {"ppo": (), "dpo": PLAIN}.get(stage, SUPERVISED)
+    return Story(stage, folder, steps=steps, more=(*SAME, *own, *changes))
 
 
 @pytest.fixture(scope="module")

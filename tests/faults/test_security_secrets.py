@@ -42,7 +42,7 @@ def test_three_steps_write_no_secret_of_the_environment(
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     printed = ""
-    for command in ("sft", "reward", "ppo"):
+    for command in ("sft", "reward", "ppo", "dpo"):
         sizes = {"per_device_train_batch_size": 4, "max_steps": 1}
         sizes |= {"per_device_generation_batch_size": 4} if command == "ppo" else {}
         ending = call(command, stage_words(command, folder, tmp_path / command, enable_csv="true", **sizes))
@@ -52,7 +52,7 @@ def test_three_steps_write_no_secret_of_the_environment(
         assert canary not in printed and holding(tmp_path, canary) == []
 
 
-@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "prompt_eval", "reward_eval"])
+@pytest.mark.parametrize("command", ["sft", "reward", "ppo", "dpo", "prompt_eval", "reward_eval"])
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_secret_is_no_setting(secret: str, command: str, folder: Path, tmp_path: Path) -> None:
     """Neither as a flag nor from a YAML file; it is not said again, and nothing is written."""

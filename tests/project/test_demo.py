@@ -11,7 +11,7 @@ from support import forks
 from support.source_tree import ROOT
 
 from demo import run, seeds
-from demo.report import table
+from demo.report import failed_claims, table
 
 # A run that was sound, as in docs/experiments.md; each of the others breaks one claim.
 SOUND = {
@@ -41,6 +41,17 @@ def test_a_claim_that_fails_ends_the_demo_with_1(
 def test_a_divergence_that_is_zero_up_to_rounding_has_no_sign() -> None:
     (line,) = [line for line in table(SOUND | {"kl_start": -7e-9}).splitlines() if "KL from" in line]
     assert line.split()[-2:] == ["0.00", "1.60"]
+
+
+@pytest.mark.parametrize(("claim", "rate"), [("", 0.8), ("DPO at least 20 points higher", 0.6)])
+def test_a_method_that_samples_nothing_has_a_margin_and_no_divergence(claim: str, rate: float) -> None:
+    """Of DPO's log-ratios on the data none is the divergence that PPO logs."""
+    unknown = ("kl_start", "kl_end", "reward_accuracy")
+    found = {name: value for name, value in SOUND.items() if name not in unknown} | {"method": "DPO", "ppo_rate": rate}
+    assert failed_claims(found) == ([claim] if claim else [])
+    lines = table(found).splitlines()
+    assert [line.split()[-2:] for line in lines if "margin on unseen pairs" in line] == [["2.30", "11.90"]]
+    assert not any("KL" in line or "reward" in line for line in lines)
 
 
 @pytest.mark.parametrize("bad_seed", [None, 3])
@@ -77,3 +88,16 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
     assert result["ppo_rate"] >= result["sft_rate"] + 0.2 and result["reward_accuracy"] > 0.9
     for name in ("sft", "reward", "actor", "critic"):
         assert (tmp_path / "output" / name / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_demo_by_dpo(tmp_path: Path) -> None:
+    """Steps 1 and 3 alone: the pairs that step 2 would have had are stage 3's."""
+    command = [sys.executable, "-m", "demo.run", "--method", "dpo"]
+    done = subprocess.run(command, cwd=tmp_path, env=forks.environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all claims hold", done.stderr[-2000:] + done.stdout
+    result = json.loads((tmp_path / "output" / "demo" / "result.json").read_text())
+    assert result["method"] == "DPO" and result["ppo_rate"] >= result["sft_rate"] + 0.2
+    assert result["reward_end"] > 0.1 > abs(result["reward_start"]) and "kl_end" not in result
+    assert sorted(path.name for path in (tmp_path / "output" / "runs").iterdir()) == ["base", "dpo", "sft"]
+    assert not (tmp_path / "output" / "reward").exists() and (tmp_path / "output/actor/model.safetensors").is_file()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 ON = {SWITCH: "true"}
 SIZES = {"per_device_train_batch_size": 4, "dtype": "fp32", "data_split": "none", "lora_dim": 2}
 LENGTHS: dict[str, dict[str, object]] = {
-    "sft": {"max_seq_len": 96}, "reward": {"max_seq_len": 96},
+    "sft": {"max_seq_len": 96}, "reward": {"max_seq_len": 96}, "dpo": {"max_seq_len": 96},
     "ppo": {"max_prompt_seq_len": 48, "max_answer_seq_len": 8, "per_device_generation_batch_size": 4},
 }  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_without_a_supervisor_rank_0_leaves_the_report(inputs: Path, tmp_path: P
     assert "warning" not in done.stderr
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo", "dpo"])
 def test_a_flag_turns_the_report_off(inputs: Path, tmp_path: Path, stage: str) -> None:
     package = next(one.package for one in STAGES if one.section == stage)
     done = run_command(package, words(stage, inputs, report="false", max_steps=1), folder=tmp_path, **ON)

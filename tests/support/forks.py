@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = tuple(str(ROOT / folder) for folder in (".", "tests", "tests/faults", "tests/multi"))
-PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
+PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo": "step3_dpo"}
 PRELOADED = [
     "pipeline.engine.engine", "pipeline.checkpoints.model_folder", "pipeline.generation.hybrid_engine",
     "torch.utils.tensorboard", "peft", "transformers.models.opt.modeling_opt",

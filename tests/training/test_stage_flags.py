@@ -25,13 +25,18 @@ from step1_sft import training as sft_training
 from step1_sft.config import SFTConfig
 from step2_reward import training as reward_training
 from step2_reward.config import RewardConfig
+from step3_dpo import training as dpo_training
+from step3_dpo.config import DPOConfig
 from step3_ppo import training as ppo_training
 from step3_ppo.config import PPOConfig
 
-BUILDERS = {"sft": sft_training, "reward": reward_training, "ppo": ppo_training}
-CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
+BUILDERS = {"sft": sft_training, "reward": reward_training, "ppo": ppo_training, "dpo": dpo_training}
+CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 # (stage, role): the prefix of the role's flags, and the name of its engine.
-ROLES = {("sft", "model"): "", ("reward", "model"): "", ("ppo", "actor"): "actor_", ("ppo", "critic"): "critic_"}
+ROLES = {
+    ("sft", "model"): "", ("reward", "model"): "", ("ppo", "actor"): "actor_", ("ppo", "critic"): "critic_",
+    ("dpo", "model"): "",
+}  # fmt: skip
 EACH_ROLE = pytest.mark.parametrize(("stage", "role"), ROLES, ids=lambda value: value)
 EACH_STAGE = pytest.mark.parametrize("stage", CONFIGS)
 
@@ -112,7 +117,7 @@ def test_the_json_of_a_role_has_its_own_flags(stage: str, role: str, table: dict
     plain, changed = jsons(stage, []), jsons(stage, flags_of(stage, table, ROLES[stage, role]))
     for name, (_, path, expected) in table.items():
         assert said(plain[role], path) != expected == said(changed[role], path), name
-    others = set(plain) - {role, *{"actor": ["reference"], "critic": ["reward model"]}.get(role, [])}
+    others = set(plain) - {role, *{"critic": ["reward model"]}.get(role, ["reference"])}
     assert {other: changed[other] for other in others} == {other: plain[other] for other in others}
 
 
@@ -162,7 +167,7 @@ def read(stage: str, words: list[object], folder: Path, out: Path, look: Callabl
 
     def build_and_look(run: Any, config: Any) -> Any:
         built = build(run, config)
-        stays = built[0] if stage == "ppo" else built
+        stays = built[0] if isinstance(built, tuple) else built
         engines = stays.models.trained if stage == "ppo" else {"model": stays.engine}
         seen.append(look(Built(engines, stays.rate)))
         raise EnvironmentFault("built")
