@@ -39,8 +39,8 @@ def world() -> Iterator[None]:
 
 def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False, **sizes: int) -> TrainingEngine:
     config = built(
-        SETTINGS.replace(**sizes), zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2, world_size=1,
-        max_grad_norm=0.0, device="cpu",
+        SETTINGS.replace(**sizes), zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2,
+        world_size=1, max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     with partitioned_loading(config, ModelSource(str(folder))):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
