@@ -83,7 +83,7 @@ def test_a_pipe_gets_plain_complete_lines_and_libraries_are_heard_in_the_log_of_
         assert "\x1b" not in text and "\r" not in text and (not text or text.endswith("\n"))
         assert max(map(len, text.splitlines()), default=0) <= 200 + len(str(tmp_path)) * 2
     lines = done.stderr.splitlines()
-    begin = lines.index("supervised fine-tuning")
+    begin = lines.index("supervised fine-tuning, stage 1")
     assert [line.split()[0] for line in lines[begin + 1 : begin + 7]] == [
         "version", "models", "rows", "hardware", "batch", "output",
     ]  # fmt: skip
