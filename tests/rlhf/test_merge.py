@@ -27,12 +27,12 @@ from transformers.utils import logging as transformers_log
 
 from pipeline.checkpoints.model_card import example
 from pipeline.checkpoints.model_folder import save_model
-from pipeline.errors import EXIT_DONE, EXIT_INPUT
+from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.marks import OURS
 from pipeline.models import loading
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora
-from pipeline.models.reward_model import load_reward_model, score_head_fields
+from pipeline.models.reward_model import check_head, load_reward_model, score_head_fields
 from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import ADAPTER_WEIGHTS
 from rlhf.models.export import main as export
@@ -70,6 +70,16 @@ def adapter(base: str) -> str:
 def test_the_base_of_an_adapter_alone_is_not_copied(adapter: str) -> None:
     assert {path.name for path in Path(adapter).glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert not (Path(adapter) / "config.json").exists()
+
+
+def test_the_command_that_an_error_prints_makes_what_was_wanted(adapter: str, tmp_path: Path) -> None:
+    """A new score head on the adapter's quantised base is refused; on the merged model it is not."""
+    given: dict[str, Any] = {"new_head": True, "quantization": "int8"}
+    with pytest.raises(InputError) as refused:
+        check_head(ModelSource(adapter), **given)
+    command = re.search(r"; rlhf merge (\S+) FOLDER makes it$", str(refused.value))
+    assert command and main([command[1], str(tmp_path / "merged")]) == EXIT_DONE
+    check_head(ModelSource(str(tmp_path / "merged")), **given)
 
 
 def test_a_base_without_a_name_gets_none(base: str, tmp_path: Path) -> None:
