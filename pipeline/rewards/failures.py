@@ -35,6 +35,10 @@ class FailureWindow:
             rest -= counts[RESPONSES]
         return kept
 
+    def is_surely_passed(self, failed: int, expected: int) -> bool:
+        """Tell whether so many failures end a run whatever the rest of a rollout's `expected` responses get."""
+        return failed >= self.min_failures and failed > self.max_share * (self.num_responses + expected)
+
     def check(self, name: str, rollouts: Sequence[Counts], first: Failure | None) -> None:
         """Raise where the function `name` has failed too often in these rollouts, or in all of the last one.
 

@@ -164,14 +164,17 @@ class RolloutScoring:
         return found
 
     def _check_first(self) -> None:
-        """Raise where a function has failed for all responses that are done, and these are enough to end a run.
+        """Raise where a function has failed for all responses that are done, and the others would change nothing.
 
         Each call that hangs takes its limit of time twice: without this all of a rollout would.
         """
         done = [handle.result() for handle in self._handles.values() if handle.done() and not handle.exception()]
+        expected = len(self._handles) * self._num_samples * dist.world_size()
         for name in self.names:
             values = [value for by_name in done for value in by_name[name]]
-            if len(values) >= self._window.min_failures and isinstance(values[0], Failure):
+            if all(isinstance(value, Failure) for value in values) and self._window.is_surely_passed(
+                len(values), expected
+            ):
                 self._window.check(name, [counts_of(values)], values[0])
 
 

@@ -11,6 +11,7 @@ from support.tiny_run import make_folder, read_metrics
 from step3_ppo.main import main
 
 FUNCTIONS = """
+import json
 import os
 import signal
 import time
@@ -36,6 +37,14 @@ def hangs_always(prompts):
     with open(__file__ + ".asked", "a") as file:
         file.write(prompts[0].split()[-1] + "\\n")
     time.sleep(3)
+
+def fails_first(prompts, completions):
+    with open(__file__.replace("rewards.py", "test.jsonl")) as file:
+        held_out = [json.loads(line)["prompt"] for line in file]
+    if prompts[0] in held_out[:3]:
+        raise RuntimeError("no luck")
+    time.sleep(2 if prompts[0] in held_out else 0)
+    return [float(len(text)) for text in completions]
 
 def who(completions):
     with open(__file__ + ".pids", "a") as file:
@@ -144,13 +153,24 @@ def test_a_stop_waits_for_no_function(folder, tmp_path):
 
 
 def test_a_function_that_always_hangs_ends_the_run_before_all_prompts_were_asked_for(folder, tmp_path, capsys):
-    """64 responses are wanted to 4 held-out prompts; 20 that fail are enough, which two prompts have."""
-    changes = {"eval_samples_per_prompt": 16, "reward_timeout_s": 0.2}
+    """64 responses are wanted to 4 held-out prompts; 20 that fail are enough, which two prompts have.
+
+    They are above 1 % of the last 1,000, whatever the other 32 get.
+    """
+    changes = {"eval_samples_per_prompt": 16, "reward_timeout_s": 0.2, "max_reward_failures": 0.01}
     assert trained(folder, tmp_path, "hangs_always", **changes) == 2
     (line,) = errors(capsys)
     assert "hangs_always gave no value for" in line and "timed out" in line
     calls = len((folder / "rewards.py.asked").read_text().splitlines())
     assert 17 <= calls < 4 * 17, "a prompt has one call for its responses, and one for each alone"
+
+
+def test_a_function_that_fails_for_the_first_prompts_alone_goes_on_within_its_limit(folder, tmp_path):
+    """48 of 64 responses have failed while the others are waited for, and more may fail."""
+    changes = {"eval_samples_per_prompt": 16, "max_reward_failures": 0.9, "max_steps": 1}
+    assert trained(folder, tmp_path, "fails_first", **changes) == 0
+    (line, *_) = [line for line in read_metrics(tmp_path / "runs/ppo") if "eval_rows" in line]
+    assert line["eval_reward_failures/fails_first"] == 0.75
 
 
 def test_some_failures_are_masked_and_counted(folder, tmp_path, capsys):
