@@ -16,7 +16,7 @@ from pipeline.generation.session import generate
 from pipeline.generation.sources import session_source
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.tokenizers import load_tokenizer
-from step3_ppo.flags.methods import METHODS
+from rlhf.stages import stages_of_method
 
 MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3
@@ -48,8 +48,9 @@ def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
     lines = (output / "demo" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     template = load_tokenizer(str(output / "sft"))
-    has_kl = method in METHODS  # of its own samples; DPO, IPO and KTO make none
-    results: dict[str, Any] = {"prompts": len(prompts), "method": METHODS[method].title if has_kl else method.upper()}
+    stage = stages_of_method(method)[3]
+    has_kl = stage.section == "ppo"  # of its own samples; DPO, IPO and KTO make none
+    results: dict[str, Any] = {"prompts": len(prompts), "method": stage.methods[method] if has_kl else method.upper()}
     shown = [{"prompt": prompt} for prompt in prompts[:NUM_SHOWN]]
     for name, folder in (("base", "demo/base"), ("sft", "sft"), ("ppo", "actor")):
         texts = answers(output / folder, prompts, template=template, seed=seed)

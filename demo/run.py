@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from pipeline.errors import InputError
+
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")
 
@@ -37,12 +39,12 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     from demo.make import make_data, make_model
     from demo.report import measure
     from pipeline.dist import find_gpu
-    from step3_ppo.flags.methods import METHODS
+    from rlhf.stages import stages_of_method
 
     transformers.utils.logging.disable_progress_bar()
     find_gpu()
     again = ["--overwrite"] if overwrite else []
-    last = "ppo" if method in METHODS else "dpo"
+    last = stages_of_method(method)[3].section
     sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", last)
     seeds = [word for stage in sections for word in (f"--{stage}.seed", str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")
@@ -73,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     methods = "ppo, grpo, rloo, reinforce_pp, dpo, ipo or kto"
     parser.add_argument("--method", default="ppo", help=f"how stage 3 learns: {methods} [ppo]")
     options = parser.parse_args(argv)
-    found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
+    try:
+        found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
+    except InputError as error:
+        parser.error(str(error))
     from demo.report import failed_claims, table, verdict
 
     print(table(found), verdict(found), sep="\n\n")

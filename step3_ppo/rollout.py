@@ -241,13 +241,13 @@ class Sampler:
         except GenerationStopped:
             stopped = True
         dist.meet()  # functions may take longer than a collective may
-        if dist.max_over_ranks(float(stopped), self.world.device):
+        told = dist.gather_objects((first_failures(found), (error.code, str(error)) if error else None, stopped))
+        if any(stops for *_, stops in told):
             raise Interrupted
-        told = dist.gather_objects((first_failures(found), (error.code, str(error)) if error else None))
-        if errors := [one for _, one in told if one is not None]:
+        if errors := [one for _, one, _ in told if one is not None]:
             code, message = errors[0]
             raise Interrupted(EnvironmentFault(message) if code == EXIT_ENVIRONMENT else InputError(message))
-        for failures, _ in reversed(told):
+        for failures, *_ in reversed(told):
             self.scoring.failures |= failures
         names, k = self.scoring.names, self.num_samples
         none = dict.fromkeys(names, [None] * k)

@@ -45,7 +45,7 @@ class Chapter:
     @classmethod
     def of(cls, key: str, runs: Sequence[RunRecord]) -> "Chapter":
         """Return the chapter of some runs of a stage."""
-        kinds = dict.fromkeys(run.title.partition(" (")[0] for run in runs)
+        kinds = dict.fromkeys(run.kind for run in runs)
         title = " and ".join(kinds) if len(runs) > 1 else runs[0].title
         return cls(re.sub(r"[^\w.-]", "_", key), title, runs, panels_of(runs))
 

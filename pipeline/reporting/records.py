@@ -45,11 +45,17 @@ class RunRecord:
         return str(named or self.folder.name)
 
     @property
+    def kind(self) -> str:
+        """Its stage by number and in words; of a run that does not say them, the name of its folder."""
+        if "number" in self.meaning:
+            return f"Stage {self.meaning['number']}: {self.meaning['title']}"
+        return f"Run {self.folder.resolve().name}"
+
+    @property
     def title(self) -> str:
-        """Its stage by number and in words, with the name of its folder where that is another, and its label."""
-        name, meaning = self.folder.resolve().name, self.meaning
-        words = f"Stage {meaning['number']}: {meaning['title']}" if "number" in meaning else f"Run {name}"
-        return f"{words} ({name})" if name == self.label and name != self.stage else words
+        """Its kind, with the name of its folder where that is not its stage's, and its label."""
+        name = self.folder.resolve().name
+        return f"{self.kind} ({name})" if name == self.label and name != self.stage else self.kind
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:

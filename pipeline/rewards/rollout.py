@@ -172,10 +172,9 @@ class RolloutScoring:
         expected = len(self._handles) * self._num_samples * dist.world_size()
         for name in self.names:
             values = [value for by_name in done for value in by_name[name]]
-            if all(isinstance(value, Failure) for value in values) and self._window.is_surely_passed(
-                len(values), expected
-            ):
-                self._window.check(name, [counts_of(values)], values[0])
+            failed = [value for value in values if isinstance(value, Failure)]
+            if len(failed) == len(values) and self._window.is_surely_passed(len(failed), expected):
+                self._window.check(name, [counts_of(values)], failed[0])
 
 
 def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:

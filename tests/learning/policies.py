@@ -79,7 +79,12 @@ def works(jobs: Jobs, policies: Iterator[Policy], *, group: str, steps: int, mor
 
 
 def folder_of(jobs: Jobs, group: str, policy: Policy) -> Path:
-    return jobs.folder / group / policy.key.replace(" ", "_").replace(",", "").replace("'", "")
+    return jobs.folder / group / file_name(policy.key)
+
+
+def file_name(name: str) -> str:
+    """Return the name of a run without what a file's name had better not have."""
+    return name.replace(" ", "_").replace(",", "").replace("'", "")
 
 
 def one(jobs: Jobs, policy: Policy, group: str, steps: int, more: dict[str, Any], gpu: int | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from learning.jobs import Jobs, Work, flags
-from learning.policies import AS_IT_IS, PPO
+from learning.policies import AS_IT_IS, PPO, file_name
 from learning.rows import read_lines
 
 MAX_ANSWER = 256  # tokens: most answers of SFT end before
@@ -89,7 +89,7 @@ def works(
     named."""
     for name, recipe in recipes(depths).items():
         for seed in range(1, seeds + 1):
-            output = jobs.folder / "quality" / f"{name.replace(' ', '_').replace(',', '')}-seed{seed}.jsonl"
+            output = jobs.folder / "quality" / f"{file_name(name)}-seed{seed}.jsonl"
             if (not only or name in only) and not output.exists():
                 yield partial(one, jobs, depths, recipe, name, seed, steps, output, more)
 
@@ -133,7 +133,7 @@ def one(
 
 def keep(folder: Path, depths: list[int]) -> Iterator[dict[str, Any]]:
     """Yield what is kept of each judged policy: its recipe, seed and KL, and an answer's numbers without its text."""
-    names = {name.replace(" ", "_").replace(",", ""): name for name in recipes(depths)} | {"sft": "sft"}
+    names = {file_name(name): name for name in recipes(depths)} | {"sft": "sft"}
     for file in sorted((folder / "quality").glob("*.jsonl")):
         stem, _, seed = file.stem.partition("-seed")
         columns = [*KEPT_COLUMNS, *judges(depths)]

@@ -1,10 +1,10 @@
 """RLHF of a real checkpoint on real preferences, judged by a gold reward model that no policy is trained against.
 
-`python tests/learning all --base FOLDER --data FOLDER` does everything but the report. One by one: `models` trains SFT,
-the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report` writes the tables and
-plots from what is there. `quality` trains and judges the recipes against length, and keeps their numbers in the file of
---kept, from which alone `quality_report` writes its tables. What is finished is not made again. Flags behind `--` go to
-all of this project's commands.
+`python tests/learning all --base FOLDER --data FOLDER` does everything but `quality` and the reports. One by one:
+`models` trains SFT, the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report`
+writes the tables and plots from what is there. `quality` trains and judges the recipes against length, and keeps their
+numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
+Flags behind `--` go to all of this project's commands.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ablation_steps", type=int, default=150, help="of each run of the ablations (150)")
     parser.add_argument("--ablations", type=listed(str), default=[], help="names of rows; by default all")
     parser.add_argument("--quality_steps", type=int, default=120, help="of each run of the recipes (120)")
-    parser.add_argument("--recipes", type=listed(str), default=[], help="names of recipes; by default all")
+    parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes; by default all")
     parser.add_argument(
         "--kept", type=Path, default=Path("output/learning/quality.jsonl.gz"), help="numbers of quality"
     )
