@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT, source_files, tree_of
+from support.worked_examples import KINDS, copied_project
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
@@ -353,3 +354,8 @@ def test_every_flag_is_read():
 
 def test_a_flag_that_nothing_reads_is_found():
     assert dead_flags({"kl_coef", "kl_koeffizient"}) == ["kl_koeffizient"]
+
+
+def test_the_worked_examples_apply_one_after_the_other(tmp_path: Path) -> None:
+    """What they then do is run by the slow tests of tests/training/test_worked_examples.py."""
+    copied_project(tmp_path, *(f"A new {kind}" for kind in KINDS))

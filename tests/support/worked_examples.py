@@ -9,6 +9,7 @@ from pathlib import Path
 from support.source_tree import PACKAGES, ROOT
 
 COPIED = (*PACKAGES, "tests/support", "tests/faults")
+KINDS = ("flag", "metric", "monitor", "reward", "estimator", "objective", "generation backend", "family", "stage")
 IGNORED = shutil.ignore_patterns("__pycache__")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import forks
 from support.tiny_run import SCORE_MEAN, SCORE_STD, make_folder, read_metrics, write_lines
-from support.worked_examples import copied_project
+from support.worked_examples import KINDS, copied_project
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all examples."""
-    kinds = "flag", "metric", "monitor", "reward", "estimator", "objective", "generation backend", "family"
+    kinds = [kind for kind in KINDS if kind != "stage"]  # its package is in tests/project
     return copied_project(tmp_path_factory.mktemp("copy"), *(f"A new {kind}" for kind in kinds))
 
 
