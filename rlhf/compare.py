@@ -1,7 +1,6 @@
 """Comparison of two or more models on the same prompts; with a reward model also scores and win rates."""
 
 import json
-import math
 import sys
 import time
 from dataclasses import replace
@@ -141,18 +140,15 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
     """Return the contestants with the reward model's score of every answer."""
-    from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+    from pipeline.inference.answer_scores import load_judge, score_answers
     from pipeline.inference.answers import resolve_dtype
 
     judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []
     for contestant in contestants:
         pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]
-        encoded = [encode_answer(judge, turns, row.text, finished=row.finished) for turns, row in pairs]
-        values = score_rows(judge, encoded, batch_size=config.batch_size)
-        if not all(map(math.isfinite, values)):
-            raise InputError(f"--reward_model: {config.reward_model} gives scores that are no finite numbers")
-        scores = iter(values)
+        given = [(turns, row.text, row.finished) for turns, row in pairs]
+        scores = iter(score_answers(judge, given, batch_size=config.batch_size))
         answers = tuple(tuple(replace(row, score=next(scores)) for row in rows) for rows in contestant.answers)
         result.append(replace(contestant, answers=answers))
     return result

@@ -18,10 +18,10 @@ from pipeline.errors import InputError, counted
 from pipeline.generation.options import why_not_streamed
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
-from pipeline.rewards.functions import RewardFunction, parse_reward_functions
+from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, RewardConfig, SamplingConfig
 from step3_ppo.flags.methods import METHODS, Method, with_defaults
-from step3_ppo.models.roles import Role, folder_and_weight, roles_without
+from step3_ppo.models.roles import Role, roles_without
 
 LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PPOConfig.max_sequence_length`
 
@@ -163,7 +163,7 @@ class PPOConfig(StageConfig):
 
     def _further_model(self, role: Role) -> tuple[str, float]:
         """Return the folder or hub id of a further reward model, and its weight."""
-        return folder_and_weight(self.rewards.more_reward_models[role.number - 2])
+        return folder_and_weight(self.rewards.more_reward_models[role.number - 2], "more_reward_models")
 
     def may_begin_head(self, role: Role) -> bool:
         """Tell whether a critic begins with a new head, where its start has none: no reward model is there to be it."""
@@ -244,7 +244,7 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _weights_are_numbers(self) -> Self:
         for entry in self.rewards.more_reward_models:
-            folder_and_weight(entry)
+            folder_and_weight(entry, "more_reward_models")
         return self
 
     @model_validator(mode="after")

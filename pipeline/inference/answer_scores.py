@@ -1,12 +1,15 @@
 """Score answers given as text with a reward model. B rows, S tokens of the longest."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.turns import Turns
+from pipeline.errors import InputError
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
@@ -19,20 +22,55 @@ from pipeline.tensor_ops import lengths_to_mask, pad_rows
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A reward model with its tokenizer."""
+    """A reward model with its tokenizer.
 
+    path: its folder or hub id.
+    model: the model, with raw scores.
+    tokenizer: its own, with a chat template.
+    pad_id: the id that pads its rows.
+    weight: factor of its scores where several rewards are added.
+    """
+
+    path: str
     model: TokenValueModel
     tokenizer: PreTrainedTokenizerBase
     pad_id: int
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of its scores."""
+        return judge_name(self.path)
 
 
-def load_judge(path: str, *, dtype: torch.dtype) -> Judge:
+def judge_name(path: str) -> str:
+    """Return the last part of a reward model's folder or hub id, by which its scores are called."""
+    return Path(path).name.partition("@")[0]
+
+
+def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:
     """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
     source = ModelSource(path)
     source.check("--reward_model")
     tokenizer = load_chat_tokenizer(source)
     model = on_devices(load_reward_model(source, dtype=dtype), path)
-    return Judge(model, tokenizer, choose_padding_token(tokenizer).pad_id)
+    return Judge(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, weight)
+
+
+def score_answers(judge: Judge, answers: Sequence[tuple[Turns, str, bool]], *, batch_size: int) -> list[float]:
+    """Return the raw scores of answers: each a prompt, a text, and whether it ended by itself.
+
+    Rows of like lengths are scored together.
+
+    Raises:
+        InputError: scores that are no finite numbers.
+    """
+    rows = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
+    found = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
+    if not all(map(math.isfinite, found)):
+        raise InputError(f"--reward_model: {judge.path} gives scores that are no finite numbers")
+    return [score for _, score in sorted(zip(order, found, strict=True))]
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:

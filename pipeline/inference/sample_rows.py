@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pipeline.data.turns import Turns, is_transcript, parse_transcript, split_tools
-from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Value
 
 RowLayout = Literal["answers", "sft", "pairs"]
@@ -20,7 +19,7 @@ class SampledAnswer:
     num_tokens: tokens that were sampled, the end token included.
     log_prob: sum of their log-probabilities at the temperature, before top_p and top_k; of greedy ones at 1.
     finish_reason: "end" = ended by the model, "limit" = cut at the number of new tokens.
-    scores: name of a reward function -> what it gave, of tokens their sum; None = it failed or does not apply.
+    scores: name of a reward function or model -> what it gave, of tokens their sum; None = it failed or does not apply.
     reward: the weighted sum of the scores; None = a function failed, or none applies.
     """
 
@@ -33,13 +32,13 @@ class SampledAnswer:
 
 
 def scores_of(
-    values: Mapping[str, Value], functions: Sequence[RewardFunction]
+    values: Mapping[str, Value], weights: Mapping[str, float]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Return the scores of an answer by function, and its reward, as `SampledAnswer` has them."""
+    """Return the scores of an answer by name, and its reward, as `SampledAnswer` has them."""
     scores = {name: float(sum(value)) if isinstance(value, list) else value for name, value in values.items()}
     kept = {name: value for name, value in scores.items() if isinstance(value, float)}
     is_known = bool(kept) and not any(isinstance(value, Failure) for value in values.values())
-    reward = sum(one.weight * kept[one.name] for one in functions if one.name in kept) if is_known else None
+    reward = sum(weight * kept[name] for name, weight in weights.items() if name in kept) if is_known else None
     return {name: kept.get(name) for name in scores}, reward
 
 

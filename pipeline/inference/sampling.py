@@ -17,6 +17,7 @@ from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Finished, Room
+from pipeline.inference.answer_scores import Judge, score_answers
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.answers import ChatModel, finished_answer, load_chat_tokenizer
 from pipeline.inference.sample_rows import SampledAnswer, scores_of
@@ -46,12 +47,19 @@ class SamplePrompt:
 
 @dataclass(slots=True)
 class Begun:
-    """A prompt that was submitted: the tokens of its answers, and the answers, by sample; then their scores."""
+    """A prompt that was submitted: the tokens of its answers, and the answers, by sample; then their scores.
+
+    prompt: the prompt.
+    ids, answers: by sample, those that have ended.
+    handle: what functions give, once all have ended.
+    judged: name of a reward model -> its scores, by sample.
+    """
 
     prompt: SamplePrompt
     ids: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, SampledAnswer] = field(default_factory=dict)
     handle: Future[dict[str, list[Value]]] | None = None
+    judged: dict[str, list[Value]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +132,23 @@ def sample(
     pool: RewardPool,
     settings: SampleSettings,
     *,
+    judges: Sequence[Judge] = (),
     first: int,
     batch_size: int,
     seed: int,
 ) -> Iterator[tuple[SamplePrompt, list[SampledAnswer], dict[str, list[Value]]]]:
-    """Yield in order each prompt with a number above `first`, its answers, and the values of each function for them.
+    """Yield in order each prompt with a number above `first`, its answers, and each reward's values for them.
 
     An answer depends on the seed, its prompt and its number alone, up to rounding.
 
     Args:
+        judges: reward models, whose raw scores are rewards too.
         batch_size: prompts whose answers are sampled at once.
 
     Raises:
-        InputError: a function returned what is no value, or logits are not finite.
+        InputError: a function returned what is no value, or logits or scores are not finite.
     """
+    weights = {one.name: one.weight for one in pool.functions} | {one.name: one.weight for one in judges}
     num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
     sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k)
     longest = max(len(one.tokens.ids) for one in data.prompts)
@@ -157,8 +168,9 @@ def sample(
                     one.handle = pool.submit(responses_of(one, data.is_conversation))
         is_all = session.is_idle and not rest
         while begun and (handle := begun[0].handle) is not None and (is_all or handle.done()):
+            judge_ended(begun, judges, batch_size=num_slots)
             (values,), one = pool.gather([handle]), begun.popleft()
-            yield one.prompt, scored(one, values, pool), values
+            yield one.prompt, scored(one, values | one.judged, weights), values
 
 
 def take(chat_model: ChatModel, one: Begun, event: Finished) -> None:
@@ -178,7 +190,18 @@ def responses_of(one: Begun, is_conversation: bool) -> Responses:
     return Responses(prompt.row, prompt.messages, is_conversation, texts=texts, ids=ids, columns=columns)
 
 
-def scored(one: Begun, values: Mapping[str, Sequence[Value]], pool: RewardPool) -> list[SampledAnswer]:
+def judge_ended(begun: Sequence[Begun], judges: Sequence[Judge], *, batch_size: int) -> None:
+    """Let reward models score the answers to all prompts that have ended and were not scored yet."""
+    ended = [one for one in begun if one.handle is not None and not one.judged]
+    answers = [(one.prompt.messages, one.answers[n]) for one in ended for n in sorted(one.answers)]
+    given = [(turns, answer.text, answer.finish_reason != "limit") for turns, answer in answers]
+    for judge in judges if ended else ():
+        scores = iter(score_answers(judge, given, batch_size=batch_size))
+        for one in ended:
+            one.judged[judge.name] = [next(scores) for _ in one.answers]
+
+
+def scored(one: Begun, values: Mapping[str, Sequence[Value]], weights: Mapping[str, float]) -> list[SampledAnswer]:
     """Return the answers to a prompt, in order, with their scores."""
-    found = [scores_of({name: row[n] for name, row in values.items()}, pool.functions) for n in sorted(one.answers)]
+    found = [scores_of({name: row[n] for name, row in values.items()}, weights) for n in sorted(one.answers)]
     return [replace(one.answers[n], scores=scores, reward=reward) for n, (scores, reward) in enumerate(found)]

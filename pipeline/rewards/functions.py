@@ -99,11 +99,27 @@ def _of_text(text: str) -> RewardFunction:
         raise InputError(f"{FLAG} {text}: {path} cannot be read ({error.strerror}){others}") from None
 
 
+def folder_and_weight(entry: str, flag: str) -> tuple[str, float]:
+    """Return the folder or hub id of an entry FOLDER[:WEIGHT] of a flag that names reward models, and its weight.
+
+    Raises ValueError for a weight that is no finite number.
+    """
+    folder, _, text = entry.rpartition(":")
+    if not folder or "/" in text:
+        return entry, 1.0
+    if not math.isfinite(weight := _number(text)):
+        raise ValueError(f"{flag}: {entry}: found the weight {text!r}; a finite number is right, as in 0.5")
+    return folder, weight
+
+
 def _weight(value: Any, text: str) -> float:
-    try:
-        weight = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        weight = math.nan
-    if not math.isfinite(weight):
+    if not math.isfinite(weight := _number(value)):
         raise InputError(f"{FLAG} {text}: found the weight {value!r}; a finite number is right, as in 0.5")
     return weight
+
+
+def _number(value: Any) -> float:
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan

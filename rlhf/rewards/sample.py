@@ -21,9 +21,9 @@ from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
-from pipeline.models.paths import check_language_model
+from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.rendezvous import num_ranks
-from pipeline.rewards.functions import parse_reward_functions
+from pipeline.rewards.functions import folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.run.entry import command_flags, run_command
 
@@ -53,13 +53,19 @@ class SampleConfig(Group):
     overwrite: bool = flag(False, "Begin --output anew")
     write_as: RowLayout = flag(
         "answers",
-        "A row is all answers to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, for stage 2",
+        "A row is all answers to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, for stage 2 "
+        "or DPO",
         aliases=("as",),
     )
     reward_function: list[str] = flag(
         [],
         "Functions that score answers: FILE.py:NAME, or a NAME of the box, each with an optional :WEIGHT",
         aliases=("reward",),
+    )
+    reward_model: list[str] = flag(
+        [],
+        "Reward models that score answers, each a FOLDER with an optional :WEIGHT of its raw scores",
+        aliases=("reward_model_name_or_path",),
     )
     reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0)
     reward_workers: int = flag(2, "Processes that call reward functions", ge=1)
@@ -70,12 +76,18 @@ class SampleConfig(Group):
 
     @model_validator(mode="after")
     def _answers_are_told_apart(self) -> Self:
-        n = self.sampling.n
-        if self.write_as == "pairs" and (n == 1 or not self.reward_function):
-            raise ValueError("--write_as pairs: needs --n of at least 2 and a --reward_function")
-        if self.write_as == "sft" and n > 1 and not self.reward_function:
-            raise ValueError(f"--write_as sft: needs a --reward_function that tells the best of {n} answers")
+        n, is_scored = self.sampling.n, bool(self.reward_function or self.reward_model)
+        if self.write_as == "pairs" and (n == 1 or not is_scored):
+            raise ValueError("--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model")
+        if self.write_as == "sft" and n > 1 and not is_scored:
+            which = f"that tells the best of {n} answers"
+            raise ValueError(f"--write_as sft: needs a --reward_function or --reward_model {which}")
+        self.reward_models()
         return self
+
+    def reward_models(self) -> dict[str, float]:
+        """Return the weights of the reward models by folder or hub id. Raises ValueError: see `folder_and_weight`."""
+        return dict(folder_and_weight(entry, "--reward_model") for entry in self.reward_model)
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf sample") -> int:
@@ -94,14 +106,25 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
     functions = parse_reward_functions([entry_of(text) for text in config.reward_function])
+    reward_models = config.reward_models()
+    for path in reward_models:
+        check_reward_model(path, "--reward_model")
     from pipeline.data.selection import parse_column_map
 
     column_map = parse_column_map(config.column_map)
     from pipeline.dist import pick_device
+    from pipeline.inference.answer_scores import judge_name
     from pipeline.inference.answers import resolve_dtype
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
+    names = Counter([*(one.name for one in functions), *map(judge_name, reward_models)])
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise InputError(
+            f"--reward_model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
+        )
+    for path in reward_models:
+        ModelSource(path).check("--reward_model")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if size > 1:
         pick_device(local_rank)
@@ -117,6 +140,7 @@ def run(argv: list[str], prog: str) -> None:
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],
+        "reward_model": [[model_fingerprint(path), weight] for path, weight in reward_models.items()] or None,
     }
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     file = Path(config.output).expanduser() if config.output else None
@@ -150,14 +174,17 @@ def entry_of(text: str) -> Any:
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:
     """Sample the answers that the file does not have yet, and write a row for each prompt that gives one."""
+    from pipeline.inference.answer_scores import load_judge
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.sampling import sample
 
     first, num_before, last_time = samples.last, samples.num_rows, time.monotonic()
     reasons, failed, causes = Counter[str](), Counter[str](), dict[str, Failure]()
-    chat_model = load_chat_model(config.model, dtype=resolve_dtype(config.dtype))
+    dtype = resolve_dtype(config.dtype)
+    chat_model = load_chat_model(config.model, dtype=dtype)
+    judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models().items()]
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
-    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, **settings):
+    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=judges, **settings):
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)
         row = row_of(config.write_as, columns, answers)
         if isinstance(row, str):

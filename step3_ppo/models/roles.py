@@ -1,6 +1,5 @@
 """The roles of stage 3: which models a run has, where each comes from, which flags it has, what is saved of it."""
 
-import math
 from dataclasses import dataclass, replace
 
 
@@ -54,20 +53,3 @@ def roles_without(*names: str, num_further: int = 0) -> tuple[Role, ...]:
         replace(REWARD, name=f"reward_{n}", title=f"{REWARD.title} {n}", number=n) for n in range(2, 2 + num_further)
     ]
     return (*(role for role in ROLES if role.name not in names), *further)
-
-
-def folder_and_weight(entry: str) -> tuple[str, float]:
-    """Return the folder or hub id of an entry of --more_reward_models, and its weight.
-
-    Raises ValueError for a weight that is no finite number.
-    """
-    folder, colon, text = entry.rpartition(":")
-    if not folder or "/" in text:
-        return entry, 1.0
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise ValueError(f"more_reward_models: {entry}: found the weight {text!r}; a finite number is right, as in 0.5")
-    return folder, weight

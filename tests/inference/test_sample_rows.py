@@ -9,7 +9,6 @@ from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message
 from pipeline.inference.sample_rows import SampledAnswer, prompt_columns, row_of, scores_of
-from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure
 
 PROMPT = {"prompt": "Why?"}
@@ -38,8 +37,7 @@ def read_back(path, *rows) -> list[Record]:
     ],
 )
 def test_scores_and_weights(values, scores, reward):
-    functions = [RewardFunction("a", "a"), RewardFunction("b", "b", weight=-0.5)]
-    assert scores_of(values, functions if values else []) == (scores, reward)
+    assert scores_of(values, {"a": 1.0, "b": -0.5}) == (scores, reward)
 
 
 CASES = {

@@ -16,7 +16,7 @@ from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import generate
-from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.answer_scores import load_judge, score_answers
 from pipeline.inference.answers import load_chat_model, resolve_dtype
 
 BATCH_SIZE = 64  # several judges share a GPU
@@ -30,11 +30,7 @@ def prompts_of(file: Path) -> list[Turns]:
 
 def judged(folder: str, answers: Sequence[tuple[Turns, str, bool]]) -> list[float]:
     """Return the scores of a reward model for (prompt, answer, finished)."""
-    judge = load_judge(folder, dtype=resolve_dtype("auto"))
-    encoded = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
-    order = sorted(range(len(encoded)), key=lambda n: len(encoded[n]))
-    scores = score_rows(judge, [encoded[n] for n in order], batch_size=BATCH_SIZE)
-    return [score for _, score in sorted(zip(order, scores, strict=True))]
+    return score_answers(load_judge(folder, dtype=resolve_dtype("auto")), answers, batch_size=BATCH_SIZE)
 
 
 def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict[str, str]) -> None:

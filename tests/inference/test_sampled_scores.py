@@ -1,0 +1,128 @@
+"""`rlhf sample` with reward models: their raw scores are those of transformers, beside functions, on any batch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.in_process import undone_afterwards
+from support.scripted_model import save, tiny_config
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForSequenceClassification as Classifier
+
+from rlhf.rewards.sample import main
+
+QUESTIONS = ["one", "two and three", "four", "five"]
+
+
+def tiny_judge(bpe_folder: Path, folder: Path, seed: int) -> str:
+    """A random reward model, whose scores have constants that its raw scores must not be changed by."""
+    torch.manual_seed(seed)
+    config = tiny_config()
+    config.num_labels, config.score_mean, config.score_std = 1, 5.0, 7.0
+    model = Classifier(config)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    return save(model, bpe_folder, folder)
+
+
+@pytest.fixture
+def model(bpe_folder, tmp_path, monkeypatch) -> str:
+    """A random model of which some answers end and others do not, beside `first/`, `second/`, `q.jsonl` and `f.py`."""
+    monkeypatch.chdir(tmp_path)
+    Path("q.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    Path("f.py").write_text("def length(completions):\n    return [len(text) for text in completions]\n")
+    tiny_judge(bpe_folder, tmp_path / "first", 1)
+    tiny_judge(bpe_folder, tmp_path / "second", 2)
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(tiny_config())
+    torch.nn.init.normal_(made.lm_head.weight, std=0.2)
+    made.lm_head.weight.data[2] *= 6
+    with undone_afterwards():
+        yield save(made, bpe_folder, tmp_path / "model")
+
+
+def sampled(capsys: pytest.CaptureFixture, model: str, *words: object, code: int = 0) -> Any:
+    """The rows of standard output and stderr."""
+    flags = ["--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32", "-n", "4"]
+    assert main([model, *flags, *map(str, words)]) == code, capsys.readouterr().err
+    shown = capsys.readouterr()
+    return [json.loads(line) for line in shown.out.splitlines()], shown.err
+
+
+def raw_score(folder: str, prompt: str, answer: dict[str, Any]) -> float:
+    """The score of an answer by transformers' own class on the text as the chat template writes it."""
+    tokenizer, judge = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer["text"]}]
+    ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False)["input_ids"]
+    assert ids[-1] == 2
+    with torch.no_grad():
+        return judge(torch.tensor([ids if answer["finish_reason"] == "end" else ids[:-1]])).logits.item()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_scores_are_the_raw_ones_of_transformers_and_are_added_to_those_of_functions(model, capsys, batch_size):
+    rewards = ("--reward_model", "first", "second:-0.5", "--reward_function", "f.py:length:2")
+    rows, _ = sampled(capsys, model, *rewards, "--batch_size", batch_size)
+    answers = [(row["prompt"], one) for row in rows for one in row["answers"]]
+    assert [row["prompt"] for row in rows] == QUESTIONS and len(answers) == 16
+    assert {one["finish_reason"] for _, one in answers} == {"end", "limit"}
+    for prompt, one in answers:
+        expected = {folder: raw_score(folder, prompt, one) for folder in ("first", "second")}
+        expected["length"] = len(one["text"])
+        assert one["scores"] == pytest.approx(expected, abs=1e-5)
+        assert one["reward"] == pytest.approx(expected["first"] - expected["second"] / 2 + 2 * expected["length"])
+
+
+def test_pairs_are_the_best_and_the_worst_by_the_model(model, capsys):
+    rows, _ = sampled(capsys, model, "--reward_model", "first")
+    pairs, shown = sampled(capsys, model, "--reward_model", "first", "--as", "pairs")
+    assert len(pairs) >= 2 and f"{len(pairs)} rows of 4 prompts written" in shown
+    answers = {row["number"]: row["answers"] for row in rows}
+    for pair in pairs:
+        usable = [one for one in answers[pair["number"]] if one["text"]]
+        best = max((one for one in usable if one["finish_reason"] == "end"), key=lambda one: one["reward"])
+        assert (pair["chosen"], pair["rejected"]) == (best["text"], min(usable, key=lambda one: one["reward"])["text"])
+
+
+def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, bpe_folder):
+    words = ("--reward_model", "first", "--output", "a.jsonl")
+    sampled(capsys, model, *words)
+    whole = Path("a.jsonl").read_text()
+    Path("a.jsonl").write_text("".join(whole.splitlines(keepends=True)[:2]))
+    assert "going on behind prompt 2 of 4" in sampled(capsys, model, *words)[1]
+    again = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    for row, other in zip(again, map(json.loads, whole.splitlines()), strict=True):
+        for one, twin in zip(row["answers"], other["answers"], strict=True):
+            assert one["text"] == twin["text"] and one["scores"] == pytest.approx(twin["scores"], abs=1e-4)
+    for changed in (("first:2",), ("second",), ()):
+        others = ("--reward_model", *changed) if changed else ()
+        assert "begun with reward_model " in sampled(capsys, model, *others, *words[2:], code=2)[1]
+    tiny_judge(bpe_folder, Path("first"), 3)
+    assert "begun with reward_model " in sampled(capsys, model, *words, code=2)[1], "other weights in the same folder"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--reward_model", "first:much"), "--reward_model: first:much: found the weight 'much'; a finite number is"),
+        (("--reward_model", "model"), "--reward_model: model: "),
+        (("--reward_model", "./frist"), "--reward_model: ./frist: no such folder"),
+        (("--reward_model", "first", "--reward", "f.py:first"), "--reward_model: first names two rewards"),
+        (("--as", "pairs"), "--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model"),
+    ],
+)
+def test_wrong_reward_models_are_one_line_and_exit_2(model, capsys, words, message):
+    _, shown = sampled(capsys, model, *words, code=2)
+    (line,) = [line for line in shown.splitlines() if not line.startswith("note: ")]
+    assert line.startswith("error: ") and message in line
+
+
+def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):
+    broken = Classifier.from_pretrained("first")
+    torch.nn.init.constant_(broken.score.weight, 1e38)
+    save(broken, bpe_folder, Path("broken"))
+    assert (
+        "--reward_model: broken gives scores that are no finite"
+        in sampled(capsys, model, "--reward_model", "broken", code=2)[1]
+    )
