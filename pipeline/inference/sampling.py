@@ -50,7 +50,8 @@ class Begun:
     """A prompt that was submitted: the tokens of its answers, and the answers, by sample; then their scores.
 
     prompt: the prompt.
-    ids, answers: by sample, those that have ended.
+    ids: tokens of the answers that have ended, by sample.
+    answers: these answers, by sample.
     handle: what functions give, once all have ended.
     judged: name of a reward model -> its scores, by sample.
     """
