@@ -154,6 +154,7 @@ COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
     "weight of dpo": ({"desirable_weight": 2}, "desirable_weight: needs --method kto, found dpo"),
     "smoothing of ipo": ({"method": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+    "log-ratios of dpo": ({"ipo_log_ratios": "sum"}, "ipo_log_ratios: needs --method ipo, found dpo"),
     "a method of ppo": ({"method": "ppo"}, "--method"),
 }
 
