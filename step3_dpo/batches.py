@@ -156,7 +156,7 @@ class Mismatches:
 
     def parts(self) -> dict[str, Mismatched]:
         """Return the parts by their names in the reference's file."""
-        return {"eval, mismatched": self.eval} | {f"epoch {n}, mismatched": part for n, part in enumerate(self.epochs)}
+        return {"mismatched, eval": self.eval} | {f"mismatched, epoch {n}": part for n, part in enumerate(self.epochs)}
 
     def with_reference(self, tables: Mapping[str, np.ndarray]) -> Self:
         """Add the reference's log-probabilities, name -> (M, 1)."""
@@ -165,9 +165,12 @@ class Mismatches:
 
 
 def partners_of(rows: Dataset, groups: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the row before each row, (M,) int64, in the order of hashes within its group; a row alone has itself."""
+    """Return the row before each row, (M,) int64, in the order of hashes within its group; a row alone has itself.
+
+    Copies of a row count once in that order: none has its own response, which a copy before it would give it.
+    """
     hashes, partners = np.asarray(rows["row_hash"][:], dtype=np.int64), np.arange(len(rows))
     for group in groups:
-        ordered = group[np.argsort(hashes[group], kind="stable")]
-        partners[ordered] = np.roll(ordered, 1)
+        _, first, places = np.unique(hashes[group], return_index=True, return_inverse=True)
+        partners[group] = group[first[places - 1]]
     return partners

@@ -48,11 +48,11 @@ class DPOConfig(SupervisedConfig):
 
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:
-        if self.method != "dpo" and self.label_smoothing:
-            raise ValueError(f"label_smoothing: needs --method dpo, found {self.method}")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if self.method != "kto" and getattr(self, name) != 1:
-                raise ValueError(f"{name}: needs --method kto, found {self.method}")
+        weights = {"desirable_weight": ("kto", 1), "undesirable_weight": ("kto", 1)}
+        only = {"label_smoothing": ("dpo", 0), "ipo_log_ratios": ("ipo", "mean"), **weights}
+        for name, (method, default) in only.items():
+            if self.method != method and getattr(self, name) != default:
+                raise ValueError(f"{name}: needs --method {method}, found {self.method}")
         return self
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:

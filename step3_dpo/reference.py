@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from pipeline import dist
@@ -132,12 +132,16 @@ def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int
 
 
 def read_known(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Return the tables of a file that was written under this key, name -> (M, K) fp64; {} of any other."""
+    """Return the tables of a file that was written under this key, name -> (M, K) fp64; {} if it is none or broken."""
     if not path.is_file():
         return {}
-    with safe_open(path, framework="numpy") as file:
-        is_same = file.metadata() == {"key": key}
-    return load_file(path) if is_same else {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            is_same = file.metadata() == {"key": key}
+        return load_file(path) if is_same else {}
+    except SafetensorError as error:
+        log.warning("%s: cannot be read (%s): the reference is computed again", path, error)
+        return {}
 
 
 def write_known(path: Path, key: str, tables: dict[str, np.ndarray]) -> None:

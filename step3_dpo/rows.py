@@ -29,10 +29,8 @@ def responses(maker: RowMaker, record: Record) -> list[ResponseRow]:
         BadRowError: neither a pair nor a label, a label that is no boolean, or what `RowMaker.sides` refuses.
     """
     texts = {label: text for label, text in ((True, record.chosen), (False, record.rejected)) if text is not None}
-    if not texts:
-        raise BadRowError("no response")
     label = True if len(texts) > 1 else record.label
-    if label is None:
+    if not texts or label is None:
         kind = "no label: columns chosen and rejected are needed, or a response and label (true or false)"
         raise BadRowError(kind, ", ".join(map(repr, record.columns)))
     if isinstance(label, str):

@@ -112,6 +112,13 @@ def test_a_row_has_the_response_of_the_one_before_it_in_its_step():
     assert part.lengths.tolist() == [[len(part[number]["ids"])] for number in range(5)]
 
 
+def test_copies_of_a_row_have_the_response_of_another_row():
+    """As in data that compare many models with the same one, whose response to a prompt is there many times."""
+    rows = labelled_rows([50, 20, 50, 50, 10, 20])
+    assert partners_of(rows, [np.arange(6)]).tolist() == [1, 4, 1, 1, 0, 4]
+    assert partners_of(rows, [np.array([3, 0]), np.array([5, 2, 1, 4])]).tolist() == [3, 4, 5, 3, 2, 4]
+
+
 @pytest.mark.parametrize("order", [[4, 2, 0, 1, 3], [1, 3, 4, 0, 2]])
 def test_the_order_of_the_rows_of_a_step_changes_no_mismatch(order):
     settings = {"seed": 3, "rows_per_step": 5, "num_epochs": 2, "limit": 90}
@@ -152,8 +159,8 @@ def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):
     assert texts == [(" Boil.</s>", True), (" Boil.</s>", False), (" Boil.</s>", True), (" No.</s>", False)]
     assert len({row.row_hash for row in rows}) == 3 and rows[0] == rows[2], "the label is part of the hash"
     assert {kind: counts[kind] for kind in counts} == {
-        "chosen equals rejected": 1, "no response": 1, "response longer than max_seq_len": 1,
-        "no label: columns chosen and rejected are needed, or a response and label (true or false)": 1,
+        "chosen equals rejected": 1, "response longer than max_seq_len": 1,
+        "no label: columns chosen and rejected are needed, or a response and label (true or false)": 2,
         "label is no boolean: true or false are right": 1,
     }  # fmt: skip
     assert "1 dropped: label is no boolean: true or false are right (first: f:6, found 1)" in counts.lines()

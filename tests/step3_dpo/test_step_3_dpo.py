@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from step3_dpo.main import main
 from step3_dpo.metrics import METRICS
+from step3_dpo.reference import read_known, write_known
 
 ONLY_ELSEWHERE = {"z0", "mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
 WAYS = {  # name -> ranks and flags: how a step is cut up, and the method
@@ -139,10 +141,20 @@ def test_a_longer_run_computes_what_is_missing_of_the_reference(trained: Trained
     assert len(numbers["parts"]) == 4 and numbers["parts"] == pytest.approx(numbers["at once"], abs=1e-6)
 
 
+@pytest.mark.parametrize("kept", [0, 4, 40, -8])
+def test_a_broken_file_of_the_reference_is_computed_again(kept: int, tmp_path: Path, caplog) -> None:
+    tables, path = {"train": np.array([[-1.5, -2.5]])}, tmp_path / "reference.safetensors"
+    write_known(path, "key", tables)
+    assert read_known(path, "key")["train"].tolist() == [[-1.5, -2.5]] and read_known(path, "other") == {}
+    path.write_bytes(path.read_bytes()[:kept])
+    assert read_known(path, "key") == {} and f"{path}: cannot be read" in caplog.text
+
+
 COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
     "weight of dpo": ({"desirable_weight": 2}, "desirable_weight: needs --method kto, found dpo"),
     "smoothing of ipo": ({"method": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
+    "log-ratios of dpo": ({"ipo_log_ratios": "sum"}, "ipo_log_ratios: needs --method ipo, found dpo"),
     "a method of ppo": ({"method": "ppo"}, "--method"),
 }
 
