@@ -1,7 +1,8 @@
 """Workers that score answers: those of a PPO run's evaluations, or many of SFT for best-of-n.
 
 `python -m learning.judge --run_dir FOLDER ...` adds the scores of reward models to the lines of samples.jsonl;
-`--num_samples N` samples that many answers of `--policy` instead.
+`--num_samples N` samples that many answers of `--policy` instead, and with `--reference` says how much more likely it
+makes each than that model does.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import torch
 from learning import rows
 from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
-from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.session import generate
 from pipeline.inference.answer_scores import load_judge, score_answers
 from pipeline.inference.answers import load_chat_model, resolve_dtype
+from pipeline.tensor_ops import gather_log_probs
 
 BATCH_SIZE = 64  # several judges share a GPU
 AT_ONCE = 512  # rows of a batch of best-of-n: more would not find memory beside PPO runs on the same GPU
@@ -55,8 +57,22 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
         {"prompt": n // given.num_samples, "response": text, "finished": finished, "tokens": len(ids)}
         for n, (text, finished, ids) in enumerate(zip(texts, rollout.finished.tolist(), rollout.responses, strict=True))
     ]
+    if given.reference:
+        for line, ratio in zip(lines, log_ratios(rollout, given.reference), strict=True):
+            line["log_ratio"] = ratio
     answers = [(prompts[line["prompt"]], line["response"], line["finished"]) for line in lines]
     write_judged(given.output, lines, answers, judges)
+
+
+@torch.inference_mode()
+def log_ratios(rollout: Rollout, reference: str) -> list[float]:
+    """Return log p(answer) - log p_reference(answer) in nats; their mean estimates the KL. One row at a time."""
+    model, ratios = load_chat_model(reference, dtype=resolve_dtype("auto")).model, []
+    for prompt, response, log_probs in zip(rollout.prompts, rollout.responses, rollout.log_probs, strict=True):
+        ids = torch.cat([prompt, response]).unsqueeze(0).to(model.device)  # (1, P + T)
+        logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1].float()  # (1, T, V)
+        ratios.append(float(log_probs.sum()) - float(gather_log_probs(logits, ids[:, len(prompt) :]).sum()))
+    return ratios
 
 
 def write_judged(
@@ -75,6 +91,7 @@ def main() -> None:
     parser.add_argument("--policy", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--judges", nargs="+", required=True, help="name=folder")
+    parser.add_argument("--reference")
     parser.add_argument("--run_dir", type=Path)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--num_samples", type=int, default=0)

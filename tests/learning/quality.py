@@ -1,51 +1,34 @@
-"""Recipes against length: PPO whose reward has no length in it, each recipe's answers judged by two gold models.
-
-Length is taken out of a reward in two ways: by pairs in which the longer answer is chosen as often as the shorter one,
-and by the function `length` of the box, whose slope is the score's own on answers of SFT to one prompt.
-"""
+"""The recipes trained, and each policy's answers to the held-out prompts judged by two gold models."""
 
 import gzip
 import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from learning.jobs import Jobs, Work, flags
-from learning.policies import AS_IT_IS, PPO, file_name
-from learning.rows import read_lines
+from learning.policies import PPO, file_name
+from learning.recipes import ANSWERS, COMPARING, SAMPLED, Recipe, recipes
+from learning.rows import read_lines, write
+from pipeline.configuration.flag_table import flag_table
+from step3_dpo.config import DPOConfig
 
 MAX_ANSWER = 256  # tokens: most answers of SFT end before
 GOLDS = ("gold", "gold-2")  # the first chooses a recipe, the second one has another seed
 KL_COEF = 0.05
 NUM_SAMPLES = {"sft": 16, "run": 4}  # answers to each held-out prompt
 KEPT_COLUMNS = ("prompt", "tokens", "finished")  # of an answer, besides its scores
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A way to train. proxies: reward models of equal weight. length_out: how often their slope is taken off."""
-
-    proxies: tuple[str, ...]
-    length_out: float = 0.0
-
-
-def recipes(depths: list[int]) -> dict[str, Recipe]:
-    """Return the recipes by name; of the proxies those of the least and of the middle depth are used."""
-    shallow, middle = min(depths), sorted(depths)[len(depths) // 2]
-    proxy, balanced = f"proxy-{middle}", f"balanced-{middle}"
-    return {
-        AS_IT_IS: Recipe((proxy,)),
-        "length out": Recipe((proxy,), 1.0),
-        "length out 1.5 times": Recipe((proxy,), 1.5),
-        "balanced pairs": Recipe((balanced,)),
-        "balanced pairs, half of the length out": Recipe((balanced,), 0.5),
-        "balanced pairs, length out": Recipe((balanced,), 1.0),
-        "two proxies, length out": Recipe((proxy, f"proxy-{shallow}"), 1.0),
-    }
+# Of the runs on pairs; a rate that is common for full fine-tuning of a small model. Pairs are about as many as PPO has
+# rows, and what is sampled is a quarter of that, read three times.
+DPO: dict[str, Any] = {
+    "data_split": "none", "enable_tensorboard": "false", "keep_checkpoints": 0, "eval_fraction": 0.0,
+    "max_seq_len": PPO["max_prompt_seq_len"] + MAX_ANSWER, "per_device_train_batch_size": 32, "learning_rate": 5e-6,
+    "num_warmup_steps": 10,
+}  # fmt: skip
+SAMPLED_EPOCHS = 3
 
 
 def judges(depths: list[int]) -> list[str]:
@@ -66,10 +49,20 @@ def slope_of(lines: list[dict[str, Any]], names: tuple[str, ...]) -> float:
     return above / below if below else 0.0
 
 
+def reward_slope(models: Path, lines: list[dict[str, Any]], names: tuple[str, ...]) -> float:
+    """Return the slope of the reward that stage 3 makes of the mean of some scores, each in its own deviations."""
+
+    def deviation(name: str) -> float:
+        config = json.loads((models / name / "config.json").read_text(encoding="utf-8"))
+        return float(config["score_std"])
+
+    return sum(slope_of(lines, (name,)) / deviation(name) for name in names) / len(names)
+
+
 def sampled(jobs: Jobs, policy: Path, output: Path, depths: list[int], num_samples: int, gpu: int | None) -> None:
-    """Sample a policy's answers to the held-out prompts, with the scores of all reward models."""
+    """Sample a policy's answers to the held-out prompts, with the scores of all reward models, and beside SFT."""
     given = {"policy": policy, "prompts": jobs.folder / "data" / "prompts_held_out.jsonl", "output": output}
-    given |= {"num_samples": num_samples, "max_answer": MAX_ANSWER}
+    given |= {"num_samples": num_samples, "max_answer": MAX_ANSWER, "reference": jobs.folder / "models" / "sft"}
     words = [*flags(given), "--judges", *(f"{name}={jobs.folder / 'models' / name}" for name in judges(depths))]
     jobs.run(f"quality-{output.stem}", "learning.judge", words, gpu=gpu)
 
@@ -85,8 +78,7 @@ def baseline(jobs: Jobs, depths: list[int]) -> Iterator[Work]:
 def works(
     jobs: Jobs, depths: list[int], *, seeds: int, steps: int, only: list[str], more: dict[str, Any]
 ) -> Iterator[Work]:
-    """Yield PPO and the judges for each recipe and seed that has not been. only: of these recipes, where any is
-    named."""
+    """Yield training and judges for each recipe and seed that has not been; `only` of these recipes, if any."""
     for name, recipe in recipes(depths).items():
         for seed in range(1, seeds + 1):
             output = jobs.folder / "quality" / f"{file_name(name)}-seed{seed}.jsonl"
@@ -106,12 +98,31 @@ def one(
     gpu: int | None,
 ) -> None:
     """Train a policy by a recipe and have its answers judged. Raises BenchError."""
-    models, data = jobs.folder / "models", jobs.folder / "data"
     run_dir = jobs.folder / "runs" / output.stem
-    saved, config = run_dir.with_name(f"{run_dir.name}-models"), run_dir.with_name(f"{run_dir.name}.yaml")
+    saved = run_dir.with_name(f"{run_dir.name}-models")
     run_dir.mkdir(parents=True, exist_ok=True)
+    shared = {"data_output_path": jobs.folder / "cache", "seed": seed, "run_dir": run_dir, "max_steps": steps}
+    if recipe.method == "dpo":
+        pairs = jobs.folder / "data" / f"{recipe.pairs}.jsonl"
+        if recipe.pairs == SAMPLED:
+            pairs = sampled_pairs(jobs, recipe, run_dir.with_name(f"{run_dir.name}-pairs.jsonl"), seed, steps, gpu)
+        epochs = SAMPLED_EPOCHS if recipe.pairs == SAMPLED else 1
+        stage, given = "step3_dpo", DPO | {"model_name_or_path": jobs.folder / "models" / "sft", "data_path": pairs}
+        given |= {"num_train_epochs": epochs, "output_dir": saved / "actor"}
+        more = {name: value for name, value in more.items() if name in flag_table(DPOConfig)}
+    else:
+        stage, given = "step3_ppo", of_rewards(jobs, recipe, output) | {"output_dir": saved}
+    words = ["--overwrite", *flags(given | shared | recipe.changes | more)]
+    jobs.run(f"quality-{output.stem}-train", f"{stage}.main", words, gpu=gpu)
+    sampled(jobs, saved / "actor", output, depths, NUM_SAMPLES["run"], gpu)
+    shutil.rmtree(saved)
+
+
+def of_rewards(jobs: Jobs, recipe: Recipe, output: Path) -> dict[str, Any]:
+    """Return the flags of a recipe that samples; a YAML file beside the run has those of its rewards."""
+    models, data, config = jobs.folder / "models", jobs.folder / "data", jobs.folder / "runs" / f"{output.stem}.yaml"
     first, *others = recipe.proxies
-    slope = recipe.length_out * slope_of(read_lines(output.with_name("sft.jsonl")), recipe.proxies)
+    slope = recipe.length_out * reward_slope(models, read_lines(output.with_name("sft.jsonl")), recipe.proxies)
     settings: dict[str, Any] = {"reward_weight": 1 / len(recipe.proxies)}
     if others:
         settings["more_reward_models"] = [f"{models / proxy}:{1 / len(recipe.proxies)}" for proxy in others]
@@ -120,15 +131,29 @@ def one(
         settings["reward_function"] = [length]
     config.write_text(json.dumps({"ppo": settings}), encoding="utf-8")
     given = PPO | {
-        "actor_model": models / "sft", "critic_model": models / first, "reward_model": models / first,
+        "method": recipe.method, "actor_model": models / "sft", "reward_model": models / first, "config": config,
         "data_path": data / "prompts.jsonl", "eval_data_path": data / "prompts_test.jsonl", "eval_iters": 1,
-        "max_answer_seq_len": MAX_ANSWER, "kl_coef": KL_COEF, "missing_eos_penalty": 1.0, "max_steps": steps,
-        "data_output_path": jobs.folder / "cache", "seed": seed, "output_dir": saved, "run_dir": run_dir,
-        "config": config,
+        "max_answer_seq_len": MAX_ANSWER, "kl_coef": KL_COEF, "missing_eos_penalty": 1.0,
     }  # fmt: skip
-    jobs.run(f"quality-{output.stem}-train", "step3_ppo.main", ["--overwrite", *flags(given | more)], gpu=gpu)
-    sampled(jobs, saved / "actor", output, depths, NUM_SAMPLES["run"], gpu)
-    shutil.rmtree(saved)
+    if recipe.method in COMPARING:  # as many responses a step, of fewer prompts
+        prompts = PPO["per_device_generation_batch_size"] // ANSWERS
+        given = {name: value for name, value in given.items() if not name.startswith("critic_")}
+        return given | {"num_samples_per_prompt": ANSWERS, "per_device_generation_batch_size": prompts}
+    return given | {"critic_model": models / first}
+
+
+def sampled_pairs(jobs: Jobs, recipe: Recipe, file: Path, seed: int, steps: int, gpu: int | None) -> Path:
+    """Sample as many answers of SFT as PPO samples in so many steps; return the file of best and worst by a proxy."""
+    count = max(1, steps * PPO["per_device_generation_batch_size"] // ANSWERS)
+    prompts, models = file.with_name(f"{file.stem}-prompts.jsonl"), jobs.folder / "models"
+    write(prompts, read_lines(jobs.folder / "data" / "prompts.jsonl")[:count])
+    given = {
+        "model": models / "sft", "data": prompts, "n": ANSWERS, "reward_model": models / recipe.proxies[0],
+        "write_as": "pairs", "max_new_tokens": MAX_ANSWER, "max_prompt_seq_len": PPO["max_prompt_seq_len"],
+        "batch_size": PPO["per_device_generation_batch_size"], "seed": seed, "output": file,
+    }  # fmt: skip
+    jobs.run(f"{file.stem}-sample", "rlhf.rewards.sample", ["--overwrite", *flags(given)], gpu=gpu)
+    return file
 
 
 def keep(folder: Path, depths: list[int]) -> Iterator[dict[str, Any]]:
@@ -162,12 +187,11 @@ def _number(value: float) -> float:
 
 
 def _reached(folder: Path, file: Path) -> dict[str, Any]:
-    """Return the KL of a run's last evaluation in nats a response, and the weight of its length."""
-    run_dir = folder / "runs" / file.stem
-    settings = run_dir.with_name(f"{run_dir.name}.yaml")
-    if not settings.exists():  # SFT's
+    """Return the KL of a policy to SFT in nats a response, on its own answers, and the weight of its length."""
+    if file.stem == "sft":
         return {}
-    config = json.loads(settings.read_text(encoding="utf-8"))["ppo"]
-    metrics = read_lines(run_dir / "metrics.jsonl")
-    kl = next(line["eval_objective/kl"] for line in reversed(metrics) if "eval_objective/kl" in line)
-    return {"reward_function": config.get("reward_function", []), "steps": metrics[-1]["step"], "kl": kl}
+    settings, ratios = folder / "runs" / f"{file.stem}.yaml", [line["log_ratio"] for line in read_lines(file)]
+    config = json.loads(settings.read_text(encoding="utf-8"))["ppo"] if settings.exists() else {}
+    steps = read_lines(folder / "runs" / file.stem / "metrics.jsonl")[-1]["step"]
+    kl = round(sum(ratios) / len(ratios), 3)
+    return {"reward_function": config.get("reward_function", []), "steps": steps, "kl": kl}

@@ -9,13 +9,26 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
-from learning import estimates, quality, quality_report, report, rows
+from learning import estimates, quality, quality_report, recipes, report, rows
+from learning.jobs import Jobs
+from learning.policies import file_name
 from support.source_tree import ROOT
 from support.tiny_models import save_tiny
 from support.tiny_run import make_pair, make_prompts
+
+from pipeline.configuration.flags import parse
+from rlhf.rewards.sample import SampleConfig
+from step3_dpo.config import DPOConfig
+from step3_ppo.config import PPOConfig
+
+CONFIGS = {
+    "step3_ppo.main": (PPOConfig, "ppo"), "step3_dpo.main": (DPOConfig, "dpo"),
+    "rlhf.rewards.sample": (SampleConfig, "sample"),
+}  # fmt: skip
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():
@@ -95,6 +108,46 @@ def test_the_slope_of_a_score_is_that_within_prompts():
     assert quality.slope_of(lines[:1], ("a",)) == 0, "one answer has no slope"
 
 
+@pytest.mark.parametrize("name", recipes.recipes([1, 2, 3]))
+def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
+    """With a slope of 0.5 and 0.25 a token, in deviations of 2 and of 4 where it is of the second proxy or balanced."""
+    for model in ("sft", "proxy-1", "proxy-2", "balanced-2"):
+        (tmp_path / "models" / model).mkdir(parents=True)
+        (tmp_path / "models" / model / "config.json").write_text(json.dumps({"score_std": 4 if "2" in model else 2}))
+    for folder in ("quality", "data"):
+        (tmp_path / folder).mkdir()
+    answers = [{"prompt": 0, "tokens": n, "proxy-1": 0.5 * n, "proxy-2": 0.25 * n, "balanced-2": n} for n in range(4)]
+    rows.write(tmp_path / "quality" / "sft.jsonl", answers)
+    rows.write(tmp_path / "data" / "prompts.jsonl", [{"prompt": f"{n}"} for n in range(200)])
+    ran = dict[str, Any]()
+
+    def run(self: Jobs, name: str, module: str, words: list[object], *, gpu: int | None = None) -> str:
+        (tmp_path / "runs" / f"{file_name(recipe)}-seed7-models").mkdir(exist_ok=True)
+        if module in CONFIGS:
+            config, section = CONFIGS[module]
+            ran[module] = parse(config, [str(word) for word in words], section=section).config
+        return ""
+
+    recipe = name
+    monkeypatch.setattr(Jobs, "run", run)
+    depths, output = [1, 2, 3], tmp_path / "quality" / f"{file_name(name)}-seed7.jsonl"
+    one = recipes.recipes(depths)[name]
+    quality.one(Jobs(tmp_path, 0, 1), depths, one, name, 7, 20, output, {"gpu_memory_gib": "9"}, None)
+    trained = ran["step3_dpo.main" if one.method == "dpo" else "step3_ppo.main"]
+    assert (trained.run.seed, trained.run.max_steps, trained.run.gpu_memory_gib) == (7, 20, 9.0)
+    assert ("rlhf.rewards.sample" in ran) is (one.pairs == recipes.SAMPLED)
+    if one.pairs == recipes.SAMPLED:
+        sampled = ran["rlhf.rewards.sample"]
+        prompts = len(rows.read_lines(Path(sampled.data[0])))
+        assert prompts * sampled.sampling.n == 20 * 64, "as many answers as PPO samples"
+    if one.method != "dpo":
+        assert trained.rollout_size(1).responses == 64 and trained.ppo.method == one.method
+        functions = trained.reward_functions
+        slope = {"proxy-1": 0.5 / 2, "proxy-2": 0.25 / 4, "balanced-2": 1 / 4}
+        expected = one.length_out * 256 * sum(slope[proxy] for proxy in one.proxies) / len(one.proxies)
+        assert [function.weight for function in functions] == pytest.approx([expected] if expected else [])
+
+
 def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[str, object]]:
     """What is kept of SFT and of two runs of a recipe whose answers are better by `gain` and longer by a factor."""
     random, columns = Random(1), ["prompt", "tokens", "finished", "gold", "gold-2", "proxy-2"]
@@ -121,7 +174,10 @@ def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[s
         (kept_lines(1.0, 1.0, finished=False), "No recipe keeps SFT's length"),
     ],
 )
-def test_a_recipe_gains_where_its_interval_at_equal_length_lies_above_a_half_on_unseen_prompts(lines, says):
+def test_a_recipe_gains_where_its_interval_at_equal_length_lies_above_a_half_on_unseen_prompts(
+    lines, says, monkeypatch
+):
+    monkeypatch.setattr(quality_report, "RESAMPLES", 80)
     text = quality_report.written(lines)
     assert text.endswith(says + "\n") or says in text.splitlines()[-1]
     assert text == quality_report.written(lines), "the same to the last digit"
@@ -184,17 +240,18 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
     assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
     kept = tmp_path / "kept.jsonl.gz"
-    recipes = ("--seeds", 1, "--quality_steps", 1, "--recipes", "length out")
-    learning("quality", *given, *recipes, "--kept", kept, *few, *small[:4])
-    learning("quality_report", "--kept", kept, "--output", report)
-    sft, run = quality.read_kept(kept)[::-1]
-    assert (sft["recipe"], run["recipe"]) == ("sft", "length out") and len(sft["rows"]) == 4 * len(run["rows"]) > 0
-    slope = quality.slope_of(quality_report.answers_of(sft), ("proxy-2",))
-    assert (
-        run["reward_function"][0]["weight"] == pytest.approx(256 * slope, rel=1e-2)
-        and "length out" in report.read_text()
+    wanted = ("length out", "dpo, sampled pairs", "grpo, balanced pairs")
+    learning(
+        "quality", *given, "--seeds", 1, "--quality_steps", 1, "--recipes", *wanted, "--kept", kept, *few, *small[:4]
     )
-    work = tmp_path / "work"
+    learning("quality_report", "--kept", kept, "--output", report)
+    *runs, sft = sorted(quality.read_kept(kept), key=lambda line: line["recipe"])
+    assert [run["recipe"] for run in runs] == sorted(wanted) and sft["recipe"] == "sft"
+    assert all(len(sft["rows"]) == 4 * len(run["rows"]) > 0 and abs(run["kl"]) < 1 for run in runs)
+    work, (length,) = tmp_path / "work", runs[-1]["reward_function"]
+    slope = quality.slope_of(quality_report.answers_of(sft), ("proxy-2",))
+    deviation = json.loads((work / "models/proxy-2/config.json").read_text())["score_std"]
+    assert length["weight"] == pytest.approx(256 * slope / deviation, rel=1e-2) and "length out" in report.read_text()
     gold, proxy = ((work / "data" / f"{name}.jsonl").read_text().splitlines() for name in ("gold", "proxy"))
     prompts = [{json.loads(line)["prompt"] for line in lines} for lines in (gold, proxy)]
     assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]

@@ -1,0 +1,58 @@
+"""The recipes that are compared: PPO against length, other methods with as many samples, settings of PPO.
+
+Length is taken out of a reward in two ways: by pairs in which the longer answer is chosen as often as the shorter one,
+and by the function `length` of the box, whose slope is the score's own on answers of SFT to one prompt.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from learning.policies import AS_IT_IS
+
+SAMPLED = "sampled"  # pairs that are the best and the worst of the answers of SFT, by the first proxy
+ANSWERS = 8  # to a prompt, where they are compared
+COMPARING = "grpo", "rloo"  # methods that compare the answers to a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A way to train.
+
+    proxies: reward models of equal weight; none: it learns from pairs alone.
+    length_out: how often their slope is taken off.
+    method: of step 3.
+    pairs: what a method without rewards learns from: SAMPLED, or a file of pairs by its name.
+    changes: flags in which it differs.
+    """
+
+    proxies: tuple[str, ...] = ()
+    length_out: float = 0.0
+    method: str = "ppo"
+    pairs: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def recipes(depths: list[int]) -> dict[str, Recipe]:
+    """Return the recipes by name; of the proxies those of the least and of the middle depth are used."""
+    shallow, middle = min(depths), sorted(depths)[len(depths) // 2]
+    proxy, balanced = f"proxy-{middle}", f"balanced-{middle}"
+    return {
+        AS_IT_IS: Recipe((proxy,)),
+        "length out": Recipe((proxy,), 1.0),
+        "length out 1.5 times": Recipe((proxy,), 1.5),
+        "balanced pairs": Recipe((balanced,)),
+        "balanced pairs, half of the length out": Recipe((balanced,), 0.5),
+        "balanced pairs, length out": Recipe((balanced,), 1.0),
+        "two proxies, length out": Recipe((proxy, f"proxy-{shallow}"), 1.0),
+        # Methods, by the reward model of balanced pairs: as many samples each, but for pairs that people have chosen.
+        **{f"{name}, balanced pairs": Recipe((balanced,), method=name) for name in COMPARING},
+        "dpo, sampled pairs": Recipe((balanced,), method="dpo", pairs=SAMPLED),
+        "dpo, balanced pairs": Recipe(method="dpo", pairs="balanced"),
+        "dpo, all pairs": Recipe(method="dpo", pairs="proxy"),
+        # Settings of PPO.
+        **{
+            f"balanced pairs, missing EOS {k}": Recipe((balanced,), changes={"missing_eos_penalty": k})
+            for k in (0.0, 0.5, 2.0)
+        },
+        **{f"balanced pairs, KL target {kl}": Recipe((balanced,), changes={"kl_target": kl}) for kl in (2.0, 6.0)},
+    }
