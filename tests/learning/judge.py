@@ -19,9 +19,10 @@ from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.session import generate
 from pipeline.inference.answer_scores import load_judge, score_answers
 from pipeline.inference.answers import load_chat_model, resolve_dtype
-from pipeline.tensor_ops import gather_log_probs
+from pipeline.tensor_ops import gather_log_probs, pad_rows
 
 BATCH_SIZE = 64  # several judges share a GPU
+REFERENCE_ROWS = 8  # whose logits of all tokens are held in fp32
 AT_ONCE = 512  # rows of a batch of best-of-n: more would not find memory beside PPO runs on the same GPU
 
 
@@ -66,12 +67,15 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
 
 @torch.inference_mode()
 def log_ratios(rollout: Rollout, reference: str) -> list[float]:
-    """Return log p(answer) - log p_reference(answer) in nats; their mean estimates the KL. One row at a time."""
-    model, ratios = load_chat_model(reference, dtype=resolve_dtype("auto")).model, []
-    for prompt, response, log_probs in zip(rollout.prompts, rollout.responses, rollout.log_probs, strict=True):
-        ids = torch.cat([prompt, response]).unsqueeze(0).to(model.device)  # (1, P + T)
-        logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1].float()  # (1, T, V)
-        ratios.append(float(log_probs.sum()) - float(gather_log_probs(logits, ids[:, len(prompt) :]).sum()))
+    """Return log p(answer) - log p_reference(answer) in nats; their mean estimates the KL."""
+    model, ratios = load_chat_model(reference, dtype=resolve_dtype("auto")).model, list[float]()
+    rows = [torch.cat(pair) for pair in zip(rollout.prompts, rollout.responses, strict=True)]
+    for start in range(0, len(rows), REFERENCE_ROWS):
+        ids = pad_rows(rows[start : start + REFERENCE_ROWS], 0).to(model.device)  # (B, S)
+        expected = gather_log_probs(model(input_ids=ids).logits[:, :-1].float(), ids[:, 1:])  # (B, S - 1)
+        for n, row in enumerate(expected.double(), start):
+            first, last = len(rollout.prompts[n]) - 1, len(rows[n]) - 1
+            ratios.append(float(rollout.log_probs[n].sum()) - float(row[first:last].sum()))
     return ratios
 
 

@@ -62,7 +62,9 @@ def reward_slope(models: Path, lines: list[dict[str, Any]], names: tuple[str, ..
 def sampled(jobs: Jobs, policy: Path, output: Path, depths: list[int], num_samples: int, gpu: int | None) -> None:
     """Sample a policy's answers to the held-out prompts, with the scores of all reward models, and beside SFT."""
     given = {"policy": policy, "prompts": jobs.folder / "data" / "prompts_held_out.jsonl", "output": output}
-    given |= {"num_samples": num_samples, "max_answer": MAX_ANSWER, "reference": jobs.folder / "models" / "sft"}
+    given |= {"num_samples": num_samples, "max_answer": MAX_ANSWER}
+    sft = jobs.folder / "models" / "sft"
+    given |= {"reference": sft} if policy != sft else {}
     words = [*flags(given), "--judges", *(f"{name}={jobs.folder / 'models' / name}" for name in judges(depths))]
     jobs.run(f"quality-{output.stem}", "learning.judge", words, gpu=gpu)
 
