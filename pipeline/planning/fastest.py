@@ -101,8 +101,9 @@ def auto_flags(resolved: Resolved) -> list[str]:
 def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     """Return the fastest settings that fit by the high estimate; None on a CPU, or where a GPU's memory is not known.
 
-    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where none fits,
-    the one that lacks least.
+    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where times are
+    not known, the first: with the least recomputed, then the most prompts at once. Where none fits, the one that lacks
+    least.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
@@ -116,7 +117,8 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
-    best = min(one.seconds for one in fitting)
+    if not (best := min(one.seconds for one in fitting)):
+        return fitting[0]
     alike = [one for one in fitting if one.seconds <= ALIKE * best]
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 

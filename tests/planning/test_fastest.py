@@ -164,6 +164,16 @@ def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):
     assert taken[:-1] == sizes and taken[-1][2], "nothing fits into the last one"
 
 
+@pytest.mark.parametrize("stage", [SFT, PPO])
+def test_where_times_are_not_known_no_more_is_recomputed_than_has_to_be(models, stage):
+    """In fp32, or on a GPU without a data sheet; nor are fewer prompts sampled at once."""
+    words = ("--train_batch_size", 32, *(("--max_answer_seq_len", 256) if stage is PPO else ()))
+    choice = fastest(*stage_planner(stage, given(stage, models, *words), Target("GPU", int(1.7 * GIB)), {}))
+    assert not choice.seconds and not choice.lacks and 1 < choice.micro_batch < 32
+    assert not any(value for name, value in choice.flags.items() if name.endswith("gradient_checkpointing"))
+    assert choice.flags.get("per_device_generation_batch_size", 32) == 32
+
+
 def test_a_flag_that_is_given_wins_and_the_word_auto_gives_none(models):
     target = gpu(4 * GIB)
 
