@@ -32,7 +32,7 @@ from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
-from pipeline.planning.page import StagePlanner, lacking, seconds_text
+from pipeline.planning.page import StagePlanner, fits, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
@@ -112,7 +112,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
         return None
     whole = whole_weights(planner, resolved)
     planned = list(candidates(planner, resolved, names, whole))
-    if whole and all(one.lacks for one in planned):  # the ladder offloads weights of ZeRO stage 3 alone
+    if whole and not any(fits(one.plan, planner.target) for one in planned):  # the ladder offloads weights of stage 3
         planned = list(candidates(planner, resolved, names, {}))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
