@@ -32,7 +32,7 @@ from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.memory import MemoryPlan
-from pipeline.planning.page import StagePlanner, lacking, seconds_text
+from pipeline.planning.page import StagePlanner, fits, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
@@ -101,8 +101,9 @@ def auto_flags(resolved: Resolved) -> list[str]:
 def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     """Return the fastest settings that fit by the high estimate; None on a CPU, or where a GPU's memory is not known.
 
-    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where none fits,
-    the one that lacks least.
+    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where times are
+    not known, the first: with the least recomputed, then the most prompts at once. Where none fits, the one that lacks
+    least.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
@@ -111,12 +112,13 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
         return None
     whole = whole_weights(planner, resolved)
     planned = list(candidates(planner, resolved, names, whole))
-    if whole and all(one.lacks for one in planned):  # the ladder offloads weights of ZeRO stage 3 alone
+    if whole and not any(fits(one.plan, planner.target) for one in planned):  # the ladder offloads weights of stage 3
         planned = list(candidates(planner, resolved, names, {}))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
-    best = min(one.seconds for one in fitting)
+    if not (best := min(one.seconds for one in fitting)):
+        return fitting[0]
     alike = [one for one in fitting if one.seconds <= ALIKE * best]
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 

@@ -1,7 +1,7 @@
 """The plans of stages before they start: the planner of each, its page, and what would make it fit. Imports torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -48,19 +48,23 @@ def stage_planner(
 def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     """Return the values of flags that are `auto`; none on a CPU, or where a GPU's memory is not known.
 
-    A run that goes on has those that it began with, where its GPUs and their number are the same.
+    A run that goes on has those that it began with, where its GPUs and their number are the same, unless flags that are
+    given now contradict them, or leave them too little memory.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
-    origin, ranks = f"{CHOSEN}{planner.target}", planner.target.num_gpus
+    origin = f"{CHOSEN}{planner.target}"
     before = {} if planner.target.described else chosen_before(stage, resolved)
     if same := {name: value for name, (value, hardware) in before.items() if hardware == origin}:
-        choice = Choice(same, origin)
-        return replace(choice, line=f"{choice_in_words(choice.of(resolved, ranks))} (as the run began)")
+        with suppress(InputError):
+            began = Candidate.of(planner, resolved, same)
+            if fits(began.plan, planner.target):
+                return Choice(same, origin, f"{choice_in_words(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
-    began = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
-    line = f"{best.line}{f'; anew, as the run began on {began}' if began else ''}"
+    hardware = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
+    why = "began with other flags" if same else f"began on {hardware}"
+    line = f"{best.line}{f'; anew, as the run {why}' if before else ''}"
     return Choice(best.flags, origin, line, expected(best, planner.target))
 
 

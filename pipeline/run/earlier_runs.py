@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import CHOSEN, flat_items
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items, is_left
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut, is_by_hand
 from pipeline.configuration.groups import STAGE
@@ -80,14 +80,19 @@ def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
 def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]]:
     """Return value and origin of what the run that goes on chose for flags that nobody gives now; {} for a new run.
 
-    {} too where its micro-batch does not divide the rows of an optimizer step.
+    {} too where its micro-batch does not divide the rows of an optimizer step, and where a flag was given that is
+    `auto` now: the others were chosen beside it.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     settings = read_object(folder.parents[1] / "config.json") if state else {}
+    origins = {name: str(entry.get("from", DEFAULT)) for name, entry in settings.items() if isinstance(entry, dict)}
+    table = flag_table(type(resolved.config))
+    if any(table[name].auto and not (_says(resolved, name) or is_left(origins.get(name, DEFAULT))) for name in table):
+        return {}
     chosen = {
-        name: (entry["value"], entry["from"])
-        for name, entry in settings.items()
-        if isinstance(entry, dict) and str(entry.get("from", "")).startswith(CHOSEN) and not _says(resolved, name)
+        name: (settings[name]["value"], origin)
+        for name, origin in origins.items()
+        if origin.startswith(CHOSEN) and not _says(resolved, name)
     }
     if MICRO not in chosen:
         return chosen
@@ -97,8 +102,10 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
 
 
 def _says(resolved: Resolved, name: str) -> bool:
-    """Tell whether a flag is said, and not chosen; of a preset's ZeRO stage the plan may take another."""
-    return is_by_hand(resolved, name) if name.endswith(STAGE) else resolved.is_given(name)
+    """Tell whether a flag is said, and not chosen; of ZeRO stage 3 of a preset the plan may take another."""
+    if not name.endswith(STAGE):
+        return resolved.is_given(name)
+    return is_by_hand(resolved, name) or dict(flat_items(resolved.config))[name] != 3
 
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:

@@ -139,3 +139,30 @@ def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets
     monkeypatch.setattr("pipeline.planning.fastest.whole_weights", lambda planner, resolved: {})  # of another version
     assert stage_of(3, *preset) == 2, "as the run began"
     assert stage_of(4, *preset, "--zero_stage", 3) == 3
+
+
+def test_a_run_that_goes_on_chooses_anew_where_other_flags_are_given(folder, tmp_path, monkeypatch):
+    """A flag that is `auto` again has no value that the others were chosen beside, nor has what it contradicts."""
+    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
+    (tmp_path / "lower.yaml").write_text("zero_stage: 1\n")
+    monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
+
+    def goes_on(name: str, steps: int, *words: object) -> tuple[dict[str, Any], str]:
+        settings = run("sft", folder, tmp_path / name, *words, max_steps=steps)
+        log = (tmp_path / name / "runs/sft/log.txt").read_text().splitlines()
+        said = [line for line in log if "chosen by the plan" in line][-1]
+        return {flag: (entry["value"], entry["from"][:7]) for flag, entry in settings.items()}, said
+
+    goes_on("auto", 2, "--per_device_train_batch_size", 2, "--gradient_checkpointing", "true")
+    now, said = goes_on("auto", 3)
+    assert [now[name] for name in (*CUT, "gradient_checkpointing")] == [
+        (8, "chosen "), (1, "chosen "), (False, "chosen "),
+    ]  # fmt: skip
+    assert "as the run began" not in said
+    assert goes_on("preset", 2, "--preset", tmp_path / "preset.yaml")[0]["zero_stage"] == (2, "chosen ")
+    now, said = goes_on("preset", 3, "--preset", tmp_path / "preset.yaml", "--offload_parameters", "true")
+    assert now["zero_stage"][0] == 3 and said.endswith("; anew, as the run began with other flags")
+    goes_on("lower", 2, "--preset", tmp_path / "preset.yaml")
+    assert goes_on("lower", 3, "--preset", tmp_path / "lower.yaml")[0]["zero_stage"][0] == 1
+    lacking, _ = goes_on("lower", 4, "--preset", tmp_path / "lower.yaml", "--per_device_eval_batch_size", 100_000)
+    assert lacking["per_device_train_batch_size"] == (1, "chosen "), "beside a batch that no memory is left for"
