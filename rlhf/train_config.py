@@ -88,7 +88,7 @@ def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = Fals
             heading = f"{purpose(stage.config)}\n  Give --{stage.section}.FLAG VALUE, or --FLAG VALUE to all stages."
             parts += [heading, "", *flag_lines(stage.config)]
         return "\n".join(parts)
-    table = flag_table(STAGES[0].config) | flag_table(config_class)
+    table = {**flag_table(STAGES[0].config), **flag_table(config_class)}
     more = [
         "  --show-data, --target, --explain, --auto-fit, --auto-batch: of all stages",
         "--config FILE: YAML with sections train, sft, reward, ppo, dpo (`rlhf init`)",

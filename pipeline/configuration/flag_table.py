@@ -8,6 +8,8 @@ import json
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -164,12 +166,17 @@ def is_group(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
-    """Return {flat name: Flag}.
+def flag_table(config_class: type[BaseModel]) -> Mapping[str, Flag]:
+    """Return {flat name: Flag}, which nobody changes.
 
     The flags of a model begin with its role, the field's name, but for the only `model` of a stage. Without the role
     the first model is meant, unless one value is not right for several stages, and so for several models.
     """
+    return _flag_table(config_class)
+
+
+@cache
+def _flag_table(config_class: type[BaseModel]) -> Mapping[str, Flag]:
     roles = [name for name, info in config_class.model_fields.items() if getattr(info.annotation, "has_role", False)]
     table: dict[str, Flag] = {}
     for name, info in config_class.model_fields.items():
@@ -179,7 +186,7 @@ def flag_table(config_class: type[BaseModel]) -> dict[str, Flag]:
         else:
             default = info.get_default(call_default_factory=True)
             table[name] = Flag(name=name, path=(name,), group="General", info=info, default=default, **rules_of(info))
-    return table
+    return MappingProxyType(table)
 
 
 def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -> dict[str, Flag]:

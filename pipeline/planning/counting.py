@@ -6,14 +6,14 @@ or of attention, and the bytes that it reads and writes.
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 ALLOCATION_UNIT = 512  # Bytes to whose multiples torch's CUDA allocator rounds up.
@@ -90,11 +90,13 @@ def with_layers(two: PassCounter, three: PassCounter, *, more: int) -> PassCount
 
 def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:
     """Return the work of an operation that has returned `out`; None for one that only allocates, or views."""
-    name, given = func._schema.name.removeprefix("aten::"), [kwargs[key] for key in kwargs if key != "out"]
-    read, results = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in ((args, given), out))
+    name, is_mutable = described(func)
+    if name in WITHOUT_KERNEL:
+        return None
+    read = list(tensors_in((*args, *(kwargs[key] for key in kwargs if key != "out"))))
+    results = list(tensors_in((out,)))
     storages = {id(tensor.untyped_storage()) for tensor in read}
-    is_view = not func._schema.is_mutable and all(id(tensor.untyped_storage()) in storages for tensor in results)
-    if is_view or name in WITHOUT_KERNEL:
+    if not is_mutable and all(id(tensor.untyped_storage()) in storages for tensor in results):  # a view
         return None
     written = sum(map(num_bytes, results))
     if name in LOOK_UPS:
@@ -109,6 +111,21 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
         sum(map(num_bytes, read)) + written,  # a tensor that is changed in place is among both
         any(tensor.dtype == torch.int8 for tensor in read),
     )
+
+
+@cache
+def described(func: Any) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it may change a tensor."""
+    return func._schema.name.removeprefix("aten::"), func._schema.is_mutable
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of arguments or results, also of lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def attention_operations(name: str, args: Any) -> float:

@@ -128,8 +128,12 @@ def shapes() -> dict[str, dict[str, Any]]:
     return load_yaml(str(launch_file("shapes.yaml")))
 
 
+@lru_cache(maxsize=64)
 def planned_config(path: str) -> PretrainedConfig:
-    """Return the configuration of a model: of a known hub id without the hub. Raises as `ModelSource.config`."""
+    """Return the configuration of a model, which nobody changes: of a known hub id without the hub.
+
+    Raises as `ModelSource.config`.
+    """
     known = shapes().get(path.removesuffix("-Instruct"))
     if known is None or Path(path).exists():
         return ModelSource(path).config
@@ -247,15 +251,12 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
 
     Of a model whose decoder layers are alike only two and three are run, and say what each further one takes.
     """
-    wrapped = build(use, dtype)
-    stack = alike_layers(base_model(wrapped.model))
+    wrapped, stack, makes_buffers = counted_model(use, dtype)
     if stack is None:
         whole = run_pass(wrapped, use, work)
         return PassCount(whole.peak, whole.kernels)
     owner, name = stack
     layers, counters = getattr(owner, name), list[PassCounter]()
-    # A first pass makes buffers of long rotary positions.
-    makes_buffers = any(getattr(module, "rope_type", "") in BUFFERED_ROTARY for module in wrapped.modules())
     for number in (FEW_LAYERS[0],) * makes_buffers + FEW_LAYERS:
         setattr(owner, name, layers[:number])
         try:
@@ -263,6 +264,17 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
         finally:
             setattr(owner, name, layers)
     return with_layers(*counters[-2:], more=len(layers) - FEW_LAYERS[1])
+
+
+@lru_cache(maxsize=64)
+def counted_model(use: ModelUse, dtype: str) -> tuple[Any, tuple[nn.Module, str] | None, bool]:
+    """Return a model, where its layers are if they are alike, and whether a first pass makes buffers."""
+    wrapped = build(use, dtype)
+    if (stack := alike_layers(base_model(wrapped.model))) is None:
+        return wrapped, None, False
+    # Of long rotary positions.
+    makes_buffers = any(getattr(module, "rope_type", "") in BUFFERED_ROTARY for module in wrapped.modules())
+    return wrapped, stack, makes_buffers
 
 
 def alike_layers(model: PreTrainedModel) -> tuple[nn.Module, str] | None:

@@ -1,7 +1,7 @@
 """The page of a stage's plan: sizes, batch arithmetic, memory by model and phase, and a verdict, for people."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Self
@@ -40,16 +40,22 @@ class StagePlanner:
     jsons_of: settings -> the DeepSpeed JSON of each engine.
     base_of_output: folder of an earlier stage's output -> the model that it starts from.
     target: the GPUs that are planned for.
+    known: needs that were asked for, by the identity of the settings, which are kept beside them.
     """
 
     needs_of: NeedsOf
     jsons_of: JsonsOf
     base_of_output: Mapping[str, str]
     target: Target
+    known: dict[int, tuple[Resolved, StageNeeds]] = field(default_factory=dict, repr=False)
 
     def needs(self, resolved: Resolved) -> StageNeeds:
         """Return what the stage needs under these settings. Raises InputError, EnvironmentFault."""
-        return self.needs_of(resolved.config, self.base_of_output, self.dtype(resolved), self.target.num_gpus)
+        if id(resolved) not in self.known:
+            ranks = self.target.num_gpus
+            needs = self.needs_of(resolved.config, self.base_of_output, self.dtype(resolved), ranks)
+            self.known[id(resolved)] = resolved, needs
+        return self.known[id(resolved)][1]
 
     def memory(self, resolved: Resolved) -> MemoryPlan:
         """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""

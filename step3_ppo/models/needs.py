@@ -5,7 +5,7 @@ Models, schedule, options, backend and copied weights come from the functions th
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -84,8 +84,19 @@ def old_log_probs(
         return config.ppo.old_log_probs
     if not config.may_take_sampled_log_probs(dtype, ranks):
         return "trainer"
-    backend, _ = choose_backend(as_trained(actor, dtype), generation_options(config, ranks), device)
-    return "sampler" if backend == "fused" else "trainer"
+    options = of_weights(generation_options(config, ranks))
+    return "sampler" if backend_of(actor, dtype, options, device) == "fused" else "trainer"
+
+
+def of_weights(options: GenerationOptions) -> GenerationOptions:
+    """Return the options without what changes neither the backend nor the weights that it copies."""
+    return replace(options, max_sequence_length=0, release_cache=False, min_slots=0)
+
+
+@lru_cache(maxsize=64)
+def backend_of(actor: ModelUse, dtype: str, options: GenerationOptions, device: torch.device | None) -> str:
+    """Return the backend that samples from the actor on a device; None: on a GPU, where triton is."""
+    return choose_backend(as_trained(actor, dtype), options, device)[0]
 
 
 def with_log_probs(config: PPOConfig, whose: str) -> PPOConfig:
@@ -140,14 +151,14 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
     """Return the buffers of generation on a GPU, where the fused backend runs the models that it knows."""
     sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config, ranks)
-    model_config, (weights, sliced) = planned_config(actor.path), decode_weights(actor, dtype, options, ranks)
+    model_config, weights = planned_config(actor.path), decode_needs(actor, dtype, of_weights(options), ranks)
     step = Pass("actor", options.min_slots, 1)  # of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
     buffers = Rollout(
         slots=options.min_slots,
         cache_length=round_up(options.max_sequence_length, CACHE_LENGTH_MULTIPLE),
         bytes_per_token=CacheLayout.of(model_config, DTYPES[dtype]).bytes_per_token,
-        copied_bytes=weights.num_bytes_to_copy if weights else 0,
+        copied_bytes=weights.num_bytes if weights else 0,
         num_responses=schedule.prompts_per_rollout * sampling.num_samples_per_prompt // ranks,
         num_new_tokens=sampling.max_answer_seq_len,
         always_released=options.release_cache,
@@ -156,15 +167,40 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
         hidden_bytes=model_config.hidden_size * size.element,
         logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
         gathers_per_step=0,
-        kernels_per_step=decode_kernels(weights) if weights else sum(count_pass(actor, dtype, step).kernels.values()),
+        kernels_per_step=weights.kernels if weights else sum(count_pass(actor, dtype, step).kernels.values()),
     )
-    if sliced is None:
+    if weights is None or not weights.groups:
         return buffers
-    streamed = replace(buffers, copied_bytes=sliced.num_bytes_to_copy, gathers_per_step=len(sliced.groups))
+    streamed = replace(buffers, copied_bytes=weights.streamed_bytes, gathers_per_step=weights.groups)
     return streamed if options.weights == "streamed" else replace(buffers, streamed=streamed)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeNeeds:
+    """What the fused backend reads and runs on a GPU.
+
+    num_bytes: bytes of whole weights that it copies.
+    kernels: kernels of a decode step.
+    streamed_bytes: bytes of streamed weights that it copies, with their buffers.
+    groups: groups of layers that are gathered at a time; 0: weights are not streamed.
+    """
+
+    num_bytes: int
+    kernels: int
+    streamed_bytes: int = 0
+    groups: int = 0
+
+
 @lru_cache(maxsize=64)
+def decode_needs(actor: ModelUse, dtype: str, options: GenerationOptions, ranks: int) -> DecodeNeeds | None:
+    """Return the needs of the fused backend, None for another one. Raises as `decode_weights`."""
+    weights, sliced = decode_weights(actor, dtype, options, ranks)
+    if weights is None:
+        return None
+    streamed = (sliced.num_bytes_to_copy, len(sliced.groups)) if sliced else ()
+    return DecodeNeeds(weights.num_bytes_to_copy, decode_kernels(weights), *streamed)
+
+
 def decode_weights(
     actor: ModelUse, dtype: str, options: GenerationOptions, ranks: int
 ) -> tuple[DecodeWeights | None, SlicedWeights | None]:
@@ -175,7 +211,7 @@ def decode_weights(
     Raises InputError: a backend was requested by name that cannot be used, or ranks that cannot share the weights.
     """
     model = as_trained(actor, dtype)
-    backend, _ = choose_backend(model, options, None)
+    backend = backend_of(actor, dtype, options, None)
     size = options.tensor_parallel_size
     check_tensor_parallelism(model, size, backend)
     if backend != "fused":

@@ -34,7 +34,7 @@ from pipeline.planning.page import StagePlan, stage_page
 from pipeline.preparation.automatic import with_flags
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import Sources
-from step3_ppo.models.needs import decode_weights, needs
+from step3_ppo.models.needs import backend_of, decode_needs, decode_weights, needs
 from step3_ppo.models.roles import ROLES
 
 
@@ -161,6 +161,7 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
             "make_schedule",
             lambda *words, **named: replace(schedule(*words, **named), steps_per_rollout=7, total_steps=70),
         )
+        planner = replace(planner, known={})
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
         page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
@@ -173,12 +174,15 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
                 options(config, ranks), min_slots=5, max_sequence_length=100, release_cache=True
             ),
         )
-        buffers = planner.needs(resolved).rollout
+        buffers = replace(planner, known={}).needs(resolved).rollout
         assert (buffers.slots, buffers.cache_length, buffers.always_released) == (5, 128, True)
-    decode_weights.cache_clear()
+    forgotten = backend_of, decode_needs
+    for cached in forgotten:
+        cached.cache_clear()
     monkeypatch.setattr(step3_ppo.models.needs, "choose_backend", lambda *_: ("eager", []))
-    assert planner.needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
-    decode_weights.cache_clear()
+    assert replace(planner, known={}).needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
+    for cached in forgotten:
+        cached.cache_clear()
 
 
 @pytest.fixture(scope="module")
