@@ -108,6 +108,11 @@ WRONG = [
     (["f.py:length"], "--data: missing; name a file with prompts, a folder or a hub id"),
     (["f.py:lenght", *ON], "--reward_function {}/f.py:lenght: the file has no function 'lenght', only length, "),
     (["g.py:length", *ON], "--reward_function g.py:length: g.py cannot be read (No such file or directory)"),
+    (
+        ["--data", "d.jsonl", "f.py:length"],
+        "--data: found 2 values (d.jsonl f.py:length), wanted one; quote a value with spaces, and --reward_function "
+        "comes before other flags",
+    ),
     (["f.py:length", "--data", "e.jsonl"], "data path 'e.jsonl': no such file or folder; did you mean "),
     (["f.py:length", "--data", "d.jsonl"], "d.jsonl:3: found columns prompt, solution, none is a response; give "),
     (["f.py:solved", "--data", "t.txt"], "t.txt:1: found columns text, none is a prompt"),
