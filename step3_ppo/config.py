@@ -1,6 +1,5 @@
 """The flags of stage 3, PPO, and the checks of generation that need no model."""
 
-import json
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -102,8 +101,7 @@ class PPOConfig(StageConfig):
     @property
     def reward_functions(self) -> list[RewardFunction]:
         """The reward functions. Raises InputError for an entry that names none."""
-        entries = self.rewards.reward_function
-        return parse_reward_functions([json.loads(one) if one.startswith("{") else one for one in entries])
+        return parse_reward_functions(self.rewards.reward_function)
 
     @property
     def has_reward_model(self) -> bool:

@@ -177,7 +177,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
             errors.append(f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE")
         elif not flag and name not in (*FILE_FLAGS, *names.ignored):
             errors.append(f"--{name}: {names.unknown(name, FILE_FLAGS, '--')}")
-        elif problem := wrong_count(flag, words):
+        elif problem := wrong_count(flag, words, names.positional if word else ""):
             errors.append(f"--{word or name}: {problem}")
         else:
             if name in given:
@@ -189,14 +189,15 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
     return given, errors, notes
 
 
-def wrong_count(flag: Flag | None, words: list[str]) -> str:
-    """Return the error in the number of words after a flag (None: --preset or --config), or ""."""
+def wrong_count(flag: Flag | None, words: list[str], positional: str) -> str:
+    """Return the error in the words after a flag (None: --preset or --config), some for `positional` perhaps, or ""."""
     if flag and (flag.is_bool or "true" in flag.choices) and not words:
         return ""
     if not words:
         return f"found no value, wanted {flag.type_name if flag else 'a file'}"
     if len(words) > 1 and not (flag and flag.is_list):
-        return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces"
+        first = f", and --{positional} comes before other flags" if positional else ""
+        return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces{first}"
     return ""
 
 

@@ -121,8 +121,11 @@ def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> i
         raise InputError(f"--model: {source.path} ({kind}) is no decoder with a cache of keys and values; name one")
     positions = num_positions(source.config)
     room = sys.maxsize if positions is None else positions - max_new_tokens
-    if not 1 <= (limit := max_length or room) <= room:
-        words = f"{max_length or 'some'} tokens of a prompt and --max_new_tokens {max_new_tokens}"
+    if room < 1:
+        what = f"--max_new_tokens: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
+        raise InputError(f"{what}; less than {positions} is right")
+    if (limit := max_length or room) > room:
+        words = f"{max_length} tokens of a prompt and --max_new_tokens {max_new_tokens}"
         raise InputError(f"--max_prompt_seq_len: {words} do not fit into the model's {positions} positions")
     return limit
 

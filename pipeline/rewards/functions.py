@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,26 @@ class RewardFunction:
 def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[RewardFunction]:
     """Return the functions that the entries name, in order; no user's file is imported.
 
-    An entry is a text, or from a YAML file a mapping of KEYS, whose name is such a text.
+    An entry is a text, or from a YAML file a mapping of KEYS, whose name is such a text, also as the text of its JSON.
 
     Raises:
         InputError: an entry that names no function, or two of one name.
     """
     functions = dict[str, RewardFunction]()
     for entry in entries:
-        function = _of_text(entry) if isinstance(entry, str) else _of_mapping(entry)
+        function = _of_text(entry) if isinstance(entry := _of_json(entry), str) else _of_mapping(entry)
         if first := functions.get(function.name):
             found = f"{first.target} and {function.target} have one name, by which metrics are told apart"
             raise InputError(f"{FLAG}: {found}; rename one of the two functions")
         functions[function.name] = function
     return list(functions.values())
+
+
+def _of_json(entry: Any) -> Any:
+    """Return what JSON has for the text of a mapping, as flags hold one of a YAML file; else the entry."""
+    with suppress(ValueError):
+        return json.loads(entry) if isinstance(entry, str) and entry.startswith("{") else entry
+    return entry
 
 
 def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:

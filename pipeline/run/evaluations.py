@@ -40,7 +40,8 @@ def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]
             worse += [title] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
     if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
-    rows = f" ({lines[-1]['eval_rows']:g} {stage.kind_of_rows(config)})" if figures and "eval_rows" in lines[-1] else ""
+    kind = stage.kind_of_rows(config).replace("prompts", "responses")  # of which a prompt may have several
+    rows = f" ({lines[-1]['eval_rows']:g} {kind})" if figures and "eval_rows" in lines[-1] else ""
     return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
 
 

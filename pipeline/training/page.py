@@ -122,7 +122,7 @@ def show(title: str, lines: Mapping[str, str], *, is_boxed: bool = False) -> Non
 
 
 def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Log the first samples of an evaluation: the same prompts each time. rows: lines of samples.jsonl."""
+    """Log the first samples of an evaluation, one a prompt: the same prompts each time. rows: of samples.jsonl."""
     if not rows:
         return
     table, plain = Table(title=f"step {step}: samples of the evaluation", box=shape(), title_justify="left"), []
@@ -130,7 +130,8 @@ def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> No
         table.add_column(name, ratio=1, overflow="fold")
     for name in ("score", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows[:SHOWN_SAMPLES]:
+    first = {row["prompt"]: row for row in reversed(rows)}
+    for row in list(first.values())[: -SHOWN_SAMPLES - 1 : -1]:
         prompt, answer = shortened(row["prompt"], from_end=True), shortened(row["response"])
         numbers = ["-" if row[name] is None else f"{row[name]:.3g}" for name in ("score", "kl")]
         table.add_row(*(Text(text) for text in (prompt, answer, *numbers)))

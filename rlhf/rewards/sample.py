@@ -1,6 +1,5 @@
 """Answers of a model to the prompts of files, as JSON lines: `rlhf sample output/sft --data prompts.jsonl -n 8`."""
 
-import json
 import os
 import sys
 import time
@@ -105,7 +104,7 @@ def run(argv: list[str], prog: str) -> None:
     if (size := num_ranks()) > 1 and not config.output:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
-    functions = parse_reward_functions([entry_of(text) for text in config.reward_function])
+    functions = parse_reward_functions(config.reward_function)
     reward_models = config.reward_models()
     for path in reward_models:
         check_reward_model(path, "--reward_model")
@@ -162,14 +161,6 @@ def run(argv: list[str], prog: str) -> None:
             write_rows(config, data, pool, samples)
     if whole and size > 1 and (count := join_parts(whole, settings, rank=rank, size=size)):
         print(f"{whole}: {counted(count, 'row')} of {size} ranks", file=sys.stderr)
-
-
-def entry_of(text: str) -> Any:
-    """Return an entry of --reward_function: what JSON has for a mapping of a YAML file, else the text."""
-    try:
-        return json.loads(text) if text.startswith("{") else text
-    except ValueError:
-        return text
 
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:

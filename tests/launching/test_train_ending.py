@@ -39,7 +39,7 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
         {"eval_objective/scores": 0.5, "eval_objective/kl": -2e-8, "eval_completions/truncated_fraction": 0.9},
         {"eval_objective/scores": 0.5, "eval_objective/kl": 2, "eval_completions/truncated_fraction": 1.0}
         | {"eval_rows": 8},
-        "eval_objective/scores 0.5 -> 0.5, eval_objective/kl 0 -> 2 (8 prompts); model",
+        "eval_objective/scores 0.5 -> 0.5, eval_objective/kl 0 -> 2 (8 responses); model",
     ),
 }  # fmt: skip
 

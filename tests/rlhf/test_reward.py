@@ -71,6 +71,13 @@ def test_values_of_two_functions(folder, capsys):
     assert "reward worker 0: looking at 2+2?\n" in errors or "reward worker 1: looking at 2+2?\n" in errors
 
 
+def test_functions_of_a_yaml_file_have_their_args(folder, capsys):
+    function = {"name": "overlong", "weight": 2, "args": {"max_length": 9, "margin": 4}}
+    Path("c.yaml").write_text(json.dumps({"reward_function": [function], "data": "d.jsonl", "n": 2}))
+    lines, _ = table(capsys, "--config", "c.yaml")
+    assert [line[2:] for line in lines[:3]] == [["overlong"], ["-1"], ["-0.5"]]
+
+
 def test_values_of_tokens_and_failures(folder, capsys):
     words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "--n", "2", "--reward_timeout_s", "0.3")
     lines, errors = table(capsys, *words)
@@ -101,6 +108,11 @@ WRONG = [
     (["f.py:length"], "--data: missing; name a file with prompts, a folder or a hub id"),
     (["f.py:lenght", *ON], "--reward_function {}/f.py:lenght: the file has no function 'lenght', only length, "),
     (["g.py:length", *ON], "--reward_function g.py:length: g.py cannot be read (No such file or directory)"),
+    (
+        ["--data", "d.jsonl", "f.py:length"],
+        "--data: found 2 values (d.jsonl f.py:length), wanted one; quote a value with spaces, and --reward_function "
+        "comes before other flags",
+    ),
     (["f.py:length", "--data", "e.jsonl"], "data path 'e.jsonl': no such file or folder; did you mean "),
     (["f.py:length", "--data", "d.jsonl"], "d.jsonl:3: found columns prompt, solution, none is a response; give "),
     (["f.py:solved", "--data", "t.txt"], "t.txt:1: found columns text, none is a prompt"),

@@ -347,7 +347,7 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
         ),
         (
             ["--max_new_tokens", "512"],
-            "some tokens of a prompt and --max_new_tokens 512 do not fit into the model's 512",
+            "--max_new_tokens: 512 leave none of the model's 512 positions to a prompt; less than 512 is right",
         ),
         (
             ["--reward", '{"name": "f.py:length", "wieght": 2}'],

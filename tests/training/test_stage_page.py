@@ -27,6 +27,16 @@ def test_a_long_prompt_shows_what_was_asked_last_and_an_answer_how_it_begins(cap
     assert answer.startswith("  answer: 4, surely ") and answer.endswith(" ...") and numbers == "  score 1  KL 0.5"
 
 
+def test_of_several_samples_of_a_prompt_the_first_is_shown(caplog):
+    rows = [
+        {"prompt": f"P{prompt}", "response": f"A{n}", "score": 1.0, "kl": 0.5} for prompt in range(4) for n in range(2)
+    ]
+    with caplog.at_level(logging.INFO):
+        show_samples("ppo", 3, rows)
+    words = [line.split() for line in caplog.messages[0].splitlines()[1:]]
+    assert [line[1] for line in words if line[0] != "score"] == ["P0", "A0", "P1", "A0", "P2", "A0"]
+
+
 def test_a_run_is_called_by_its_method():
     for section, words, title in [
         ("ppo", [], "PPO"),
