@@ -130,10 +130,7 @@ def shapes() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def planned_config(path: str) -> PretrainedConfig:
-    """Return the configuration of a model, which nobody changes: of a known hub id without the hub.
-
-    Raises as `ModelSource.config`.
-    """
+    """Return the configuration of a model: of a known hub id without the hub. Raises as `ModelSource.config`."""
     known = shapes().get(path.removesuffix("-Instruct"))
     if known is None or Path(path).exists():
         return ModelSource(path).config
