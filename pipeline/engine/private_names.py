@@ -27,7 +27,6 @@ TORCH_OF_PLANS = (
     "ops.aten._scaled_dot_product_efficient_attention",
     "ops.aten._scaled_dot_product_flash_attention",
     "utils._python_dispatch.TorchDispatchMode",
-    "utils._pytree.tree_leaves",
 )
 
 # Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function

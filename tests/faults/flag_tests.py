@@ -257,6 +257,8 @@ TESTS: dict[str, str] = {
     "faults/test_flag_runs.py::test_the_best_model_is_kept_and_not_the_last[sft]": "sft.keep_best",
     "run/test_logs.py::test_verbose_shows_what_libraries_print": "sft.verbose",
     "rlhf/test_sample.py::test_scores_and_their_weighted_sum": "sample.reward_function",
+    "inference/test_sampled_scores.py::test_raw_scores_of_transformers_are_added_to_those_of_functions[1]":
+        "sample.reward_model",
     "rlhf/test_sample.py::test_a_call_that_takes_too_long_gives_no_value": "sample.reward_timeout_s",
     "rlhf/test_sample.py::test_as_many_workers_as_the_flag_says": "sample.reward_workers",
     "checkpoints/test_resume.py::test_an_earlier_checkpoint_is_exported_by_its_name":

@@ -61,7 +61,7 @@ def raw_score(folder: str, prompt: str, answer: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_scores_are_the_raw_ones_of_transformers_and_are_added_to_those_of_functions(model, capsys, batch_size):
+def test_raw_scores_of_transformers_are_added_to_those_of_functions(model, capsys, batch_size):
     rewards = ("--reward_model", "first", "second:-0.5", "--reward_function", "f.py:length:2")
     rows, _ = sampled(capsys, model, *rewards, "--batch_size", batch_size)
     answers = [(row["prompt"], one) for row in rows for one in row["answers"]]

@@ -22,6 +22,7 @@ from pipeline.planning.measurement import (
     build_shape,
     count_pass,
     count_pass_of_shape,
+    counted_model,
     model_size,
     peak_bytes,
     run_counted,
@@ -233,8 +234,10 @@ def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
         patch.setattr(fused_layers, "GATED_MLPS", frozenset())
         patch.setattr(fused_layers, "ROTARY_ATTENTIONS", frozenset())
         build_shape.cache_clear()
+        counted_model.cache_clear()
         of_norms = count_pass_of_shape.__wrapped__(use, "bf16", work)
     build_shape.cache_clear()
+    counted_model.cache_clear()
     layers = SHAPE["num_hidden_layers"]
     activation = 2 * ROWS * LENGTH * tiny_config("llama", **SHAPE).intermediate_size
     assert of_norms.peak - fused.peak == layers * activation
