@@ -84,9 +84,9 @@ class SampleConfig(Group):
         self.reward_models()
         return self
 
-    def reward_models(self) -> dict[str, float]:
-        """Return the weights of the reward models by folder or hub id. Raises ValueError: see `folder_and_weight`."""
-        return dict(folder_and_weight(entry, "--reward_model") for entry in self.reward_model)
+    def reward_models(self) -> list[tuple[str, float]]:
+        """Return folder or hub id and weight of each reward model. Raises ValueError: see `folder_and_weight`."""
+        return [folder_and_weight(entry, "--reward_model") for entry in self.reward_model]
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf sample") -> int:
@@ -106,7 +106,7 @@ def run(argv: list[str], prog: str) -> None:
     check_language_model(config.model, "--model")
     functions = parse_reward_functions(config.reward_function)
     reward_models = config.reward_models()
-    for path in reward_models:
+    for path, _ in reward_models:
         check_reward_model(path, "--reward_model")
     from pipeline.data.selection import parse_column_map
 
@@ -117,12 +117,12 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
-    names = Counter([*(one.name for one in functions), *map(judge_name, reward_models)])
+    names = Counter([*(one.name for one in functions), *(judge_name(path) for path, _ in reward_models)])
     if twice := [name for name, count in names.items() if count > 1]:
         raise InputError(
             f"--reward_model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
         )
-    for path in reward_models:
+    for path, _ in reward_models:
         ModelSource(path).check("--reward_model")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if size > 1:
@@ -139,7 +139,7 @@ def run(argv: list[str], prog: str) -> None:
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],
-        "reward_model": [[model_fingerprint(path), weight] for path, weight in reward_models.items()] or None,
+        "reward_model": [[model_fingerprint(path), weight] for path, weight in reward_models] or None,
     }
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     file = Path(config.output).expanduser() if config.output else None
@@ -173,7 +173,7 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     reasons, failed, causes = Counter[str](), Counter[str](), dict[str, Failure]()
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
-    judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models().items()]
+    judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
     for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=judges, **settings):
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)

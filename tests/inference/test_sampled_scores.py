@@ -109,6 +109,7 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
         (("--reward_model", "model"), "--reward_model: model: "),
         (("--reward_model", "./frist"), "--reward_model: ./frist: no such folder"),
         (("--reward_model", "first", "--reward", "f.py:first"), "--reward_model: first names two rewards"),
+        (("--reward_model", "first", "first:2"), "--reward_model: first names two rewards"),
         (("--as", "pairs"), "--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model"),
     ],
 )
