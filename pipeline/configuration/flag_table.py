@@ -175,7 +175,7 @@ def flag_table(config_class: type[BaseModel]) -> Mapping[str, Flag]:
     return _flag_table(config_class)
 
 
-@cache
+@cache  # not the function above: a type checker takes some classes of configurations for unhashable
 def _flag_table(config_class: type[BaseModel]) -> Mapping[str, Flag]:
     roles = [name for name, info in config_class.model_fields.items() if getattr(info.annotation, "has_role", False)]
     table: dict[str, Flag] = {}

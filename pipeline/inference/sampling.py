@@ -196,10 +196,11 @@ def responses_of(one: Begun, is_conversation: bool) -> Responses:
 
 def judge_ended(begun: Sequence[Begun], judges: Sequence[Judge], *, batch_size: int) -> None:
     """Let reward models score the answers to all prompts that have ended and were not scored yet."""
-    ended = [one for one in begun if one.handle is not None and not one.judged]
+    if not judges or not (ended := [one for one in begun if one.handle is not None and not one.judged]):
+        return
     answers = [(one.prompt.messages, one.answers[n]) for one in ended for n in sorted(one.answers)]
     given = [(turns, answer.text, answer.finish_reason != "limit") for turns, answer in answers]
-    for judge in judges if ended else ():
+    for judge in judges:
         scores = iter(score_answers(judge, given, batch_size=batch_size))
         for one in ended:
             one.judged[judge.name] = [next(scores) for _ in one.answers]

@@ -131,7 +131,7 @@ def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     for name in ("score", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
     first = {row["prompt"]: row for row in reversed(rows)}
-    for row in list(first.values())[: -SHOWN_SAMPLES - 1 : -1]:
+    for row in list(reversed(first.values()))[:SHOWN_SAMPLES]:
         prompt, answer = shortened(row["prompt"], from_end=True), shortened(row["response"])
         numbers = ["-" if row[name] is None else f"{row[name]:.3g}" for name in ("score", "kl")]
         table.add_row(*(Text(text) for text in (prompt, answer, *numbers)))

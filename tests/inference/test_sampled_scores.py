@@ -110,6 +110,10 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
         (("--reward_model", "./frist"), "--reward_model: ./frist: no such folder"),
         (("--reward_model", "first", "--reward", "f.py:first"), "--reward_model: first names two rewards"),
         (("--reward_model", "first", "first:2"), "--reward_model: first names two rewards"),
+        (
+            ("--as", "sft"),
+            "--write_as sft: needs a --reward_function or --reward_model that tells the best of 4 answers",
+        ),
         (("--as", "pairs"), "--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model"),
     ],
 )

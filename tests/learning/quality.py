@@ -85,14 +85,13 @@ def works(
         for seed in range(1, seeds + 1):
             output = jobs.folder / "quality" / f"{file_name(name)}-seed{seed}.jsonl"
             if (not only or name in only) and not output.exists():
-                yield partial(one, jobs, depths, recipe, name, seed, steps, output, more)
+                yield partial(one, jobs, depths, recipe, seed, steps, output, more)
 
 
 def one(
     jobs: Jobs,
     depths: list[int],
     recipe: Recipe,
-    name: str,
     seed: int,
     steps: int,
     output: Path,

@@ -132,7 +132,7 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Jobs, "run", run)
     depths, output = [1, 2, 3], tmp_path / "quality" / f"{file_name(name)}-seed7.jsonl"
     one = recipes.recipes(depths)[name]
-    quality.one(Jobs(tmp_path, 0, 1), depths, one, name, 7, 20, output, {"gpu_memory_gib": "9"}, None)
+    quality.one(Jobs(tmp_path, 0, 1), depths, one, 7, 20, output, {"gpu_memory_gib": "9"}, None)
     trained = ran["step3_dpo.main" if one.method == "dpo" else "step3_ppo.main"]
     assert (trained.run.seed, trained.run.max_steps, trained.run.gpu_memory_gib) == (7, 20, 9.0)
     assert ("rlhf.rewards.sample" in ran) is (one.pairs == recipes.SAMPLED)

@@ -335,8 +335,6 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
         (["--column_map", "promt=a"], "--column_map promt=a: no column 'promt' is read"),
         (["-n", "2", "--temperature", "0"], "--n: 2 greedy answers would be the same; give a --temperature above 0"),
         (["--as", "pair"], "--write_as: found 'pair' (command line)"),
-        (["--as", "pairs", "-n", "2"], "--write_as pairs: needs --n of at least 2, and --reward_function or"),
-        (["--as", "sft", "-n", "2"], "or --reward_model that tells the best of 2 answers"),
         (["--reward", "f.py:named"], "named: it needs the column 'wanted', and the data has none for rewards"),
         (
             ["--max_prompt_seq_len", "400"],
