@@ -70,5 +70,5 @@ def test_a_stop_ends_the_wait_for_rank_0(number):
     line = process.stderr.readline()
     assert line == f"waiting for rank 0 at 127.0.0.1:{port} (Connection refused) for 0 s\n"
     process.send_signal(number)
-    _, rest = process.communicate(timeout=5)
+    _, rest = process.communicate(timeout=20)
     assert process.returncode == 75 and rest.endswith("early\n")

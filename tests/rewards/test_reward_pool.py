@@ -151,7 +151,7 @@ def meet(completions, folder):
         row = to("a", columns={"folder": str(tmp_path / "met")})
         start = time.monotonic()
         handles = [pool.submit(row), pool.submit(row)]
-        assert time.monotonic() - start < 1.0 and not handles[0].done()
+        assert time.monotonic() - start < 5.0 and not handles[0].done()
         (tmp_path / "met" / "main").touch()  # only now can they go on
         pids = {values["meet"][0] for values in pool.gather(handles)}
     assert len(pids) == 2 and os.getpid() not in pids
@@ -313,7 +313,7 @@ def test_workers_end_with_their_parent(tmp_path, end, monkeypatch):
             parent.send_signal(signal.SIGKILL)
         _, errors = parent.communicate(b"\n", timeout=20)
     assert end == "killed" or errors.decode().splitlines()[-1] == "ValueError: not closed"
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 20
     while marked(mark) and time.monotonic() < limit:
         time.sleep(0.05)
     assert marked(mark) == []
