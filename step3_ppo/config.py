@@ -249,6 +249,8 @@ class PPOConfig(StageConfig):
     def _functions_reward(self) -> Self:
         if self.ppo.positive_nll_coef and not self.rewards.reward_function:
             raise ValueError("positive_nll_coef: only a --reward_function says which responses are right; leave it out")
+        if self.ppo.positive_score != 1.0 and not self.ppo.positive_nll_coef:
+            raise ValueError("positive_score: only --positive_nll_coef asks which responses are right; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
         return self

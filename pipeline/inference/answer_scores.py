@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +12,7 @@ from pipeline.errors import InputError
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
+from pipeline.models.paths import last_part
 from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.models.tokenizers import choose_padding_token
@@ -40,12 +40,7 @@ class Judge:
     @property
     def name(self) -> str:
         """The name of its scores."""
-        return judge_name(self.path)
-
-
-def judge_name(path: str) -> str:
-    """Return the last part of a reward model's folder or hub id, by which its scores are called."""
-    return Path(path).name.partition("@")[0]
+        return last_part(self.path)
 
 
 def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:

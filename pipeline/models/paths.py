@@ -60,7 +60,8 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     """Raise InputError for a config.json of a model that gives no score, or several, or none that can be normalised."""
     architectures = config.get("architectures") or []
     if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
-        raise InputError(f"{where}: {architectures} has no reward head; give the output of stage 2")
+        found = ", ".join(map(str, architectures)) or "config.json names no architecture"
+        raise InputError(f"{where} has no reward head ({found}); give the output of stage 2")
     # transformers leaves its default, two labels, out of the file.
     num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if num_labels != 1:
@@ -72,6 +73,11 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
                 f"{where}: config.json: {name} {value} cannot normalise scores; run stage 2 again, or write "
                 '"score_mean": 0.0, "score_std": 1.0 there for raw scores'
             )
+
+
+def last_part(path: str) -> str:
+    """Return the last part of a model's folder or hub id, without a revision, by which the model is called."""
+    return Path(split_revision(path)[0]).name
 
 
 def at_flag(flag: str) -> str:

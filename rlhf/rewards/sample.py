@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
-from pipeline.models.paths import check_language_model, check_reward_model
+from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.rendezvous import num_ranks
-from pipeline.rewards.functions import folder_and_weight, parse_reward_functions
+from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.run.entry import command_flags, run_command
 
@@ -104,25 +104,15 @@ def run(argv: list[str], prog: str) -> None:
     if (size := num_ranks()) > 1 and not config.output:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
-    functions = parse_reward_functions(config.reward_function)
-    reward_models = config.reward_models()
-    for path, _ in reward_models:
-        check_reward_model(path, "--reward_model")
+    functions = scorers(config)
     from pipeline.data.selection import parse_column_map
 
     column_map = parse_column_map(config.column_map)
     from pipeline.dist import pick_device
-    from pipeline.inference.answer_scores import judge_name
-    from pipeline.inference.answers import resolve_dtype
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
-    names = Counter([*(one.name for one in functions), *(judge_name(path) for path, _ in reward_models)])
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise InputError(
-            f"--reward_model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
-        )
-    for path, _ in reward_models:
+    for path, _ in config.reward_models():
         ModelSource(path).check("--reward_model")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if size > 1:
@@ -131,16 +121,7 @@ def run(argv: list[str], prog: str) -> None:
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
     data = read_prompts(config.data, ModelSource(config.model), column_map=column_map, **lengths)
     print_notes(data.notes)
-    num_prompts = len(data.prompts)
-    settings = {
-        "model": model_fingerprint(config.model),
-        "prompts": data.digest,
-        **config.sampling.model_dump(),
-        **{name: getattr(config, name) for name in ("seed", "write_as")},
-        "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
-        "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],
-        "reward_model": [[model_fingerprint(path), weight] for path, weight in reward_models] or None,
-    }
+    num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     file = Path(config.output).expanduser() if config.output else None
     if file and size > 1:
@@ -161,6 +142,35 @@ def run(argv: list[str], prog: str) -> None:
             write_rows(config, data, pool, samples)
     if whole and size > 1 and (count := join_parts(whole, settings, rank=rank, size=size)):
         print(f"{whole}: {counted(count, 'row')} of {size} ranks", file=sys.stderr)
+
+
+def scorers(config: SampleConfig) -> list[RewardFunction]:
+    """Return the reward functions. Raises InputError for one, or a reward model, that is none or has no own name."""
+    functions = parse_reward_functions(config.reward_function)
+    paths = [path for path, _ in config.reward_models()]
+    for path in paths:
+        check_reward_model(path, "--reward_model")
+    names = Counter([*(one.name for one in functions), *map(last_part, paths)])
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise InputError(
+            f"--reward_model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
+        )
+    return functions
+
+
+def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data: "PromptData") -> dict[str, Any]:
+    """Return what rows depend on: a file of other settings is not gone on with."""
+    from pipeline.inference.answers import resolve_dtype
+
+    return {
+        "model": model_fingerprint(config.model),
+        "prompts": data.digest,
+        **config.sampling.model_dump(),
+        **{name: getattr(config, name) for name in ("seed", "write_as")},
+        "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
+        "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],
+        "reward_model": [[model_fingerprint(path), weight] for path, weight in config.reward_models()] or None,
+    }
 
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:

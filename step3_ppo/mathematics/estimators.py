@@ -270,14 +270,6 @@ def _groups(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Ten
 # --- scale of rewards ---
 
 
-def reward_deviation(scores: Tensor, valid: Tensor) -> Tensor:
-    """Unbiased standard deviation of the valid scores that are not NaN, a float64 scalar; 0 where fewer than two are.
-
-    Scores of a whole rollout over this + `DEVIATION_EPSILON` are TRL's scale_rewards="batch".
-    """
-    return spread_deviation(updated_spread(scores.new_zeros(3, dtype=torch.float64), scores, valid))
-
-
 def updated_spread(known: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """(count, mean, sum of squared differences from it), float64 (3,): `known` with the scores of one more rollout.
 
@@ -295,7 +287,10 @@ def updated_spread(known: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def spread_deviation(spread: Tensor) -> Tensor:
-    """Unbiased standard deviation of what `updated_spread` has seen, a float64 scalar; 0 of fewer than two scores."""
+    """Unbiased standard deviation of what `updated_spread` has seen, a float64 scalar; 0 of fewer than two scores.
+
+    The scores of one whole rollout over this + `DEVIATION_EPSILON` are TRL's scale_rewards="batch".
+    """
     count, _, squares = spread.unbind()
     return (squares / (count - 1).clamp(min=1)).sqrt()
 

@@ -106,7 +106,7 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
     ("words", "message"),
     [
         (("--reward_model", "first:much"), "--reward_model: first:much: found the weight 'much'; a finite number is"),
-        (("--reward_model", "model"), "--reward_model: model: "),
+        (("--reward_model", "model"), "--reward_model: model has no reward head (LlamaForCausalLM)"),
         (("--reward_model", "./frist"), "--reward_model: ./frist: no such folder"),
         (("--reward_model", "first", "--reward", "f.py:first"), "--reward_model: first names two rewards"),
         (("--reward_model", "first", "first:2"), "--reward_model: first names two rewards"),

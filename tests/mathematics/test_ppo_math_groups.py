@@ -15,7 +15,6 @@ from step3_ppo.mathematics.estimators import (
     gae,
     group_advantages,
     leave_one_out_advantages,
-    reward_deviation,
     spread_deviation,
     updated_spread,
 )
@@ -191,6 +190,11 @@ def test_the_lambda_of_a_length_by_hand():
 
 
 # --- scale of rewards ---
+
+
+def reward_deviation(scores, valid):
+    """That of one whole rollout."""
+    return spread_deviation(updated_spread(torch.zeros(3, dtype=torch.float64), scores, valid))
 
 
 def test_the_deviation_of_rewards_is_numpys():

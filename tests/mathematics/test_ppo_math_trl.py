@@ -19,7 +19,8 @@ from step3_ppo.mathematics.estimators import (
     group_advantages,
     kl_estimate,
     leave_one_out_advantages,
-    reward_deviation,
+    spread_deviation,
+    updated_spread,
 )
 from step3_ppo.mathematics.losses import cispo_loss, kl_loss, policy_loss, row_factors
 from step3_ppo.mathematics.off_policy import difference_metrics, importance_weights
@@ -111,7 +112,8 @@ def test_advantages_of_grpo(kind, scale):
     valid = ~scores.isnan()
     found = group_advantages(scores, valid, group_size=K, scale=scale == "group")
     if scale == "batch":
-        found = found / (reward_deviation(scores, valid) + DEVIATION_EPSILON)
+        seen = updated_spread(torch.zeros(3, dtype=torch.float64), scores, valid)
+        found = found / (spread_deviation(seen) + DEVIATION_EPSILON)
     trainer = stand_in(rewards=scores, scale_rewards=scale)
     torch.testing.assert_close(found.float(), rollout(GRPOTrainer, trainer)["advantages"], **CLOSE)
 

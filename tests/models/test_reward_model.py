@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from pipeline.errors import InputError
 from pipeline.models.loading import backbone
 from pipeline.models.lora import add_lora, keep_start_adapter
+from pipeline.models.paths import check_reward_model
 from pipeline.models.reward_model import (
     FloatLinear,
     TokenValueModel,
@@ -106,10 +107,17 @@ def test_a_new_head_has_the_published_spread_and_no_global_generator(tiny_folder
 
 
 def test_a_language_model_gets_a_head_only_on_request(causal_folder):
-    with pytest.raises(InputError, match="no reward head"):
+    with pytest.raises(InputError, match=r"no reward head \(\w+ForCausalLM\)"):
         loaded(causal_folder)
     model = load_reward_model(ModelSource(causal_folder), dtype=torch.float32, new_head=True)
     assert model.model.score.weight.shape[0] == 1 and model.model.score.bias is None
+
+
+def test_a_folder_that_names_no_architecture_is_no_reward_model(tmp_path):
+    """As that of an adapter alone."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    with pytest.raises(InputError, match=r"has no reward head \(config.json names no architecture\); give"):
+        check_reward_model(str(tmp_path))
 
 
 def test_the_padding_id_of_a_reward_model_is_no_eos(bpe_folder):

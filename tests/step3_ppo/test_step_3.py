@@ -249,6 +249,7 @@ COMPLAINTS = {
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
     "right responses without a function": ({"positive_nll_coef": 0.1}, "only a --reward_function says"),
+    "a threshold of right responses that nothing reads": ({"positive_score": 2.0}, "only --positive_nll_coef asks"),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
     "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
