@@ -45,6 +45,11 @@ class PairDataConfig(DataConfig):
     long_pairs: Literal["drop", "truncate_left"] = flag(
         "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
     )
+    balance_lengths: bool = flag(
+        False,
+        "Leave out pairs to train on until the longer response is chosen as often as the shorter one at each ratio of "
+        "their lengths, so that length says nothing about which one is better",
+    )
 
 
 class SupervisedConfig(StageConfig):

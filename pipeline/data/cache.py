@@ -112,7 +112,7 @@ def cache_word(options: DataOptions) -> str:
 def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a SHA-256 over what the rows depend on: contents of the sources, tokenizer, template, options, version."""
     content = asdict(options)
-    for name in ("rows", "shares", "title", "cache_dir"):
+    for name in ("rows", "shares", "title", "cache_dir", *(() if options.balance_lengths else ("balance_lengths",))):
         del content[name]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
     content |= {

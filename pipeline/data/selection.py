@@ -42,6 +42,7 @@ class DataOptions(TokenizationOptions):
     mixture: what weights are: shares of the prompts of a source that are kept, or ratios of the training rows.
     data_split: sizes 'a,b,c' of the three shares, or 'none' (every share is all records).
     eval_fraction: share of prompts to evaluate on, used if neither eval_data_path nor a source's own split says so.
+    balance_lengths: pairs to train on are left out until length says nothing about which response is chosen.
     held_out_only: True for no row to train on.
     seed: the seed of all choices.
     column_map: our name of a column -> the sources'.
@@ -58,6 +59,7 @@ class DataOptions(TokenizationOptions):
     mixture: Literal["share", "ratio"] = "share"
     data_split: str = "2,4,4"
     eval_fraction: float = 0.1
+    balance_lengths: bool = False
     held_out_only: bool = False
     seed: int = 1234
     column_map: Mapping[str, str] = field(default_factory=dict)
@@ -168,6 +170,11 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
             f"{', '.join(options.data_path)} "
             f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
         )
+    if options.balance_lengths:
+        is_beyond = _unbalanced(train, records, options)
+        why = "pair of a ratio of lengths that is more frequent than its inverse (--balance_lengths)"
+        _count(train[is_beyond], "left out", why, records, counts)
+        train = train[~is_beyond]
     if options.kind.one_per_prompt:
         train = _distinct_prompts(train, records, counts)
     else:  # they are kept: data sets repeat rows to weigh them
@@ -222,6 +229,26 @@ def _distinct_prompts(positions: "np.ndarray", records: Spool, counts: Counts) -
     is_repeated = _repeated(records.prompt_ids(positions)) & ~records.is_text(positions)
     _count(positions[is_repeated], "dropped", "prompt repeated", records, counts)
     return positions[~is_repeated]
+
+
+def _unbalanced(positions: "np.ndarray", records: Spool, options: DataOptions) -> "np.ndarray":
+    """Return True for each pair of a ratio of lengths that is one of more than there are of the inverse ratio.
+
+    (N,) positions -> (N,) bool; hashes choose, whatever the order of rows. Sources mixed by ratios are balanced apart.
+    """
+    import numpy as np
+
+    is_beyond, first = np.zeros(len(positions), bool), 0
+    parts = [part for _, part in records.by_source(positions)] if options.mixture == "ratio" else [positions]
+    for part in parts:
+        ratios = records.length_ratios(part)
+        draws = np.fromiter((uniform("lengths", options.seed, int(n)) for n in records.prompt_ids(part)), float)
+        for ratio in np.unique(ratios):
+            own = np.flatnonzero(ratios == ratio)
+            order = np.lexsort((records.responses(part[own]), draws[own]))
+            is_beyond[first + own[order[np.count_nonzero(ratios == -ratio) :]]] = True
+        first += len(part)
+    return is_beyond
 
 
 def _repeated(*keys: "np.ndarray") -> "np.ndarray":

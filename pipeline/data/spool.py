@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ SURROGATES = "surrogatepass"  # JSON can spell half a surrogate pair in the name
 
 
 class Spool:
-    """Records in a file of JSON lines, which exists while the context is open; memory holds 26 bytes of each.
+    """Records in a file of JSON lines, which exists while the context is open; memory holds 27 bytes of each.
 
     A position counts the records from 0, over all sources in the order that they are read. `appended` is called with
     the number of records after each one.
@@ -31,7 +32,7 @@ class Spool:
     def __init__(self, file: Path, appended: Callable[[int], None] = lambda _: None) -> None:
         self.file, self._appended = file, appended
         self._starts, self._prompt_ids, self._responses = array("q"), array("q"), array("Q")
-        self._is_test, self._is_text = array("b"), array("b")
+        self._is_test, self._is_text, self._length_ratios = array("b"), array("b"), array("b")
         self._runs: list[tuple[int, str]] = []  # (position of the first record, data path) of each run of one source
         self._size = 0
 
@@ -57,6 +58,7 @@ class Spool:
         self._prompt_ids.append(record.prompt_id)
         self._is_test.append(record.split == "test")
         self._is_text.append(record.text is not None)
+        self._length_ratios.append(length_ratio(record))
         self._starts.append(self._size)
         self._size += self._stream.write(to_line(record))
         self._appended(len(self))
@@ -82,6 +84,10 @@ class Spool:
         """Return True for plain documents: (N,) positions -> (N,) bool."""
         return taken(self._is_text, positions).astype(bool)
 
+    def length_ratios(self, positions: "np.ndarray") -> "np.ndarray":
+        """Return `length_ratio` of the records: (N,) positions -> (N,) int8."""
+        return taken(self._length_ratios, positions)
+
     def by_source(self, positions: "np.ndarray") -> Iterator[tuple[str, "np.ndarray"]]:
         """Yield (data path, positions) for each part of ascending positions that is of one source."""
         import numpy as np
@@ -97,6 +103,16 @@ class Spool:
 
         (record,) = records_at(self.file, self.starts(np.array([position])))
         return record.origin
+
+
+def length_ratio(record: Record) -> int:
+    """Return how much longer a pair's chosen response is than its rejected one, in quarters of a doubling, rounded.
+
+    Lengths are in characters. Below 0: the chosen one is shorter. 0 for records that are no pairs.
+    """
+    if record.chosen is None or record.rejected is None:
+        return 0
+    return round(4 * math.log2(max(len(record.chosen), 1) / max(len(record.rejected), 1)))
 
 
 def taken(column: array, positions: "np.ndarray") -> "np.ndarray":

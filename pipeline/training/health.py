@@ -175,8 +175,8 @@ def paid_for_length(history: History) -> str:
         return ""
     return (
         f"held-out scores rise by {gain:.3g} while answers grow from {short:.0f} to {long:.0f} tokens; at equal length "
-        f"they rise by {matched:.3g}: the reward pays for length; train it on pairs of equal length, take a length "
-        "penalty as a further --reward_function, or raise --kl_coef"
+        f"they rise by {matched:.3g}: the reward pays for length; train it with stage 2's --balance_lengths, take a "
+        "length penalty as a further --reward_function, or raise --kl_coef"
     )
 
 

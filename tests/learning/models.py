@@ -64,7 +64,7 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
         [
             partial(reward_model, "gold", max(depths), "gold", {"seed": GOLD_SEED}),
             partial(reward_model, "gold-2", max(depths), "gold", {"seed": GOLD_SEED + 1}),
-            partial(reward_model, f"balanced-{middle}", middle, "balanced", {}),
+            partial(reward_model, f"balanced-{middle}", middle, "proxy", {"balance_lengths": "true"}),
             partial(reward_model, "fresh", max(depths), "proxy", untrained),
             *(partial(reward_model, f"proxy-{depth}", depth, "proxy", {}) for depth in depths),
         ]

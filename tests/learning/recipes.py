@@ -47,7 +47,7 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
         # Methods, by the reward model of balanced pairs: as many samples each, but for pairs that people have chosen.
         **{f"{name}, balanced pairs": Recipe((balanced,), method=name) for name in COMPARING},
         "dpo, sampled pairs": Recipe((balanced,), method="dpo", pairs=SAMPLED),
-        "dpo, balanced pairs": Recipe(method="dpo", pairs="balanced"),
+        "dpo, balanced pairs": Recipe(method="dpo", pairs="proxy", changes={"balance_lengths": "true"}),
         "dpo, all pairs": Recipe(method="dpo", pairs="proxy"),
         # Settings of PPO.
         **{

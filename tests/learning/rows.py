@@ -6,8 +6,6 @@ Pairs are halved by their prompts: the proxy reward models see one half, the gol
 import gzip
 import hashlib
 import json
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
@@ -37,30 +35,14 @@ def half(prompt: str) -> str:
     return ("proxy", "gold")[hashlib.sha256(prompt.encode()).digest()[0] % 2]
 
 
-def balanced(pairs: Rows) -> Rows:
-    """Return the pairs of which, at each ratio of lengths, the longer answer is the chosen one as often as the shorter.
-
-    Lengths are in characters; ratios are told apart by quarters of an octave.
-    """
-    by_ratio: dict[int, Rows] = defaultdict(list)
-    for row in pairs:
-        chosen, rejected = (max(len(row[side]), 1) for side in ("chosen", "rejected"))
-        by_ratio[round(4 * math.log2(chosen / rejected))].append(row)
-    kept = by_ratio.pop(0, [])
-    for ratio, rows in by_ratio.items():
-        # Order is shuffled: rows of one source follow each other.
-        kept += Random(ratio).sample(rows, min(len(rows), len(by_ratio.get(-ratio, []))))
-    return kept
-
-
 def write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     with file.open("w", encoding="utf-8") as out:
         out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def make(source: Path, folder: Path) -> None:
-    """Write the files of all stages below `folder`: sft, proxy, gold, balanced, pairs_test, text, prompts, prompts_test
-    and prompts_held_out."""
+    """Write the files of all stages below `folder`: sft, proxy, gold, pairs_test, text, prompts, prompts_test and
+    prompts_held_out."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = [row for name in PAIRS for row in read(source / "preference" / f"{name}.jsonl.gz")]
     answers = [row for name in ANSWERS for row in read(source / "instruct" / f"{name}.jsonl.gz")]
@@ -69,7 +51,6 @@ def make(source: Path, folder: Path) -> None:
     train = [{name: row[name] for name in columns} for row in kept if row["split"] == "train"]
     for part in ("proxy", "gold"):
         write(folder / f"{part}.jsonl", (row for row in train if half(row["prompt"]) == part))
-    write(folder / "balanced.jsonl", balanced([row for row in train if half(row["prompt"]) == "proxy"]))
     write(folder / "pairs_test.jsonl", ({n: row[n] for n in columns} for row in kept if row["split"] == "test"))
     write(
         folder / "sft.jsonl",

@@ -89,13 +89,6 @@ def test_separators_within_a_text_end_no_line(tmp_path):
     assert rows.read_lines(tmp_path / "rows.jsonl") == lines
 
 
-def test_balanced_pairs_choose_the_longer_answer_as_often_as_the_shorter_at_each_ratio():
-    pairs = [{"chosen": "x" * a, "rejected": "x" * b} for a, b in [(8, 4)] * 5 + [(4, 8)] * 2 + [(9, 9)] * 3 + [(8, 2)]]
-    kept = rows.balanced(pairs)
-    lengths = sorted((len(row["chosen"]), len(row["rejected"])) for row in kept)
-    assert lengths == [(4, 8), (4, 8), (8, 4), (8, 4), (9, 9), (9, 9), (9, 9)]
-
-
 def test_the_slope_of_a_score_is_that_within_prompts():
     """Between prompts the score falls with length; within each it grows by 0.5 and 0.25 a token for two scores."""
     lines = [
