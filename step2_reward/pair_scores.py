@@ -1,5 +1,6 @@
 """Scores of held-out pairs, and what they say."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -132,6 +133,11 @@ def estimate_line(name: str, value: dict[str, Any]) -> str:
     return f"  {name:<34}{value['mean']:>8.3f}{error}  ({value['count']} pairs)"
 
 
+def is_below_chance(value: dict[str, Any] | None) -> bool:
+    """Return True for an accuracy that lies below 0.5 by more than two standard errors of tossed coins."""
+    return value is not None and value["mean"] < 0.5 - 1 / math.sqrt(value["count"])
+
+
 def lines(found: dict[str, Any]) -> list[str]:
     """The report for people."""
     shown = [
@@ -142,6 +148,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     ]
     names = {"shorter_wins": "shorter response", "similar": "one of similar length", "longer_wins": "longer response"}
     shown += [estimate_line(names[name], value) for name, value in found["accuracy_by_length"].items()]
+    if is_below_chance(found["accuracy_by_length"].get("shorter_wins")):
+        shown.append("  it takes the longer response for the better one: train it with --balance_lengths true")
     shown += ["rules without a model, same pairs"]
     shown += [estimate_line(name, value) for name, value in found["trivial_rules"].items()]
     shown += [
