@@ -20,6 +20,7 @@ from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
+from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
@@ -180,12 +181,13 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     from pipeline.inference.sampling import sample
 
     first, num_before, last_time = samples.last, samples.num_rows, time.monotonic()
-    reasons, failed, causes = Counter[str](), Counter[str](), dict[str, Failure]()
+    reasons, failed, causes, summary = Counter[str](), Counter[str](), dict[str, Failure](), ScoreSummary()
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
     judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
     for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=judges, **settings):
+        summary.add(answers)
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)
         row = row_of(config.write_as, columns, answers)
         if isinstance(row, str):
@@ -198,6 +200,8 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()
             print(f"prompt {prompt.number}, up to {data.prompts[-1].number}", file=sys.stderr, flush=True)
+    for line in summary.lines():
+        print(line, file=sys.stderr)
     num_new, num_prompts = samples.num_rows - num_before, sum(one.number > first for one in data.prompts)
     print(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written", file=sys.stderr)
     print_notes(f"{counted(count, 'prompt')} without a row: {reason}" for reason, count in reasons.items())

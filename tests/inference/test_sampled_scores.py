@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.in_process import undone_afterwards
@@ -13,6 +14,13 @@ from transformers import LlamaForSequenceClassification as Classifier
 
 from rlhf.rewards.sample import main
 
+FUNCTIONS = """
+def length(completions):
+    return [len(text) for text in completions]
+
+def odd(completions):  # does not apply to even lengths
+    return [1e9 + len(text) if len(text) % 2 else None for text in completions]
+"""
 QUESTIONS = ["one", "two and three", "four", "five"]
 
 
@@ -31,7 +39,7 @@ def model(bpe_folder, tmp_path, monkeypatch) -> str:
     """A random model of which some answers end and others do not, beside `first/`, `second/`, `q.jsonl` and `f.py`."""
     monkeypatch.chdir(tmp_path)
     Path("q.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
-    Path("f.py").write_text("def length(completions):\n    return [len(text) for text in completions]\n")
+    Path("f.py").write_text(FUNCTIONS)
     tiny_judge(bpe_folder, tmp_path / "first", 1)
     tiny_judge(bpe_folder, tmp_path / "second", 2)
     torch.manual_seed(0)
@@ -72,6 +80,22 @@ def test_raw_scores_of_transformers_are_added_to_those_of_functions(model, capsy
         expected["length"] = len(one["text"])
         assert one["scores"] == pytest.approx(expected, abs=1e-5)
         assert one["reward"] == pytest.approx(expected["first"] - expected["second"] / 2 + 2 * expected["length"])
+
+
+def test_the_scores_are_summed_up(model, capsys):
+    """Mean, deviation over all answers, and the slope of a regression with a level of its own for each prompt."""
+    rows, shown = sampled(capsys, model, "--reward_model", "first", "--reward_function", "f.py:length", "f.py:odd")
+    answers = [(n, one) for n, row in enumerate(rows) for one in row["answers"]]
+    for name in ("first", "length", "odd"):
+        known = [(n, one) for n, one in answers if one["scores"][name] is not None]
+        scores = np.array([one["scores"][name] for _, one in known])
+        levels = np.eye(len(rows))[[n for n, _ in known]]
+        design = np.column_stack([[one["num_tokens"] for _, one in known], levels])
+        slope = np.linalg.lstsq(design, scores, rcond=None)[0][0]
+        expected = f"{name}: mean {scores.mean():.4g}, standard deviation {scores.std():.3g} over {len(known)} answers"
+        assert f"{expected}; {slope:+.2g} a token among the answers to a prompt\n" in shown
+    assert 0 < sum(one["scores"]["odd"] is None for _, one in answers) < len(answers)
+    assert "mean" not in sampled(capsys, model)[1]
 
 
 def test_pairs_are_the_best_and_the_worst_by_the_model(model, capsys):

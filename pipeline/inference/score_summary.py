@@ -1,0 +1,56 @@
+"""What is said of the scores of sampled answers: mean, standard deviation, and what a token more is worth."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.inference.sample_rows import SampledAnswer
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the scores of one name.
+
+    count: number of scores.
+    mean: their mean.
+    squares: sum of the squares of their differences from it.
+    rising: sum of (tokens - mean tokens) (score - mean score), means being those of the answers to the same prompt.
+    apart: sum of the squares of (tokens - mean tokens).
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    rising: float = 0.0
+    apart: float = 0.0
+
+
+class ScoreSummary:
+    """Sums over the scores of answers, by name; no answer is kept."""
+
+    def __init__(self) -> None:
+        self._sums = defaultdict[str, Sums](Sums)
+
+    def add(self, answers: Sequence[SampledAnswer]) -> None:
+        """Add all answers to one prompt; scores that are None do not count."""
+        for name in answers[0].scores:
+            points = [(one.num_tokens, score) for one in answers if (score := one.scores[name]) is not None]
+            sums, middle = self._sums[name], sum(tokens for tokens, _ in points) / max(len(points), 1)
+            for tokens, score in points:
+                sums.count, before = sums.count + 1, score - sums.mean
+                sums.mean += before / sums.count
+                sums.squares += before * (score - sums.mean)  # Welford 1962
+                sums.rising += (tokens - middle) * score  # what the mean score would take off sums to 0
+                sums.apart += (tokens - middle) ** 2
+
+    def lines(self) -> list[str]:
+        """Return a line for each name that has a score."""
+        return [f"{name}: {words_of(sums)}" for name, sums in self._sums.items() if sums.count]
+
+
+def words_of(sums: Sums) -> str:
+    """Return mean, population standard deviation and least-squares slope over tokens in words."""
+    deviation = math.sqrt(sums.squares / sums.count)
+    slope = f"; {sums.rising / sums.apart:+.2g} a token among the answers to a prompt" if sums.apart else ""
+    return f"mean {sums.mean:.4g}, standard deviation {deviation:.3g} over {sums.count:,} answers{slope}"
