@@ -122,7 +122,8 @@ CASES = {
         {"reward": "--model_name_or_path stranger"}, "--ppo.critic_model_name_or_path stranger: its tokenizer is not"
     ),
     "a critic without a head": (
-        {"ppo": "--critic_model_name_or_path base"}, "--ppo.critic_model_name_or_path: base: ['OPTForCausalLM'] has no "
+        {"ppo": "--critic_model_name_or_path base"},
+        "--ppo.critic_model_name_or_path: base has no reward head (OPTForCausalLM); give the output of stage 2",
     ),
     "soft caps": (
         {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
