@@ -14,10 +14,14 @@ from statistics import median
 from typing import Any
 
 BATCHES: dict[str, Any] = {}
+FOUND: dict[str, dict[str, Any]] = {}
 
 
 def measure(run: Any, config: Any) -> None:
-    """Replace the loop of PPO: sample `repeats` rollouts per batch size, and print their seconds."""
+    """Replace the loop of PPO: sample `repeats` rollouts per batch size, and note their seconds in FOUND.
+
+    What is printed here goes to the run's log, as in every stage.
+    """
     import torch
 
     from pipeline.engine.build import language_model_engine
@@ -54,7 +58,6 @@ def measure(run: Any, config: Any) -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - started, lengths
 
-    found = {}
     for batch in BATCHES["sizes"]:
         generator = torch.Generator().manual_seed(batch)
         if on_gpu:
@@ -65,7 +68,7 @@ def measure(run: Any, config: Any) -> None:
         # Prompts and the first token alone: what is left of a rollout is the time of its decode steps.
         first = median([sample(batch, number, Sampling(1))[0] for number in numbers][warm_up:])
         decoding = median(seconds for seconds, _ in rollouts) - first
-        found[str(batch)] = {
+        FOUND[str(batch)] = {
             "generate_s": median(seconds for seconds, _ in rollouts),
             "generate_tokens_per_s": median(sum(lengths) / seconds for seconds, lengths in rollouts),
             "seconds": [seconds for seconds, _ in rollouts],
@@ -75,7 +78,6 @@ def measure(run: Any, config: Any) -> None:
             "decode_tokens_per_s": median(sum(lengths) - len(lengths) for _, lengths in rollouts) / decoding,
             "peak_gib": peak,
         }
-    print(json.dumps(found), flush=True)
 
 
 def no_dry_run(*_: Any) -> None:
@@ -99,7 +101,8 @@ def main() -> None:
     entry = importlib.import_module("pipeline.run.entry")
     stage = replace(STAGE, loop=lambda: measure)
     code = entry.enter(stage, sys.argv[cut + 1 :], dry_run=no_dry_run, choose=choose_for_run, write_report=no_dry_run)
-    sys.stdout.flush()
+    if code == 0:
+        print(json.dumps(FOUND), flush=True)
     os._exit(code)
 
 

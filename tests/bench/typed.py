@@ -4,6 +4,7 @@ A case is a command `python train.py --step N ...` with a preset and without a f
 random weights, its data set is Dahoas/rm-static by name; both lie in a hub cache that the row makes. The tuned run of a
 case is the stage by itself with the preset's training and the flags of the reports in docs/benchmarks. All rows have
 the preset's full length; the data set's test split is small, so that what is evaluated at the start takes seconds.
+DeepSpeed-Chat's loop takes its turn in the case of its own models.
 """
 
 import shutil
@@ -24,9 +25,10 @@ from pipeline.configuration.flag_table import flat_items
 from rlhf.train import base_of
 from rlhf.train_plan import PlannedStage, make_plan
 
+BASELINE = "DeepSpeed-Chat"
 DATA_SET = "Dahoas/rm-static"
 HELD_OUT = 8  # rows of its test split
-WAYS = ("typed", "tuned")
+WAYS = {"typed": "as typed", "tuned": "tuned", BASELINE: BASELINE}  # a run's name without its number -> in figures
 TARGET = ">= 0.95"
 ADAPTER = "--save_adapter_only true"  # says what is written at the end
 BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
@@ -40,6 +42,7 @@ class Case:
     actor, critic: shapes of the models; of stages 1 and 2 the former is what they start from.
     micro_batch: rows of the tuned run's forward passes.
     training: words of the command about what is trained, which the tuned run has too.
+    beside: DeepSpeed-Chat's loop takes its turn, unless --baseline is 0.
     """
 
     step: int
@@ -48,11 +51,12 @@ class Case:
     critic: str
     micro_batch: int
     training: str = ""
+    beside: bool = False
 
 
 # Micro-batches of the reports; for rows of 1,024 tokens in place of 512 half as many, of the same number of tokens.
 CASES = {
-    "ppo-1.3b": Case(3, "--actor-model 1.3b --reward-model 350m", "1.3b", "350m", 16),
+    "ppo-1.3b": Case(3, "--actor-model 1.3b --reward-model 350m", "1.3b", "350m", 16, beside=True),
     "ppo-llama-7b-lora": Case(3, "--actor-model llama-2-7b-lora", "llama-7b", "llama-1b", 4, ADAPTER),
     "ppo-llama-3-8b-lora": Case(3, "--actor-model llama-3.1-8b --reward-model llama-3.2-1b", "llama-3-8b", "llama-3-1b",
                                 8, f"--actor_lora_dim 64 {ADAPTER}"),
@@ -61,7 +65,7 @@ CASES = {
     "sft-1.3b": Case(1, "--actor-model 1.3b", "1.3b", "350m", 16),
     "sft-8b": Case(1, "--actor-model llama-3.1-8b", "llama-3-8b", "llama-3-1b", 8, f"--lora_dim 64 {ADAPTER}"),
     "reward-350m": Case(2, "--reward-model 350m", "350m", "350m", 16),
-    "tiny": Case(3, "--actor-model tiny --reward-model tiny", "tiny", "tiny", 32),
+    "tiny": Case(3, "--actor-model tiny --reward-model tiny", "tiny", "tiny", 32, beside=True),
     # Tiny models under published names.
     "tiny-sft": Case(1, "--actor-model 1.3b", "tiny", "tiny", 32),
     "tiny-reward": Case(2, "--reward-model 350m", "tiny", "tiny", 32),
@@ -162,13 +166,14 @@ def compare(jobs: Jobs, figures: Figures, limit: float | None) -> None:
     """All figures anew, of the runs that have ended. limit: samples/s of the device; None: not known."""
     figures.found.clear()
     rates = {way: middle(jobs, way, "samples_per_s") for way in WAYS}
-    for way, name in zip(WAYS, ("as typed", "tuned"), strict=True):
+    for way, name in WAYS.items():
         figures.add(f"samples/s, {name}", rates[way], "1/s")
         figures.add(f"samples/s over the limit, {name}", quotient(rates[way], limit))
         figures.add(f"training MFU, {name}", middle(jobs, way, "train_mfu"))
         figures.add(f"seconds from the command to the first step, {name}", middle(jobs, way, "start_s"), "s")
         figures.add(f"peak memory, {name}", middle(jobs, way, "peak_gib"), "GiB")
     figures.add("samples/s as typed over tuned", quotient(rates["typed"], rates["tuned"]), "x", TARGET)
+    figures.add(f"samples/s as typed over {BASELINE}", quotient(rates["typed"], rates[BASELINE]), "x")
 
 
 def typed(jobs: Jobs, figures: Figures) -> None:
@@ -192,6 +197,8 @@ def typed(jobs: Jobs, figures: Figures) -> None:
     for turn in range(options.repeats):
         as_typed(jobs, case, f"typed {turn + 1}")
         tuned(jobs, case, f"tuned {turn + 1}")
+        if case.beside:
+            jobs.baseline(f"{BASELINE} {turn + 1}")
 
 
 TYPED_ROWS: dict[str, Row] = {"typed": typed}

@@ -21,6 +21,11 @@ REWARD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def balanced_depths(depths: list[int]) -> list[int]:
+    """Return the depths of the proxies that are trained on balanced pairs as well: the middle one and the least."""
+    return [sorted(depths)[len(depths) // 2], min(depths)]
+
+
 def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> int:
     """Train SFT, then all reward models at once, those that are not there; return how many failed.
 
@@ -57,14 +62,16 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
 
     if failed := jobs.each([partial(start, depth) for depth in depths]):
         return failed
-    middle = sorted(depths)[len(depths) // 2]
     # One step at a rate of nearly 0: SFT's body with a new head.
     untrained = {"max_steps": 1, "learning_rate": 1e-12}
     return jobs.each(
         [
             partial(reward_model, "gold", max(depths), "gold", {"seed": GOLD_SEED}),
             partial(reward_model, "gold-2", max(depths), "gold", {"seed": GOLD_SEED + 1}),
-            partial(reward_model, f"balanced-{middle}", middle, "proxy", {"balance_lengths": "true"}),
+            *(
+                partial(reward_model, f"balanced-{depth}", depth, "proxy", {"balance_lengths": "true"})
+                for depth in set(balanced_depths(depths))
+            ),
             partial(reward_model, "fresh", max(depths), "proxy", untrained),
             *(partial(reward_model, f"proxy-{depth}", depth, "proxy", {}) for depth in depths),
         ]

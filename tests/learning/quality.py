@@ -102,6 +102,7 @@ def one(
     run_dir = jobs.folder / "runs" / output.stem
     saved = run_dir.with_name(f"{run_dir.name}-models")
     run_dir.mkdir(parents=True, exist_ok=True)
+    steps = round(steps * recipe.steps)
     shared = {"data_output_path": jobs.folder / "cache", "seed": seed, "run_dir": run_dir, "max_steps": steps}
     if recipe.method == "dpo":
         pairs = jobs.folder / "data" / f"{recipe.pairs}.jsonl"

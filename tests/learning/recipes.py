@@ -7,6 +7,7 @@ and by the function `length` of the box, whose slope is the score's own on answe
 from dataclasses import dataclass, field
 from typing import Any
 
+from learning.models import balanced_depths
 from learning.policies import AS_IT_IS
 
 SAMPLED = "sampled"  # pairs that are the best and the worst of the answers of SFT, by the first proxy
@@ -22,6 +23,7 @@ class Recipe:
     length_out: how often their slope is taken off.
     method: of step 3.
     pairs: what a method without rewards learns from: SAMPLED, or a file of pairs by its name.
+    steps: how many, over those of the others.
     changes: flags in which it differs.
     """
 
@@ -29,13 +31,16 @@ class Recipe:
     length_out: float = 0.0
     method: str = "ppo"
     pairs: str = ""
+    steps: float = 1.0
     changes: dict[str, Any] = field(default_factory=dict)
 
 
 def recipes(depths: list[int]) -> dict[str, Recipe]:
     """Return the recipes by name; of the proxies those of the least and of the middle depth are used."""
-    shallow, middle = min(depths), sorted(depths)[len(depths) // 2]
+    middle, shallow = balanced_depths(depths)
     proxy, balanced = f"proxy-{middle}", f"balanced-{middle}"
+    settings = {f"missing EOS {k}": {"missing_eos_penalty": k} for k in (0.0, 0.5, 2.0)}
+    settings |= {f"KL target {kl}": {"kl_target": kl} for kl in (2.0, 6.0)}
     return {
         AS_IT_IS: Recipe((proxy,)),
         "length out": Recipe((proxy,), 1.0),
@@ -49,10 +54,15 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
         "dpo, sampled pairs": Recipe((balanced,), method="dpo", pairs=SAMPLED),
         "dpo, balanced pairs": Recipe(method="dpo", pairs="proxy", changes={"balance_lengths": "true"}),
         "dpo, all pairs": Recipe(method="dpo", pairs="proxy"),
-        # Settings of PPO.
+        "balanced pairs, half of the length out, twice the steps": Recipe((balanced,), 0.5, steps=2.0),
+        # Settings of PPO, with two proxies.
+        f"balanced pairs, {shallow} layers": Recipe((f"balanced-{shallow}",)),
         **{
-            f"balanced pairs, missing EOS {k}": Recipe((balanced,), changes={"missing_eos_penalty": k})
-            for k in (0.0, 0.5, 2.0)
+            f"{name}, {setting}": Recipe((reward_model,), changes=changes)
+            for name, reward_model in {
+                "balanced pairs": balanced,
+                f"balanced pairs, {shallow} layers": f"balanced-{shallow}",
+            }.items()
+            for setting, changes in settings.items()
         },
-        **{f"balanced pairs, KL target {kl}": Recipe((balanced,), changes={"kl_target": kl}) for kl in (2.0, 6.0)},
     }

@@ -37,6 +37,8 @@ def play(monkeypatch, rates: dict[str, float | None]) -> None:
             raise KeyboardInterrupt
         if (rate := rates[name]) is None:
             raise BenchError("exit code 2")
+        if name.startswith(typed.BASELINE):
+            return json.dumps({"samples_per_s": rate, "peak_gib": 1.0})
         # Nothing else decides where a typed run's metrics are.
         folder = command[command.index("--run_dir" if "--run_dir" in command else "--output-dir") + 1]
         folder = Path(folder) if "--run_dir" in command else Path(folder, "runs/ppo")
@@ -68,7 +70,7 @@ def figures_of(found: dict) -> dict[str, float]:
 
 def test_medians_are_of_the_runs_that_did_not_fail_and_the_others_are_shown(tmp_path, monkeypatch, capsys):
     play(monkeypatch, {"typed 1": 10, "tuned 1": 20, "typed 2": 30, "tuned 2": None, "typed 3": 14, "tuned 3": 40})
-    assert play_row(tmp_path) == 1
+    assert play_row(tmp_path, "--baseline", "0") == 1
     found, printed = last_line(tmp_path), capsys.readouterr().out
     assert list(found["runs"]) == ["device", "typed 1", "tuned 1", "typed 2", "tuned 2", "typed 3", "tuned 3"]
     assert found["failed"] == ["tuned 2"] and "FAILED: tuned 2: exit code 2" in printed
@@ -79,9 +81,20 @@ def test_medians_are_of_the_runs_that_did_not_fail_and_the_others_are_shown(tmp_
     assert found["runs"]["typed 1"]["sizes"] == "8 x 4, halved to 4, sampling 32, critic checkpointing"
 
 
+def test_deepspeed_chats_loop_takes_its_turn_and_only_where_its_models_are(tmp_path, monkeypatch):
+    rates = {"typed 1": 10, "tuned 1": 20, "DeepSpeed-Chat 1": 5, "typed 2": 12, "tuned 2": 20, "DeepSpeed-Chat 2": 3}
+    play(monkeypatch, rates)
+    assert play_row(tmp_path, "--repeats", "2") == 0
+    found = last_line(tmp_path)
+    assert list(found["runs"]) == ["device", *rates]
+    assert figures_of(found)["samples/s, DeepSpeed-Chat"] == 4
+    assert figures_of(found)["samples/s as typed over DeepSpeed-Chat"] == pytest.approx(11 / 4)
+    assert [name for name, case in typed.CASES.items() if case.beside] == ["ppo-1.3b", "tiny"]
+
+
 def test_a_row_without_a_tuned_run_has_no_quotient(tmp_path, monkeypatch):
     play(monkeypatch, {"typed 1": 10, "tuned 1": None})
-    assert play_row(tmp_path, "--repeats", "1") == 1
+    assert play_row(tmp_path, "--repeats", "1", "--baseline", "0") == 1
     assert "samples/s as typed over tuned" not in figures_of(last_line(tmp_path))
 
 
@@ -137,7 +150,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
             env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
-    done = row("--repeats", "2")
+    done = row("--repeats", "2", "--baseline", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == [] and len(file.read_text().splitlines()) == 1
@@ -161,7 +174,9 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
     assert runs["typed 1"]["tokens_per_step"] == pytest.approx(runs["tuned 1"]["tokens_per_step"])
     assert 64 * 60 < runs["typed 1"]["tokens_per_step"] <= 64 * 72
 
-    done = row("--repeats", "1", "--", "--actor_learning_rate", "fast")  # behind --: for the tuned run
+    done = row(
+        "--repeats", "1", "--baseline", "0", "--", "--actor_learning_rate", "fast"
+    )  # behind --: for the tuned run
     assert done.returncode == 1
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == ["tuned 1"] and "actor_learning_rate" in found["runs"]["tuned 1"]["error"]

@@ -103,13 +103,14 @@ def test_the_slope_of_a_score_is_that_within_prompts():
 
 @pytest.mark.parametrize("name", recipes.recipes([1, 2, 3]))
 def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
-    """With a slope of 0.5 and 0.25 a token, in deviations of 2 and of 4 where it is of the second proxy or balanced."""
-    for model in ("sft", "proxy-1", "proxy-2", "balanced-2"):
+    """The deviations of scores are 2 of shallow proxies and 4 of the others."""
+    slopes = {"proxy-1": 0.5, "proxy-2": 0.25, "balanced-1": 2, "balanced-2": 1}
+    for model in ("sft", *slopes):
         (tmp_path / "models" / model).mkdir(parents=True)
         (tmp_path / "models" / model / "config.json").write_text(json.dumps({"score_std": 4 if "2" in model else 2}))
     for folder in ("quality", "data"):
         (tmp_path / folder).mkdir()
-    answers = [{"prompt": 0, "tokens": n, "proxy-1": 0.5 * n, "proxy-2": 0.25 * n, "balanced-2": n} for n in range(4)]
+    answers = [{"prompt": 0, "tokens": n} | {model: slope * n for model, slope in slopes.items()} for n in range(4)]
     rows.write(tmp_path / "quality" / "sft.jsonl", answers)
     rows.write(tmp_path / "data" / "prompts.jsonl", [{"prompt": f"{n}"} for n in range(200)])
     ran = dict[str, Any]()
@@ -127,7 +128,7 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
     one = recipes.recipes(depths)[name]
     quality.one(Jobs(tmp_path, 0, 1), depths, one, 7, 20, output, {"gpu_memory_gib": "9"}, None)
     trained = ran["step3_dpo.main" if one.method == "dpo" else "step3_ppo.main"]
-    assert (trained.run.seed, trained.run.max_steps, trained.run.gpu_memory_gib) == (7, 20, 9.0)
+    assert (trained.run.seed, trained.run.max_steps, trained.run.gpu_memory_gib) == (7, 20 * one.steps, 9.0)
     assert ("rlhf.rewards.sample" in ran) is (one.pairs == recipes.SAMPLED)
     if one.pairs == recipes.SAMPLED:
         sampled = ran["rlhf.rewards.sample"]
@@ -136,8 +137,8 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
     if one.method != "dpo":
         assert trained.rollout_size(1).responses == 64 and trained.ppo.method == one.method
         functions = trained.reward_functions
-        slope = {"proxy-1": 0.5 / 2, "proxy-2": 0.25 / 4, "balanced-2": 1 / 4}
-        expected = one.length_out * 256 * sum(slope[proxy] for proxy in one.proxies) / len(one.proxies)
+        slope = sum(slopes[proxy] / (4 if "2" in proxy else 2) for proxy in one.proxies) / len(one.proxies)
+        expected = one.length_out * 256 * slope
         assert [function.weight for function in functions] == pytest.approx([expected] if expected else [])
 
 
