@@ -106,6 +106,8 @@ def make_hub(jobs: Jobs, case: Case) -> Path:
     shutil.rmtree(hub, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(jobs.models / "actor")
     count, tokens = (options.warm_up + options.steps + 1) * options.batch, options.seq_len
+    if section == "reward":
+        count *= 2  # presets leave out pairs until lengths are balanced (--balance_lengths)
     if section == "ppo":
         tokens = options.prompt
     else:

@@ -95,7 +95,7 @@ def test_an_fp16_overflow_skips_the_step_of_both_models(folder):
     assert skipped[:2] == [1, 2]
 
 
-def test_chat_answers_as_transformers_does(folder, capsys):
+def test_chat_answers_as_transformers_does(folder, plain, capsys):
     """Greedy in fp32: the tokens of transformers' own generate on the CPU."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "plain" / "actor")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain" / "actor")

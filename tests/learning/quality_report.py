@@ -146,11 +146,15 @@ def written(kept: list[dict[str, Any]]) -> str:
                 for name in runs
             ]
             parts += [f"## The half for {title}, by {gold}\n", table(["recipe", "seeds", "KL", *HEAD], rows)]
-    return "\n".join([*parts, verdict(list(runs), found)])
+    seeds = {name: len(of_seeds) for name, of_seeds in runs.items()}
+    return "\n".join([*parts, verdict([name for name in runs if seeds[name] == max(seeds.values())], found)])
 
 
 def verdict(names: Sequence[str], found: dict[tuple[str, str, int], Found]) -> str:
-    """Return the sentence of which recipe is chosen on the first half, and whether it gains on the second by both."""
+    """Return the sentence of which recipe is chosen on the first half, and whether it gains on the second by both.
+
+    names: recipes of as many seeds as any has.
+    """
     keeping = [name for name in names if found[name, GOLDS[0], 0].keeps_length]
     if not keeping:
         return "No recipe keeps SFT's length on the half for choosing.\n"

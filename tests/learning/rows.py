@@ -14,6 +14,12 @@ from typing import Any
 PAIRS = ("alpacaeval_gpt4", "hh_harmless", "oasst_en_100", "dpo_en_demo")
 ANSWERS = ("alpaca_en_demo", "gpteacher_roleplay")
 NUM_PROMPTS = 256  # held-out prompts that policies are measured on
+# Of the rows with instructions: rows of each prompt by its split, how many are kept, characters of the longest prompt.
+COPIES, KEPT, LONGEST = {"train": 4, "test": 2}, {"train": 3800, "test": 195}, 400
+TOGETHER = 1, 1, 2  # instructions of a row, drawn
+OPPOSED = {"all_capitals", "all_lower_case"}, {"number_of_sentences", "number_of_bullets"}
+WORDS = "example", "important", "however", "today", "because", "simple"
+PHRASES = "Is there anything else?", "I hope this helps.", "That is all."
 
 Rows = list[dict[str, Any]]
 
@@ -66,3 +72,46 @@ def make(source: Path, folder: Path) -> None:
             write(folder / "prompts_held_out.jsonl", ({"prompt": prompt} for prompt in prompts))
         prompts = prompts[:NUM_PROMPTS] if split == "test" else prompts
         write(folder / f"{name}.jsonl", ({"prompt": prompt} for prompt in prompts))
+
+
+def make_instructions(source: Path, folder: Path) -> None:
+    """Write `instructions_train` and `instructions_test`: prompts that end with instructions which a program checks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random, rows = Random(7), dict[str, Rows](train=[], test=[])
+    for row in read(source / "instruct" / f"{ANSWERS[0]}.jsonl.gz"):
+        prompt = row["prompt"].strip()
+        for _ in range(COPIES[row["split"]] if len(prompt) <= LONGEST else 0):
+            words, checks = zip(*drawn_instructions(random), strict=True)
+            rows[row["split"]].append({"prompt": f"{prompt}\n\n{' '.join(words)}", "instructions": list(checks)})
+    random.shuffle(rows["train"])
+    for split, found in rows.items():
+        write(folder / f"instructions_{split}.jsonl", found[: KEPT[split]])
+
+
+def drawn_instructions(random: Random) -> list[tuple[str, dict[str, Any]]]:
+    """Return one or two instructions that can be followed together, in words and for the function of the box."""
+    while True:
+        found = random.sample(instructions_of(random), random.choice(TOGETHER))
+        names = {check["name"] for _, check in found}
+        if not any(pair <= names for pair in OPPOSED) and not ("json_output" in names and len(names) > 1):
+            return found
+
+
+def instructions_of(random: Random) -> list[tuple[str, dict[str, Any]]]:
+    """Return an instruction of each kind."""
+    words, sentences, bullets = random.choice([20, 30, 40, 60]), random.choice([1, 2, 3]), random.choice([2, 3, 4])
+    word, phrase = random.choice(WORDS), random.choice(PHRASES)
+    bulleted = f"Write exactly {bullets} bullet points, each in a line that begins with '- '."
+    return [
+        (f"Use at most {words} words.", {"name": "number_of_words", "at_most": words}),
+        (f"Use at most {sentences} sentence{'s' if sentences > 1 else ''}.",
+         {"name": "number_of_sentences", "at_least": 1, "at_most": sentences}),
+        (bulleted, {"name": "number_of_bullets", "at_least": bullets, "at_most": bullets}),
+        ("Write in capital letters only.", {"name": "all_capitals"}),
+        ("Write in lower case only, without a capital letter.", {"name": "all_lower_case"}),
+        ("Give your answer a title in double angle brackets, as <<title>>.", {"name": "title"}),
+        (f'Use the word "{word}".', {"name": "keywords", "words": [word]}),
+        ('Do not use the word "the".', {"name": "forbidden_words", "words": ["the"]}),
+        (f"End with exactly this sentence: {phrase}", {"name": "end_phrase", "phrase": phrase}),
+        ("Answer in JSON and nothing else.", {"name": "json_output"}),
+    ]  # fmt: skip

@@ -4,6 +4,7 @@
 `models` trains SFT, the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report`
 writes the tables and plots from what is there. `quality` trains and judges the recipes against length, and keeps their
 numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
+`instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing.
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -17,7 +18,17 @@ from learning import models, policies, quality, quality_report, report, rows
 from learning.jobs import Jobs, Work
 from pipeline.launching.machine import count_gpus
 
-COMMANDS = ("all", "models", "best_of_n", "frontier", "ablations", "quality", "report", "quality_report")
+COMMANDS = (
+    "all",
+    "models",
+    "best_of_n",
+    "frontier",
+    "ablations",
+    "quality",
+    "report",
+    "quality_report",
+    "instructions",
+)
 
 
 def listed(kind: type) -> Any:
@@ -30,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--work", type=Path, default=Path("output/learning"), help="folder of data, models and runs")
     parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (commands all, models)")
-    parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models)")
+    parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models, instructions)")
     parser.add_argument("--depths", type=listed(int), default=[10, 20, 30], help="layers of the proxies (10,20,30)")
     parser.add_argument("--kl_coefs", type=listed(float), default=[0.01, 0.05, 0.2], help="(0.01,0.05,0.2)")
     parser.add_argument("--seeds", type=int, default=3)
@@ -62,6 +73,9 @@ def main() -> int:
     given, more = make_parser().parse_args(words[:at]), pairs_of(words[at + 1 :])
     work = given.work.resolve()
     jobs = Jobs(work, count_gpus() if given.gpus is None else given.gpus, given.parallel)
+    if given.command == "instructions":
+        rows.make_instructions(given.data, work / "data")
+        return 0
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0

@@ -21,6 +21,7 @@ from support.tiny_models import save_tiny
 from support.tiny_run import make_pair, make_prompts
 
 from pipeline.configuration.flags import parse
+from pipeline.rewards.box.instructions import CHECKS, instructions
 from rlhf.rewards.sample import SampleConfig
 from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
@@ -143,7 +144,8 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
 
 
 def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[str, object]]:
-    """What is kept of SFT and of two runs of a recipe whose answers are better by `gain` and longer by a factor."""
+    """What is kept of SFT, of two runs of a recipe whose answers are better by `gain` and longer by a factor, and of
+    two recipes of one run each: one is as long as SFT and the best of all."""
     random, columns = Random(1), ["prompt", "tokens", "finished", "gold", "gold-2", "proxy-2"]
 
     def line(recipe: str, seed: int, gain: float, longer: float, count: int) -> dict[str, object]:
@@ -156,7 +158,7 @@ def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[s
         return {"recipe": recipe, "seed": seed, "kl": 2.0, "columns": columns, "rows": found}
 
     runs = [line("good", seed, gain, longer, 4) for seed in (1, 2)]
-    return [line("sft", 0, 0.0, 1.0, 16), *runs, line("long", 1, 3.0, 2.0, 4)]
+    return [line("sft", 0, 0.0, 1.0, 16), *runs, line("long", 1, 3.0, 2.0, 4), line("once", 1, 3.0, 1.0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,28 @@ def make_source(folder: Path) -> None:
     write(folder / "text" / "c4_demo_en.jsonl.gz", [{"text": "The heron waits by the river. " * 40}] * 20)
 
 
+def test_rows_with_instructions_are_what_the_box_can_check(tmp_path):
+    make_source(tmp_path / "data")
+    for folder in ("first", "again"):
+        rows.make_instructions(tmp_path / "data", tmp_path / folder)
+    files = [tmp_path / "first" / f"instructions_{split}.jsonl" for split in ("train", "test")]
+    found = [rows.read_lines(file) for file in files]
+    assert [len(part) for part in found] == [4 * 24, 2 * 4], "of 24 and 4 prompts"
+    assert all(file.read_bytes() == (tmp_path / "again" / file.name).read_bytes() for file in files)
+    lists = [row["instructions"] for part in found for row in part]
+    names = [{check["name"] for check in checks} for checks in lists]
+    assert set.union(*names) <= set(CHECKS) and len(set.union(*names)) > 7 and set(map(len, names)) == {1, 2}
+    assert not any({"all_capitals", "all_lower_case"} <= one or {"json_output", "title"} <= one for one in names)
+    scores = instructions(["a"] * len(lists), instructions=lists)  # raises where a check does not take its settings
+    assert 0 < sum(filter(None, scores)) < len(lists)
+
+
 @pytest.mark.slow
-def test_the_report_of_recipes_is_that_of_the_kept_numbers():
-    folder, name = ROOT / "docs/benchmarks", "quality_smollm2_h100_202611"
-    lines = quality_report.written(quality.read_kept(folder / "raw" / f"{name}.jsonl.gz")).splitlines()
-    page = (folder / f"{name}.md").read_text().splitlines()
+@pytest.mark.parametrize("page", ["quality_smollm2_h200_202611.md", "raw/quality_smollm2_h100_202611.md"])
+def test_the_report_of_recipes_is_that_of_the_kept_numbers(page):
+    file = ROOT / "docs/benchmarks" / page
+    lines = quality_report.written(quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.gz")).splitlines()
+    page = file.read_text().splitlines()
     tables = [line for line in lines if line.startswith("|")]
     assert len(tables) > 30 and [line for line in tables if line not in page] == []
 
