@@ -1,9 +1,10 @@
 """Runs that choose for themselves what fits into a part of a GPU (--gpu_memory_gib): planned, then made.
 
-`choices.py plan PLANNED` writes what `fastest` chooses and what its plan says, on any machine; `measure PLANNED
-MEASURED GPUS` makes the runs, several beside each other where their limits allow; `table PLANNED MEASURED` prints both
-as Markdown. No command cuts an optimizer step: micro-batches, checkpointing, prompts at once and the cache are the
-plan's. Nothing of a plan was fitted to any of these runs.
+`choices.py plan PLANNED [PART]` writes what `fastest` chooses and what its plan says, on any machine, of the runs whose
+names contain PART; `measure PLANNED MEASURED GPUS [PART]` makes those, several beside each other where their limits
+allow; `table PLANNED MEASURED` prints both as Markdown. Limits of 80 GiB are for an H200. No command cuts an optimizer
+step: micro-batches, checkpointing, prompts at once and the cache are the plan's. Nothing of a plan was fitted to any of
+these runs.
 """
 
 import sys
@@ -27,7 +28,7 @@ from pipeline.launching.target import with_limit
 from pipeline.planning.fastest import choice_in_words, fastest
 from pipeline.planning.page import StagePlanner
 
-DEVICE = "1xH100-80GB"
+DEVICE, LARGE_DEVICE, LARGE = "1xH100-80GB", "1xH200-141GB", 80  # the latter for limits of so many GiB
 SFT, REWARD, DPO = "sft", "reward", "dpo"
 LONG_PAIRS = "--long_pairs truncate_left"
 
@@ -109,6 +110,17 @@ CHOICES = (
            pair("mistral-7b", "qwen3-0.6b", f"{ADAPTER} --train_batch_size 80"), "320 576"),
     chosen(72, "GRPO, Llama-3-8B LoRA 32, 64 rows of 512 + 1,024", "ppo",
            rewarded("grpo", "llama-3-8b", f"{ADAPTER} --train_batch_size 64"), "512 1024"),
+    chosen(LARGE, "SFT, Qwen3-1.7B, 96 rows of 2,048", SFT, model("qwen3-1.7b", "--train_batch_size 96"), "2048"),
+    chosen(LARGE, "reward, Llama-3-8B LoRA 16, 40 pairs of 768", REWARD,
+           model("llama-3-8b", "--lora_dim 16 --train_batch_size 40"), "768"),
+    chosen(LARGE, "DPO, Llama-3-1B, 72 pairs of 1,024", DPO, model("llama-3-1b", "--train_batch_size 72"), "1024"),
+    chosen(LARGE, "PPO, OPT-1.3B and 1.3B, 128 rows of 384 + 384", "ppo",
+           pair("1.3b", "1.3b", "--train_batch_size 128"), "384 384"),
+    chosen(LARGE, "PPO, Mistral-7B LoRA 16 and Llama-3-1B, 96 rows of 256 + 768", "ppo",
+           pair("mistral-7b", "llama-3-1b", "--actor_lora_dim 16 --save_adapter_only true --train_batch_size 96"),
+           "256 768"),
+    chosen(LARGE, "RLOO, Qwen2.5-1.5B, 192 rows of 512 + 1,536", "ppo",
+           rewarded("rloo", "qwen2.5-1.5b", "--train_batch_size 192"), "512 1536"),
 )  # fmt: skip
 
 
@@ -127,8 +139,9 @@ class Choice:
 
     @classmethod
     def of(cls, run: PlannedRun) -> "Choice":
-        """Choose for a run on DEVICE, as its stage does before it starts."""
-        planner, resolved = planner_of(run.section, run.words, DEVICE, StagePlanner)
+        """Choose for a run on its device, as its stage does before it starts."""
+        device = LARGE_DEVICE if limit_of(run) == LARGE else DEVICE
+        planner, resolved = planner_of(run.section, run.words, device, StagePlanner)
         target = with_limit(planner.target, resolved.config.run.gpu_memory_gib)  # type: ignore[attr-defined]
         best = fastest(replace(planner, target=target), resolved)  # type: ignore[arg-type]
         if best is None or best.lacks:
@@ -141,22 +154,22 @@ def limit_of(run: PlannedRun) -> int:
     return int(run.name.split()[0])
 
 
-def plan(file: Path) -> None:
-    """Write what is chosen for each run; a choice that the file has stays as it is."""
+def plan(file: Path, part: str) -> None:
+    """Write what is chosen for the runs whose names contain `part`; a choice that the file has stays as it is."""
     planned: dict[str, Any] = read_peaks(file)
-    for run in (run for run in CHOICES if run.name not in planned):
+    for run in (run for run in CHOICES if part in run.name and run.name not in planned):
         choice = Choice.of(run)
         planned[run.name] = asdict(choice)
         write_json(file, planned)
         print(f"{run.name}: {choice.line} ({choice.high:.1f} GiB)", file=sys.stderr, flush=True)
 
 
-def measure(file: Path, num_gpus: int, only: str) -> None:
-    """Make the runs whose names contain `only`, and add their phases and choices to `file`."""
+def measure(file: Path, num_gpus: int, part: str) -> None:
+    """Make the runs whose names contain `part`, and add their phases and choices to `file`."""
     import torch
 
     inputs, measured = file.parent / "plan-inputs", dict[str, Any](read_peaks(file))
-    waiting = [run for run in CHOICES if only in run.name and run.name not in measured]
+    waiting = [run for run in CHOICES if part in run.name and run.name not in measured]
     make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
     room = Room([torch.cuda.get_device_properties(0).total_memory / GIB] * num_gpus)
@@ -212,7 +225,7 @@ def main(words: Sequence[str]) -> None:
         sys.exit(__doc__)
     command, file = words[0], Path(words[1])
     if command == "plan":
-        plan(file)
+        plan(file, " ".join(words[2:]))
         return
     if command == "measure":
         measure(Path(words[2]), int(words[3]), " ".join(words[4:]))
