@@ -80,4 +80,5 @@ def check_metric(metric: str) -> None:
     """Raise EnvironmentFault for an `--eval_metric` whose package is not installed."""
     package = PACKAGES.get(metric)
     if package and find_spec(package) is None:
-        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; pip install rlhf-pipeline[metrics]")
+        install = "pip install '.[metrics]' in the project's folder"
+        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; {install}")

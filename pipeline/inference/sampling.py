@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.row_kinds import RowMaker, TokenizationOptions
+from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import is_conversational, read_rows
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
@@ -88,16 +89,18 @@ class PromptData:
 
 
 def read_prompts(
-    paths: Sequence[str], source: ModelSource, *, column_map: Mapping[str, str], max_length: int, max_new_tokens: int
+    paths: Sequence[str], source: ModelSource, *, columns: str, max_length: int, max_new_tokens: int
 ) -> PromptData:
     """Read the prompts of all rows, of whatever layout, as a model's tokens. Reads no weight.
 
     Args:
+        columns: `--column_map`.
         max_length: tokens of a prompt; 0 = as many as the model's positions leave.
 
     Raises:
         InputError: a source cannot be read or has no prompt, or the model cannot be sampled from.
     """
+    column_map = parse_column_map(columns)
     counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens)
     maker = RowMaker(load_chat_tokenizer(source), TokenizationOptions(max_prompt_seq_len=limit), counts)
     prompts, copies = list[SamplePrompt](), Counter[int]()
@@ -110,8 +113,8 @@ def read_prompts(
                 copies[tokens.prompt_id] += 1
     if not prompts:
         raise InputError(f"--data: no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
-    columns = {name for names in counts.passed.values() for name in names}
-    return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
+    passed = {name for names in counts.passed.values() for name in names}
+    return PromptData(prompts, passed, any(map(is_conversational, paths)), counts.lines())
 
 
 def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> int:

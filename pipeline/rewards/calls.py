@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, nearest
 
 FailureKind = Literal["raised", "timed out", "worker died", "no connection"]
 KINDS = get_args(FailureKind)
@@ -40,23 +40,27 @@ class Signature:
     needed: those without a default.
     takes_all: True where it has **kwargs.
     in_rank: True where it runs in the process of the rank, because it says `runs_in = "rank"`.
+    column: the column that a function of the box reads unless its args name another; empty: none.
     """
 
     named: Sequence[str]
     needed: Sequence[str]
     takes_all: bool
     in_rank: bool
+    column: str = ""
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.named
 
-    def reason_against(self, args: Collection[str], columns: Collection[str]) -> str:
+    def reason_against(self, args: Mapping[str, Any], columns: Collection[str]) -> str:
         """Return why it cannot be called with its own args and these columns of rows, or an empty text."""
         if unknown := [name for name in args if name in OURS or not self.takes(name)]:
             return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
-        if missing := set(self.needed).difference(OURS, TRAINERS, args, columns):
+        needed = {args.get("column", self.column), *self.needed} if self.column else {*self.needed}
+        if missing := needed.difference(OURS, TRAINERS, args, columns):
             found = f"only {', '.join(columns)}" if columns else "none for rewards"
-            return f"it needs the column {min(missing)!r}, and the data has {found}"
+            right = nearest(min(missing), columns)
+            return f"it needs the column {min(missing)!r}, and the data has {found}{right}"
         return ""
 
 
@@ -110,7 +114,7 @@ def check_args(target: str, args: Mapping[str, Any], signature: Signature, *, in
             raise RefusedError(str(error).removeprefix(f"reward function {target}: ")) from error
 
 
-def signature_of(function: Callable[..., Any]) -> Signature:
+def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
     """Return what a function takes. Raises RefusedError where it cannot be called by names."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -124,6 +128,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         needed=[one.name for one in named if one.default is one.empty],
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
         in_rank=getattr(function, "runs_in", "worker") == "rank",
+        column=next((one.default for one in named if is_of_box and one.name == "column"), ""),
     )
 
 
@@ -149,7 +154,7 @@ class Call:
         of_trainer = dict.fromkeys(TRAINERS, _dropped) | {"trainer_state": SimpleNamespace(global_step=self.step)}
         repeated = {name: [value] * len(self.lengths) for name, value in self.repeated.items()}
         taken = {name: value for name, value in of_trainer.items() if signature.takes(name)}
-        return taken | repeated | {**self.args} | {**self.each}
+        return repeated | taken | {**self.args} | {**self.each}
 
 
 def _dropped(*args: Any, **kwargs: Any) -> None:

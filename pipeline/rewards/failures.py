@@ -17,6 +17,16 @@ def counts_of(values: Sequence[Value]) -> dict[str, int]:
     return {RESPONSES: len(values)} | Counter(value.kind for value in values if isinstance(value, Failure))
 
 
+def num_failed(counts: Counts) -> int:
+    """Return how many responses failed."""
+    return sum(counts.values()) - counts[RESPONSES]
+
+
+def first_of_failures(values: Sequence[Value]) -> Failure | None:
+    """Return the first failure where all values are failures, else None."""
+    return values[0] if values and all(isinstance(value, Failure) for value in values) else None  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, slots=True)
 class FailureWindow:
     """The last rollouts of a function that have `num_responses` together, and what share of these may be failures."""
@@ -50,7 +60,7 @@ class FailureWindow:
         """
         kinds = sum(map(Counter, rollouts), Counter[str]())
         total, last = kinds.pop(RESPONSES, 0), rollouts[-1]
-        failed, is_all = kinds.total(), 0 < 2 * last[RESPONSES] == sum(last.values())
+        failed, is_all = kinds.total(), 0 < last[RESPONSES] == num_failed(last)
         if first is None or not (is_all or (failed >= self.min_failures and failed > self.max_share * total)):
             return
         words = ", ".join(f"{number} {kind}" for kind, number in kinds.items())

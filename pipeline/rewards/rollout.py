@@ -13,7 +13,7 @@ from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
 from pipeline.errors import InputError, Interrupted, RunError
 from pipeline.rewards.calls import KINDS
-from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of
+from pipeline.rewards.failures import RESPONSES, Counts, FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
@@ -44,6 +44,7 @@ class RunFunctions:
         self.weights = {function.name: function.weight for function in functions}
         self._pool = RewardPool(functions, num_workers=num_workers, timeout_s=timeout_s)
         self._window, self._is_conversation = FailureWindow(max_share=max_failures), False
+        self._failed_before = dict[str, list[Counts]]()
 
     def __enter__(self) -> Self:
         return self
@@ -80,10 +81,11 @@ class RunFunctions:
                 step=step,
             )
 
-        takes_tokens = self._takes_tokens
-        return RolloutScoring(
-            self._pool, responses_of, self._window, num_samples=num_samples, takes_tokens=takes_tokens
+        scoring = RolloutScoring(
+            self._pool, responses_of, self._window, num_samples=num_samples, takes_tokens=self._takes_tokens
         )
+        scoring.failed_before = self._failed_before
+        return scoring
 
     def counted(self, before: Mapping[str, Any], failures: Sequence[tuple["RolloutScoring", Tensor]]) -> dict[str, Any]:
         """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
@@ -121,6 +123,7 @@ class RolloutScoring:
 
     names: the functions, in order.
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
+    failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed wholly.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class RolloutScoring:
     ) -> None:
         self.names = [function.name for function in pool.functions]
         self.failures: dict[str, Failure] = {}
+        self.failed_before: dict[str, list[Counts]] = {}
         self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
         self._window, self._takes_tokens = window, takes_tokens
         self._ids: dict[int, dict[int, list[int]]] = {}
@@ -161,20 +165,29 @@ class RolloutScoring:
                 if any(isinstance(value, list) for value in values):
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
                     raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
+        for name, values in self._values().items():
+            before = self.failed_before.get(name, [])
+            self.failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
         return found
+
+    def _values(self) -> dict[str, list[Value]]:
+        """Return what each function gave for the responses whose calls are done."""
+        done = [handle.result() for handle in self._handles.values() if handle.done() and not handle.exception()]
+        return {name: [value for by_name in done for value in by_name[name]] for name in self.names}
 
     def _check_first(self) -> None:
         """Raise where a function has failed for all responses that are done, and the others would change nothing.
 
-        Each call that hangs takes its limit of time twice: without this all of a rollout would.
+        Each call that hangs takes its limit of time twice: without this all of a rollout would, and all batches of an
+        evaluation.
         """
-        done = [handle.result() for handle in self._handles.values() if handle.done() and not handle.exception()]
         expected = len(self._handles) * self._num_samples * dist.world_size()
-        for name in self.names:
-            values = [value for by_name in done for value in by_name[name]]
-            failed = [value for value in values if isinstance(value, Failure)]
-            if len(failed) == len(values) and self._window.is_surely_passed(len(failed), expected):
-                self._window.check(name, [counts_of(values)], failed[0])
+        for name, values in self._values().items():
+            before = self.failed_before.get(name, [])
+            num_before = sum(counts[RESPONSES] for counts in before)
+            is_long = 0 < num_before >= self._window.min_failures - len(values)
+            if is_long or self._window.is_surely_passed(len(values), expected):
+                self._window.check(name, [*before, counts_of(values)], first_of_failures(values))
 
 
 def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:

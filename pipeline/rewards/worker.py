@@ -69,7 +69,7 @@ def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signa
     if file and (folder := str(Path(file).parent)) not in sys.path:
         sys.path.insert(0, folder)
     function = load(target, digest)
-    return function, signature_of(function)
+    return function, signature_of(function, is_of_box=not file)
 
 
 def result_of(waiting: Awaitable[Any]) -> Any:

@@ -17,7 +17,7 @@ from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, Interrupted
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, InputError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.hub import push
 from pipeline.reporting.process import own_reporter
@@ -140,10 +140,16 @@ class Course:
         Unless `--keep_checkpoints` was given, earlier checkpoints are deleted: nothing goes on from them any more.
 
         Raises:
-            DivergedError: every step was skipped, so that the models are those of the start.
+            DivergedError: every step was skipped, so that the models are those of the start; InputError: likewise, as
+                no step had anything to learn from.
             EnvironmentFault: the disk refused one of them, and the run is not done; or --push_to_hub failed, and it is.
         """
         if state.step and state.skipped_updates == state.step:
+            if not state.bad_in_a_row:  # nothing was not finite: there was nothing to learn from
+                raise InputError(
+                    f"all {state.step} steps were skipped: nothing was trained, nothing is saved; the warning of each "
+                    f"says why, in {self._run.folder / 'log.txt'}"
+                )
             raise DivergedError(
                 f"all {state.step} steps were skipped: nothing was trained, nothing is saved; "
                 f"{divergence_advice(self._run, 'the learning rate')}"

@@ -11,6 +11,7 @@ from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.console import printable
 from pipeline.errors import InputError
+from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 from pipeline.run.entry import command_flags, run_command
@@ -26,7 +27,7 @@ class RewardTrialConfig(Group):
         [], "FILE.py:NAME of your own, or a NAME of the box; each also with :WEIGHT", positional=True
     )
     data: str = flag("", "Hub id, file or folder, read as for training", kind="path")
-    n: int = flag(20, "Rows to read, the first ones", ge=1)
+    n: int = flag(20, "Rows to read, the first ones; also -n", ge=1)
     completion: str = flag("", "Response of a row that has none of its own", kind="text")
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     reward_timeout_s: float = flag(30.0, "Seconds that a call of a function may take", gt=0)
@@ -39,7 +40,8 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf reward") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, score and print."""
-    config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog).config
+    words = ["--n" if word == "-n" else word for word in argv]
+    config = command_flags(RewardTrialConfig, words, section="reward_trial", prog=prog).config
     if not config.reward_function:
         raise InputError(f"{FLAG}: missing; name a function, for example: {prog} rewards.py:length --data FILE")
     if not config.data:
@@ -50,25 +52,28 @@ def run(argv: list[str], prog: str) -> None:
     with RewardPool(functions, num_workers=NUM_WORKERS, timeout_s=config.reward_timeout_s) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
         values = pool.gather([pool.submit(row) for row in rows])
-    print_table(functions, rows, {function.name: [one[function.name][0] for one in values] for function in functions})
+    by_name = {function.name: [one[function.name][0] for one in values] for function in functions}
+    print_table(functions, rows, by_name)
+    for name, found in by_name.items():
+        if first := first_of_failures(found):
+            FailureWindow().check(name, [counts_of(found)], first)
 
 
 def responses_of(config: RewardTrialConfig) -> list[Responses]:
     """Return the first rows of the data with a response each. Raises InputError where a row has none."""
     from pipeline.data.counts import Counts
-    from pipeline.data.formats import PROMPT_COLUMNS, read_records
+    from pipeline.data.formats import read_records
     from pipeline.data.selection import parse_column_map
-    from pipeline.data.sources import read_rows
+    from pipeline.data.sources import is_conversational, read_rows
 
     column_map, counts, rows = parse_column_map(config.column_map), Counts(), list[Responses]()
-    raw = {row.origin: row for row in islice(read_rows(config.data), config.n)}
-    for record in read_records(raw.values(), counts, column_map=column_map, passes_columns=True):
+    is_conversation = is_conversational(config.data)  # then all prompts are messages, as in training
+    raw = islice(read_rows(config.data), config.n)
+    for record in read_records(raw, counts, column_map=column_map, passes_columns=True):
         text = record.chosen or record.rejected or config.completion
         if not record.messages or not text:
             what = "a response; give one by --completion TEXT" if record.messages else "a prompt"
             raise InputError(f"{record.origin}: found columns {', '.join(record.columns)}, none is {what}")
-        values = raw[record.origin].values
-        is_conversation = any(isinstance(values.get(column_map.get(name, name)), list) for name in PROMPT_COLUMNS)
         # There is no tokenizer here: bytes stand for tokens.
         own = (str(record.origin), record.messages, is_conversation, [text], [[*text.encode()]])
         rows.append(Responses(*own, columns=json.loads(record.extra)))

@@ -23,6 +23,7 @@ from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
 from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.rendezvous import num_ranks
+from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.run.entry import command_flags, run_command
@@ -106,9 +107,6 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
     functions = scorers(config)
-    from pipeline.data.selection import parse_column_map
-
-    column_map = parse_column_map(config.column_map)
     from pipeline.dist import pick_device
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
@@ -120,7 +118,7 @@ def run(argv: list[str], prog: str) -> None:
         pick_device(local_rank)
 
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
-    data = read_prompts(config.data, ModelSource(config.model), column_map=column_map, **lengths)
+    data = read_prompts(config.data, ModelSource(config.model), columns=config.column_map, **lengths)
     print_notes(data.notes)
     num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
@@ -181,7 +179,8 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     from pipeline.inference.sampling import sample
 
     first, num_before, last_time = samples.last, samples.num_rows, time.monotonic()
-    reasons, failed, causes, summary = Counter[str](), Counter[str](), dict[str, Failure](), ScoreSummary()
+    reasons, causes, summary = Counter[str](), dict[str, Failure](), ScoreSummary()
+    counts = {function.name: Counter[str]() for function in pool.functions}
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
     judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
@@ -194,9 +193,10 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
             reasons[row] += 1
         else:
             samples.write(prompt.number, row)
-        failures = [(name, one) for name, given in values.items() for one in given if isinstance(one, Failure)]
-        failed.update(name for name, _ in failures)
-        causes = dict(reversed(failures)) | causes
+        for name, given in values.items():
+            counts[name].update(counts_of(given))
+            if failures := [one for one in given if isinstance(one, Failure)]:
+                causes.setdefault(name, failures[0])
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()
             print(f"prompt {prompt.number}, up to {data.prompts[-1].number}", file=sys.stderr, flush=True)
@@ -206,9 +206,12 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     print(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written", file=sys.stderr)
     print_notes(f"{counted(count, 'prompt')} without a row: {reason}" for reason, count in reasons.items())
     print_notes(
-        f"{name} gave no value for {counted(failed[name], 'answer')}, at first ({one.kind}): {one.message}"
+        f"{name} gave no value for {counted(num_failed(counts[name]), 'answer')}, at first ({one.kind}): {one.message}"
         for name, one in causes.items()
     )
+    for name, one in causes.items():
+        if num_failed(counts[name]) == counts[name][RESPONSES]:
+            FailureWindow().check(name, [counts[name]], one)
 
 
 def print_notes(lines: Iterable[str]) -> None:

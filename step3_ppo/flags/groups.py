@@ -289,6 +289,22 @@ class PPOCoefficients(Group):
         return self
 
     @model_validator(mode="after")
+    def _each_is_read(self) -> Self:
+        weights, reasons = self.off_policy_weights, dict[str, str]()
+        if METHODS[self.method].compares:
+            reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
+        if self.policy_loss != "cispo":
+            reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
+        if weights == "none":
+            reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "off_policy_weights is none")
+        if not weights.endswith("_mask"):
+            reasons["off_policy_low"] = "only off_policy_weights with a mask have a lower limit"
+        for name, reason in reasons.items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name}: {reason}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> Self:
         if self.kl_in_loss and self.kl_estimator == "k1":
             raise ValueError("kl_in_loss: k1 has no useful gradient as a loss; use --kl_estimator k2 or k3")

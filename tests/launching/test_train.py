@@ -321,6 +321,9 @@ def test_step_3_needs_the_models_of_1_and_2(tmp_path):
     planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
     assert planned.returncode == 0, planned.stderr
     assert "note: output/reward does not exist: planned as made from output/demo/base\n" in planned.stdout
+    for words in ((), ("--method", "grpo", "--ppo.reward_function", "length")):
+        noted = train(tmp_path, *TINY, "--step", "1", "2", "3", "--target", "1xH100", *words).stdout
+        assert ("note: stage 3 does not read the reward model of stage 2" in noted) == bool(words)
     make_model(tmp_path / "output" / "sft")
     make_model(tmp_path / "output" / "reward")
     assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0

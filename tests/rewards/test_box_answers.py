@@ -84,7 +84,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch):
         with pytest.raises(InputError) as raised:
             reward([])
         assert str(raised.value).startswith(f"reward function {reward.__name__}: import of {module} halted")
-        assert str(raised.value).endswith(f"; pip install rlhf-pipeline[{extra}]")
+        assert str(raised.value).endswith(f"; pip install '.[{extra}]' in the project's folder")
 
 
 @FORMS
@@ -104,9 +104,7 @@ def test_a_text_is_compared_with_that_of_a_column(form):
 def test_a_column_that_no_row_has_is_told():
     with pytest.raises(InputError) as raised:
         exact_match(["a"], answers=["a"], source=["b"])
-    assert str(raised.value) == (
-        "reward function exact_match: no prompt has a column 'answer', only answers, source; did you mean answers?"
-    )
+    assert str(raised.value) == ("reward function exact_match: no prompt has a column 'answer'")
 
 
 @FORMS

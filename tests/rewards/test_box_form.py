@@ -142,7 +142,8 @@ def test_a_library_of_languages_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     language_identifier.cache_clear()
     with pytest.raises(
-        InputError, match=r"^reward function language: import of .*; pip install rlhf-pipeline\[language\]$"
+        InputError,
+        match=r"^reward function language: import of .*; pip install '\.\[language\]' in the project's folder$",
     ):
         language(["a"])
 

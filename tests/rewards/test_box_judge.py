@@ -314,5 +314,5 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     told = failed(InputError, [], [], url="http://127.0.0.1:9/v1", model="m")
     assert told.startswith("reward function judge: import of httpx") and told.endswith(
-        "pip install rlhf-pipeline[judge]"
+        "pip install '.[judge]' in the project's folder"
     )

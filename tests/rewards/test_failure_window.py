@@ -2,12 +2,15 @@
 
 import json
 import random
+from concurrent.futures import Future
 
 import pytest
 
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.failures import FailureWindow, counts_of
+from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure
+from pipeline.rewards.rollout import RolloutScoring
 
 RAISED = Failure("raised", "ValueError: no (f.py:3)")
 WINDOW = FailureWindow()
@@ -90,3 +93,48 @@ def test_an_endpoint_that_does_not_answer_is_a_fault_of_the_environment():
 
 def test_a_rollout_without_failures_ends_nothing():
     assert not ends([rollout(100, raised=60), rollout(100)], first=None)
+
+
+class PlayedPool:
+    """Answers one after the other with the values that are given as responses."""
+
+    functions = (RewardFunction("f", "f"),)
+
+    def __init__(self) -> None:
+        self.values = dict[Future, list]()
+
+    def submit(self, values: list) -> Future:
+        self.values[future := Future()] = values
+        return future
+
+    def gather(self, handles: list[Future], between) -> list:
+        for handle in handles:
+            handle.set_result({"f": self.values[handle]})
+            between()
+        return [handle.result() for handle in handles]
+
+
+@pytest.mark.parametrize(
+    ("batches", "ended", "failed"),
+    [
+        ([[RAISED] * 8] * 5, 2, 20),
+        ([[RAISED] * 8, [RAISED] * 8, [1.0] + [RAISED] * 7, [RAISED] * 8, [RAISED] * 8], None, 0),
+        ([[RAISED] * 19, [1.0], [RAISED] * 19, [RAISED]], 3, 20),
+        ([[RAISED] * 60], 0, 54),  # as in a rollout: above 5 % of 1,060, whatever the rest gets
+        ([[RAISED] * 30 + [1.0] * 30], None, 0),
+    ],
+)
+def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batches, ended, failed):
+    before, end, line = dict[str, list](), None, ""
+    for number, values in enumerate(batches):
+        scoring = RolloutScoring(PlayedPool(), lambda row, ids: row, WINDOW, num_samples=1, takes_tokens=True)
+        scoring.failed_before = before
+        for place, value in enumerate(values):
+            scoring.ended(place, [value], 0, [place])
+        try:
+            scoring.gather(lambda: None)
+        except InputError as error:
+            end, line = number, str(error)
+            break
+    assert end == ended
+    assert (f"f gave no value for {failed} of the last {failed} responses" in line) == bool(failed)

@@ -78,6 +78,20 @@ def test_what_a_trainer_gives_is_there(tmp_path):
     assert scores(functions_in(tmp_path / "f.py", TELLING, "logging"), to("a", "b", step=7)) == [[7.0, 7.0]]
 
 
+def test_a_column_of_the_name_of_a_trainers_argument_does_not_take_its_place(tmp_path):
+    functions = functions_in(tmp_path / "f.py", TELLING, "logging")
+    columns = {"trainer_state": 1, "log_metric": 2}
+    assert scores(functions, to("a", step=7, columns=columns), columns=[*columns]) == [[7.0]]
+
+
+@pytest.mark.parametrize(("args", "column"), [({}, "answer"), ({"column": "solution"}, "solution")])
+def test_a_function_of_the_box_is_refused_before_it_lacks_its_column(args, column):
+    with RewardPool([RewardFunction("exact_match", "exact_match", args=args)], num_workers=1, timeout_s=20) as pool:
+        with pytest.raises(InputError, match=f"it needs the column '{column}', and the data has only level"):
+            pool.check(["level"])
+        pool.check(["level", column])
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [

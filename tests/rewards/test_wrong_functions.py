@@ -192,7 +192,7 @@ def test_what_functions_print_is_logged_and_not_without_end(tmp_path, caplog, mo
 
 
 LOADING = "cannot be loaded: "
-NEEDED = "it needs the column 'solutoin', and the data has only solution, level"
+NEEDED = "it needs the column 'solutoin', and the data has only solution, level; did you mean solution?"
 UNUSABLE = {
     "missing": ("import not_there\n", f"{LOADING}ModuleNotFoundError: No module named 'not_there' (missing.py:1)"),
     "syntax": ("\ndef f(:\n    pass\n", f"{LOADING}SyntaxError: invalid syntax (syntax.py:2)"),

@@ -47,9 +47,9 @@ def folder(tmp_path, monkeypatch):
         yield tmp_path
 
 
-def table(capsys: pytest.CaptureFixture, *words: str) -> tuple[list[list[str]], str]:
+def table(capsys: pytest.CaptureFixture, *words: str, code: int = 0) -> tuple[list[list[str]], str]:
     """The printed lines, in cells, and what went to stderr."""
-    assert main([*words]) == 0
+    assert main([*words]) == code
     printed = capsys.readouterr()
     return [
         [line[:6].strip(), line[7:47].strip(), *line[47:].split()] for line in printed.out.splitlines()
@@ -79,8 +79,8 @@ def test_functions_of_a_yaml_file_have_their_args(folder, capsys):
 
 
 def test_values_of_tokens_and_failures(folder, capsys):
-    words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "--n", "2", "--reward_timeout_s", "0.3")
-    lines, errors = table(capsys, *words)
+    words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "-n", "2", "--reward_timeout_s", "0.3")
+    lines, errors = table(capsys, *words, code=2)
     assert [line[2:] for line in lines] == [
         ["tokens", "failing", "slow"],
         ["sum", "13.75", "1", "timed", "out"],
@@ -91,6 +91,8 @@ def test_values_of_tokens_and_failures(folder, capsys):
     ]
     assert "note: failing: raised: ValueError: seven (f.py:15)\n" in errors
     assert "note: slow: timed out: no answer within 0.3 s\n" in errors
+    wholly = "slow gave no value for 2 of the last 2 responses (2 timed out): no answer within 0.3 s"
+    assert errors.splitlines()[-1] == f"error: --reward_function: {wholly}", "the table is printed, and nothing worked"
 
 
 @pytest.mark.parametrize("key", ["messages", "chat"])
@@ -100,6 +102,13 @@ def test_prompts_of_messages_are_conversations(folder, capsys, key):
     mapped = [] if key == "messages" else ["--column_map", "messages=chat"]
     lines, _ = table(capsys, "f.py:spoken", "--data", "c.jsonl", *mapped)
     assert lines[1] == ["1", "Hello.", "3"], "two turns, and an answer of the assistant"
+
+
+def test_a_text_beside_conversations_is_one_as_in_training(folder, capsys):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    Path("c.jsonl").write_text(json.dumps({"messages": turns}) + "\n" + json.dumps(ROWS[0]))
+    lines, _ = table(capsys, "f.py:spoken", "--data", "c.jsonl")
+    assert [line[2] for line in lines[1:3]] == ["2", "2"], "a turn, and an answer of the assistant"
 
 
 ON = ["--data", "d.jsonl", "--n", "2"]
@@ -121,6 +130,10 @@ WRONG = [
         "--reward_function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",
     ),
     (["f.py:solved", "--data", "p.jsonl"], "--reward_function {}/f.py:solved: it needs the column 'solution', and "),
+    (
+        ["exact_match", "--data", "d.jsonl", "-n", "1"],
+        "--reward_function exact_match: it needs the column 'answer', and the data has only response, solution",
+    ),
 ]
 
 

@@ -185,9 +185,10 @@ def test_a_wrong_value_ends_with_2_and_the_rows_before_it_stay(folder, model, ca
 
 
 def test_a_call_that_takes_too_long_gives_no_value(folder, model, capsys):
-    rows, shown = sampled(capsys, model, "--reward", "f.py:slow", "--reward_timeout_s", 0.5)
+    rows, shown = sampled(capsys, model, "--reward", "f.py:slow", "--reward_timeout_s", 0.5, code=2)
     assert {one["reward"] for row in rows for one in row["answers"]} == {None}
     assert "slow gave no value for 5 answers, at first (timed out)" in shown
+    assert "error: --reward_function: slow gave no value for 5 of the last 5 responses (5 timed out)" in shown
 
 
 def test_as_many_workers_as_the_flag_says(folder, model, capsys):

@@ -146,7 +146,7 @@ def test_the_package_of_a_metric_is_looked_for_at_the_start(
     with undone_afterwards():
         assert main(words(folder, "missing", model_name_or_path=folder / "t5", eval_metric="rouge")) == 3
     (line,) = error_lines(capfd.readouterr().err)
-    assert line == "error: --eval_metric rouge: needs no_such_package; pip install rlhf-pipeline[metrics]"
+    assert line == "error: --eval_metric rouge: needs no_such_package; pip install '.[metrics]' in the project's folder"
 
 
 def test_answers_must_fit_into_the_positions(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

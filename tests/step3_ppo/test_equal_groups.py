@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts(folder, tmp_path):
 
 
 def test_where_nothing_is_left_the_step_is_skipped_and_said(folder, tmp_path, capsys):
-    assert trained(folder, tmp_path, "none", max_steps=2, max_bad_steps=1) == 4
+    assert trained(folder, tmp_path, "none", max_steps=2, max_bad_steps=1) == 2
     written = capsys.readouterr().err
     assert "step 2 skipped: the rewards of all responses to each prompt are equal" in written
     assert "all 2 steps were skipped" in written

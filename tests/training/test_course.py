@@ -15,7 +15,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.dist import World
-from pipeline.errors import DivergedError, EnvironmentFault, Interrupted, StoppedRun
+from pipeline.errors import DivergedError, EnvironmentFault, InputError, Interrupted, StoppedRun
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, divergence_advice, note_skipped_step
 from step1_sft.config import SFTConfig
@@ -93,12 +93,15 @@ def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
     assert course._saver.steps == [6] and course._saver.finished == 1
 
 
-@pytest.mark.parametrize(("skipped", "is_done"), [(2, True), (3, False)])
-def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, is_done):
-    written = []
+@pytest.mark.parametrize(
+    ("skipped", "bad", "error"), [(2, 2, None), (3, 3, DivergedError), (3, 1, DivergedError), (3, 0, InputError)]
+)
+def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, bad, error):
+    """Of steps that had nothing to learn from none is bad: nothing has diverged."""
+    written, is_done = [], error is None
     course = make_course(tmp_path)
-    state = Counters(step=3, skipped_updates=skipped)
-    with nullcontext() if is_done else pytest.raises(DivergedError, match="all 3 steps were skipped"):
+    state = Counters(step=3, skipped_updates=skipped, bad_in_a_row=bad)
+    with nullcontext() if is_done else pytest.raises(error, match="all 3 steps were skipped"):
         course.finish(state, content(state), lambda: written.append("models"))
     assert written == (["models"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
     assert (tmp_path / "done.json").is_file() == is_done

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeline.errors import InputError, nearest
+from pipeline.errors import InputError
 
 Messages = Sequence[Mapping[str, Any]]
 Scores = list[float | None]
@@ -19,19 +19,16 @@ def text_of(completion: str | Messages) -> str:
 def column_of(function: str, columns: Mapping[str, Any], column: str, rows: Sequence[Any]) -> list[Any]:
     """Return the values of a column, None where a row has none; [] where there are no rows.
 
-    Raises InputError where rows have other columns alone.
+    Raises InputError where no row has it, which a run finds before it starts.
     """
     if rows and column not in columns:
-        found = ", ".join(sorted(columns)) or "none"
-        raise InputError(
-            f"reward function {function}: no prompt has a column {column!r}, only {found}{nearest(column, columns)}"
-        )
+        raise InputError(f"reward function {function}: no prompt has a column {column!r}")
     return list(columns.get(column, []))
 
 
 def missing_package(function: str, extra: str, error: ImportError) -> InputError:
     """Return the error of a function whose package cannot be imported."""
-    return InputError(f"reward function {function}: {error}; pip install rlhf-pipeline[{extra}]")
+    return InputError(f"reward function {function}: {error}; pip install '.[{extra}]' in the project's folder")
 
 
 def reward_of_text(score: Callable[..., float | None]) -> Callable[..., Scores]:
