@@ -147,7 +147,7 @@ class Course:
         if state.step and state.skipped_updates == state.step:
             if not state.bad_in_a_row:  # nothing was not finite: there was nothing to learn from
                 raise InputError(
-                    f"all {state.step} steps were skipped: nothing was trained, nothing is saved; the warning of each "
+                    f"none of {state.step} steps had anything to learn from; nothing is saved; the warning of each "
                     f"says why, in {self._run.folder / 'log.txt'}"
                 )
             raise DivergedError(

@@ -182,7 +182,7 @@ def test_where_nothing_is_left_the_step_is_skipped_and_said(folder, tmp_path, ca
     assert trained(folder, tmp_path, "none", max_steps=2, max_bad_steps=1) == 2
     written = capsys.readouterr().err
     assert "step 2 skipped: the rewards of all responses to each prompt are equal" in written
-    assert "all 2 steps were skipped" in written
+    assert "error: none of 2 steps had anything to learn from; nothing is saved" in written
     state = State()
     state.count_step(stepped=False, engines=[], is_bad=False)
     assert (state.step, state.skipped_updates, state.bad_in_a_row) == (1, 1, 0)

@@ -101,7 +101,7 @@ def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, bad, 
     written, is_done = [], error is None
     course = make_course(tmp_path)
     state = Counters(step=3, skipped_updates=skipped, bad_in_a_row=bad)
-    with nullcontext() if is_done else pytest.raises(error, match="all 3 steps were skipped"):
+    with nullcontext() if is_done else pytest.raises(error, match="of 3 steps had|all 3 steps were"):
         course.finish(state, content(state), lambda: written.append("models"))
     assert written == (["models"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
     assert (tmp_path / "done.json").is_file() == is_done
