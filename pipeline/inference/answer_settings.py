@@ -16,15 +16,15 @@ class DrawSettings(Group):
     temperature: float = flag(0.0, "Divides the logits; 0: greedy, the most likely token each time", ge=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
+    stop_strings: StopTexts = flag(
+        [], "Texts that end an answer, with the token that completes one; they are a part of it", other_tools="stop"
+    )
 
 
 class ReplySettings(DrawSettings):
     """Sampling"""
 
     repetition_penalty: float = flag(1.0, "Divides the logits of tokens already seen; 1: none", gt=0)
-    stop_strings: StopTexts = flag(
-        [], "Texts that end an answer, with the token that completes one; they are a part of it", other_tools="stop"
-    )
 
 
 class AnswerSettings(ReplySettings):

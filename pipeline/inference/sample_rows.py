@@ -18,7 +18,7 @@ class SampledAnswer:
     text: without special tokens, and without white space around it.
     num_tokens: tokens that were sampled, the end token included.
     log_prob: sum of their log-probabilities at the temperature, before top_p and top_k; of greedy ones at 1.
-    finish_reason: "end" = ended by the model, "limit" = cut at the number of new tokens.
+    finish_reason: "end" = ended by the model, "stop" by a stop string, "limit" = cut at the number of new tokens.
     scores: name of a reward function or model -> what it gave, of tokens their sum; None = it failed or does not apply.
     reward: the weighted sum of the scores; None = a function failed, or none applies.
     """

@@ -157,7 +157,7 @@ def sample(
     """
     weights = {one.name: one.weight for one in pool.functions} | {one.name: one.weight for one in judges}
     num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
-    sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k)
+    sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k, tuple(settings.stop_strings))
     longest = max(len(one.tokens.ids) for one in data.prompts)
     session = chat_model.sessions().session(Room(num_slots, num_new, longest + num_new))
     rest = deque(one for one in data.prompts if one.number > first)

@@ -164,7 +164,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
     return {
         "model": model_fingerprint(config.model),
         "prompts": data.digest,
-        **config.sampling.model_dump(),
+        **config.sampling.model_dump(exclude={"stop_strings"} if not config.sampling.stop_strings else None),
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],

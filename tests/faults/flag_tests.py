@@ -225,6 +225,7 @@ TWINS: dict[str, Twin] = {
     "sample.temperature": Twin(2.0, "answer"),
     "sample.top_p": Twin(0.1, "answer"),
     "sample.top_k": Twin(1, "answer"),
+    "sample.stop_strings": Twin([*"aeiou "], "answer"),
     "sft.deterministic": Twin("true", "calls", spy="torch:use_deterministic_algorithms"),
     "sft.dry_run": Twin("true", "files"),
     "sft.explain": Twin("true", "files"),

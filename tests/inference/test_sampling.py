@@ -1,5 +1,6 @@
 """The sampling of `rlhf sample` by each generation backend, whose requests wait for places in other ways."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ def path(bpe_folder, tmp_path_factory) -> str:
     return save(made, bpe_folder, tmp_path_factory.mktemp("model"))
 
 
-def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int) -> list[Any]:
+def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int, stop: Sequence[str] = ()) -> list[Any]:
     data = read_prompts([file], ModelSource(path), columns="", max_length=0, max_new_tokens=6)
-    settings = SampleSettings(n=2, max_new_tokens=6, temperature=1.0, top_p=0.9)
+    settings = SampleSettings(n=2, max_new_tokens=6, temperature=1.0, top_p=0.9, stop_strings=[*stop])
     with RewardPool([], num_workers=1, timeout_s=1) as pool:
         rows = sample(chat_model, data, pool, settings, first=1, batch_size=batch_size, seed=3)
         return [(prompt.number, answers) for prompt, answers, _ in rows]
@@ -52,3 +53,19 @@ def test_answers_are_those_of_the_eager_backend(forward: str, batch_size: int, p
             assert (one.text, one.num_tokens, one.finish_reason) == (twin.text, twin.num_tokens, twin.finish_reason)
             assert one.log_prob == pytest.approx(twin.log_prob, abs=1e-3)
     assert {one.finish_reason for _, answers in result for one in answers} == {"end", "limit"}
+
+
+def test_a_stop_string_ends_an_answer_which_is_else_the_same(path, tmp_path):
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abcdefgh"))
+    file, chat_model = str(tmp_path / "q.jsonl"), load_chat_model(path, dtype=torch.float32)
+    without = [one for _, answers in sampled(chat_model, path, file, 3) for one in answers]
+    stop = next(one.text for one in without if one.finish_reason == "limit")[2:4]
+    answers = [one for _, answers in sampled(chat_model, path, file, 3, [stop, "never"]) for one in answers]
+    for one, whole in zip(answers, without, strict=True):
+        if stop in whole.text:  # the token that completes it may have more characters
+            assert one.finish_reason == "stop" and stop in one.text and whole.text.startswith(one.text)
+            assert one.num_tokens <= whole.num_tokens and one.log_prob >= whole.log_prob - 1e-4
+        else:
+            assert (one.text, one.num_tokens, one.finish_reason) == (whole.text, whole.num_tokens, whole.finish_reason)
+    assert {one.finish_reason for one in answers} >= {"stop", "limit"}
+    assert any(one.num_tokens < whole.num_tokens for one, whole in zip(answers, without, strict=True))
