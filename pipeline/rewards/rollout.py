@@ -165,12 +165,12 @@ class RolloutScoring:
                 if any(isinstance(value, list) for value in values):
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
                     raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
-        for name, values in self._values().items():
+        for name, values in self._given().items():
             before = self.failed_before.get(name, [])
             self.failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
         return found
 
-    def _values(self) -> dict[str, list[Value]]:
+    def _given(self) -> dict[str, list[Value]]:
         """Return what each function gave for the responses whose calls are done."""
         done = [handle.result() for handle in self._handles.values() if handle.done() and not handle.exception()]
         return {name: [value for by_name in done for value in by_name[name]] for name in self.names}
@@ -182,7 +182,7 @@ class RolloutScoring:
         evaluation.
         """
         expected = len(self._handles) * self._num_samples * dist.world_size()
-        for name, values in self._values().items():
+        for name, values in self._given().items():
             before = self.failed_before.get(name, [])
             num_before = sum(counts[RESPONSES] for counts in before)
             is_long = 0 < num_before >= self._window.min_failures - len(values)
