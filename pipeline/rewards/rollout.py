@@ -81,11 +81,10 @@ class RunFunctions:
                 step=step,
             )
 
-        scoring = RolloutScoring(
-            self._pool, responses_of, self._window, num_samples=num_samples, takes_tokens=self._takes_tokens
+        before, takes_tokens = self._failed_before, self._takes_tokens
+        return RolloutScoring(
+            self._pool, responses_of, self._window, before, num_samples=num_samples, takes_tokens=takes_tokens
         )
-        scoring.failed_before = self._failed_before
-        return scoring
 
     def counted(self, before: Mapping[str, Any], failures: Sequence[tuple["RolloutScoring", Tensor]]) -> dict[str, Any]:
         """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
@@ -109,6 +108,7 @@ class RunFunctions:
                 self._window.check(name, after[name], firsts.get(name))
             except RunError as error:
                 raise Interrupted(error) from None
+        self._failed_before.clear()  # of rollouts the window decides, by the responses of all ranks
         return after
 
 
@@ -118,22 +118,29 @@ class RolloutScoring:
     Args:
         responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
         window: what ends a run, by the first responses alone too.
+        failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed
+            wholly; kept up to date.
         num_samples: responses to each prompt.
         takes_tokens: see `RunFunctions`.
 
     names: the functions, in order.
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
-    failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed wholly.
     """
 
     def __init__(
-        self, pool: RewardPool, responses_of: Any, window: FailureWindow, *, num_samples: int, takes_tokens: bool
+        self,
+        pool: RewardPool,
+        responses_of: Any,
+        window: FailureWindow,
+        failed_before: dict[str, list[Counts]],
+        *,
+        num_samples: int,
+        takes_tokens: bool,
     ) -> None:
         self.names = [function.name for function in pool.functions]
         self.failures: dict[str, Failure] = {}
-        self.failed_before: dict[str, list[Counts]] = {}
         self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
-        self._window, self._takes_tokens = window, takes_tokens
+        self._window, self._failed_before, self._takes_tokens = window, failed_before, takes_tokens
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
@@ -166,8 +173,8 @@ class RolloutScoring:
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
                     raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
         for name, values in self._given().items():
-            before = self.failed_before.get(name, [])
-            self.failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
+            before = self._failed_before.get(name, [])
+            self._failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
         return found
 
     def _given(self) -> dict[str, list[Value]]:
@@ -183,7 +190,7 @@ class RolloutScoring:
         """
         expected = len(self._handles) * self._num_samples * dist.world_size()
         for name, values in self._given().items():
-            before = self.failed_before.get(name, [])
+            before = self._failed_before.get(name, [])
             num_before = sum(counts[RESPONSES] for counts in before)
             is_long = 0 < num_before >= self._window.min_failures - len(values)
             if is_long or self._window.is_surely_passed(len(values), expected):

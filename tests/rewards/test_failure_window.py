@@ -3,14 +3,17 @@
 import json
 import random
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.rewards import rollout as rollouts
 from pipeline.rewards.failures import FailureWindow, counts_of
 from pipeline.rewards.functions import RewardFunction
-from pipeline.rewards.pool import Failure
-from pipeline.rewards.rollout import RolloutScoring
+from pipeline.rewards.pool import Failure, Responses
+from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 
 RAISED = Failure("raised", "ValueError: no (f.py:3)")
 WINDOW = FailureWindow()
@@ -96,14 +99,15 @@ def test_a_rollout_without_failures_ends_nothing():
 
 
 class PlayedPool:
-    """Answers one after the other with the values that are given as responses."""
+    """Answers one after the other with the values that are given as responses, or with failures."""
 
     functions = (RewardFunction("f", "f"),)
 
     def __init__(self) -> None:
         self.values = dict[Future, list]()
 
-    def submit(self, values: list) -> Future:
+    def submit(self, responses: list | Responses) -> Future:
+        values = [RAISED] * len(responses.texts) if isinstance(responses, Responses) else responses
         self.values[future := Future()] = values
         return future
 
@@ -127,8 +131,7 @@ class PlayedPool:
 def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batches, ended, failed):
     before, end, line = dict[str, list](), None, ""
     for number, values in enumerate(batches):
-        scoring = RolloutScoring(PlayedPool(), lambda row, ids: row, WINDOW, num_samples=1, takes_tokens=True)
-        scoring.failed_before = before
+        scoring = RolloutScoring(PlayedPool(), lambda row, ids: row, WINDOW, before, num_samples=1, takes_tokens=True)
         for place, value in enumerate(values):
             scoring.ended(place, [value], 0, [place])
         try:
@@ -138,3 +141,19 @@ def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batc
             break
     assert end == ended
     assert (f"f gave no value for {failed} of the last {failed} responses" in line) == bool(failed)
+
+
+def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run(monkeypatch):
+    """Of 64 ranks one has lost its workers: 1.6 % of all responses."""
+    monkeypatch.setattr(rollouts, "RewardPool", lambda *_, **__: PlayedPool())
+    settings = {"num_workers": 1, "timeout_s": 1.0, "max_failures": 0.05, "takes_tokens": True}
+    functions, before = RunFunctions([RewardFunction("f", "f")], **settings), {}
+    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
+    for step in range(5):
+        scoring = functions.scoring([{"messages": "[]"}] * 8, tokenizer, num_samples=1, step=step)
+        for place in range(8):
+            scoring.ended(place, place, 0, [1])
+        scoring.gather(lambda: None)
+        numbers = torch.zeros(8 * 64, 1, dtype=torch.int64)
+        numbers[:8] = 1
+        before = functions.counted(before, [(scoring, numbers)])
