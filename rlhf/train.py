@@ -218,10 +218,10 @@ def run(argv: list[str], prog: str) -> int:
         if known_model(model := getattr(plan.config, f"{name}_model")) is None:
             note = "no preset; the built-in defaults hold where --config and flags say nothing"
             print(f"note: --{name}-model {model}: {note}", flush=True)
-    numbered = {planned.stage.number: planned for planned in plan.chosen}
-    read = map(str, dict(flat_items(numbered[3].resolved.config)).values()) if 3 in numbered else ()
-    if {2, 3} <= numbered.keys() and numbered[2].model_dir not in map(Path, read):
-        print("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none", flush=True)
+    if {2, 3} <= {*plan.config.step}:
+        read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
+        if plan.stages[2].model_dir not in map(Path, read):
+            print("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none", flush=True)
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:

@@ -89,23 +89,23 @@ class PromptData:
 
 
 def read_prompts(
-    paths: Sequence[str], source: ModelSource, *, columns: str, max_length: int, max_new_tokens: int
+    paths: Sequence[str], source: ModelSource, *, column_map: str, max_length: int, max_new_tokens: int
 ) -> PromptData:
     """Read the prompts of all rows, of whatever layout, as a model's tokens. Reads no weight.
 
     Args:
-        columns: `--column_map`.
+        column_map: `--column_map`, as it is given.
         max_length: tokens of a prompt; 0 = as many as the model's positions leave.
 
     Raises:
         InputError: a source cannot be read or has no prompt, or the model cannot be sampled from.
     """
-    column_map = parse_column_map(columns)
+    names = parse_column_map(column_map)
     counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens)
     maker = RowMaker(load_chat_tokenizer(source), TokenizationOptions(max_prompt_seq_len=limit), counts)
     prompts, copies = list[SamplePrompt](), Counter[int]()
     for path in paths:
-        for record in read_records(read_rows(path), counts, column_map=column_map, passes_columns=True):
+        for record in read_records(read_rows(path), counts, column_map=names, passes_columns=True):
             for row in maker.rows([record], RowMaker.prompt):
                 tokens, place = Prompt.of(row.prompt_ids), str(record.origin)
                 copy, number = copies[tokens.prompt_id], len(prompts) + 1
@@ -113,8 +113,8 @@ def read_prompts(
                 copies[tokens.prompt_id] += 1
     if not prompts:
         raise InputError(f"--data: no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
-    passed = {name for names in counts.passed.values() for name in names}
-    return PromptData(prompts, passed, any(map(is_conversational, paths)), counts.lines())
+    columns = {name for passed in counts.passed.values() for name in passed}
+    return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
 
 
 def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> int:

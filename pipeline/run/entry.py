@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
@@ -150,10 +151,13 @@ def command_flags(
 ) -> Resolved:
     """Return the checked flags of a small command; what its user should know of them goes to stderr.
 
+    A flag of one letter may have one dash.
+
     Args:
         not_empty: flags of text that are refused where an empty text is given for them.
     """
-    resolved = parse(config_class, argv, section=section, prog=prog)
+    short = {f"-{name}": f"--{name}" for name in flag_table(config_class) if len(name) == 1}
+    resolved = parse(config_class, [short.get(word, word) for word in argv], section=section, prog=prog)
     for name in not_empty:
         if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
             raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")

@@ -40,8 +40,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf reward") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, score and print."""
-    words = ["--n" if word == "-n" else word for word in argv]
-    config = command_flags(RewardTrialConfig, words, section="reward_trial", prog=prog).config
+    config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog).config
     if not config.reward_function:
         raise InputError(f"{FLAG}: missing; name a function, for example: {prog} rewards.py:length --data FILE")
     if not config.data:

@@ -98,8 +98,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf sample") -> int:
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, the prompts and the reward functions, then sample, score and write."""
-    words = ["--n" if word == "-n" else word for word in argv]
-    config = command_flags(SampleConfig, words, section="sample", prog=prog).config
+    config = command_flags(SampleConfig, argv, section="sample", prog=prog).config
     if not config.model or not config.data:
         name = "data" if config.model else "model"
         raise InputError(f"--{name}: missing; for example: {prog} output/sft --data FILE")
@@ -118,7 +117,7 @@ def run(argv: list[str], prog: str) -> None:
         pick_device(local_rank)
 
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
-    data = read_prompts(config.data, ModelSource(config.model), columns=config.column_map, **lengths)
+    data = read_prompts(config.data, ModelSource(config.model), column_map=config.column_map, **lengths)
     print_notes(data.notes)
     num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
     pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)

@@ -27,7 +27,7 @@ def path(bpe_folder, tmp_path_factory) -> str:
 
 
 def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int, stop: Sequence[str] = ()) -> list[Any]:
-    data = read_prompts([file], ModelSource(path), columns="", max_length=0, max_new_tokens=6)
+    data = read_prompts([file], ModelSource(path), column_map="", max_length=0, max_new_tokens=6)
     settings = SampleSettings(n=2, max_new_tokens=6, temperature=1.0, top_p=0.9, stop_strings=[*stop])
     with RewardPool([], num_workers=1, timeout_s=1) as pool:
         rows = sample(chat_model, data, pool, settings, first=1, batch_size=batch_size, seed=3)

@@ -174,9 +174,8 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
     assert runs["typed 1"]["tokens_per_step"] == pytest.approx(runs["tuned 1"]["tokens_per_step"])
     assert 64 * 60 < runs["typed 1"]["tokens_per_step"] <= 64 * 72
 
-    done = row(
-        "--repeats", "1", "--baseline", "0", "--", "--actor_learning_rate", "fast"
-    )  # behind --: for the tuned run
+    # Behind --: for the tuned run.
+    done = row("--repeats", "1", "--baseline", "0", "--", "--actor_learning_rate", "fast")
     assert done.returncode == 1
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == ["tuned 1"] and "actor_learning_rate" in found["runs"]["tuned 1"]["error"]

@@ -104,7 +104,7 @@ def test_a_text_is_compared_with_that_of_a_column(form):
 def test_a_column_that_no_row_has_is_told():
     with pytest.raises(InputError) as raised:
         exact_match(["a"], answers=["a"], source=["b"])
-    assert str(raised.value) == ("reward function exact_match: no prompt has a column 'answer'")
+    assert str(raised.value) == "reward function exact_match: no prompt has a column 'answer'"
 
 
 @FORMS
