@@ -1,6 +1,7 @@
 """The models that the policies start from and are judged by: SFT, proxies of several depths, golds, a fresh critic."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ def balanced_depths(depths: list[int]) -> list[int]:
     return [sorted(depths)[len(depths) // 2], min(depths)]
 
 
-def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> int:
+def make(jobs: Jobs, base: str, depths: list[int], *, only: Sequence[str], more: dict[str, Any]) -> int:
     """Train SFT, then all reward models at once, those that are not there; return how many failed.
 
-    more: flags of every run.
+    only: names of reward models; none: all. more: flags of every run.
     """
     data, models = jobs.folder / "data", jobs.folder / "models"
     shared = SHARED | {"data_output_path": jobs.folder / "cache"}
@@ -39,7 +40,7 @@ def make(jobs: Jobs, base: str, depths: list[int], *, more: dict[str, Any]) -> i
         jobs.run(name, f"{stage}.main", ["--overwrite", *flags(shared | given | more | paths)], gpu=gpu)
 
     def reward_model(name: str, depth: int, rows: str, given: dict[str, Any], gpu: int | None) -> None:
-        if (models / name / "accuracy.json").exists():
+        if (only and name not in only) or (models / name / "accuracy.json").exists():
             return
         start = models / f"start-{depth}"
         trained(name, "step2_reward", start, REWARD | {"data_path": data / f"{rows}.jsonl"} | given, gpu)

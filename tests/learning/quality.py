@@ -31,9 +31,13 @@ DPO: dict[str, Any] = {
 SAMPLED_EPOCHS = 3
 
 
-def judges(depths: list[int]) -> list[str]:
-    """Return the names of all reward models that score the answers."""
-    return [*GOLDS, *sorted({name for recipe in recipes(depths).values() for name in recipe.proxies})]
+def judges(folder: Path, depths: list[int], policy: str) -> list[str]:
+    """Return the names of the reward models that score a policy's answers: SFT's are scored by the proxies as well.
+
+    Proxies that were not trained (`models --reward_models`) are left out.
+    """
+    proxies = {name for recipe in recipes(depths).values() for name in recipe.proxies} if policy == "sft" else ()
+    return [*GOLDS, *sorted(name for name in proxies if (folder / "models" / name / "config.json").exists())]
 
 
 def slope_of(lines: list[dict[str, Any]], names: tuple[str, ...]) -> float:
@@ -60,12 +64,13 @@ def reward_slope(models: Path, lines: list[dict[str, Any]], names: tuple[str, ..
 
 
 def sampled(jobs: Jobs, policy: Path, output: Path, depths: list[int], num_samples: int, gpu: int | None) -> None:
-    """Sample a policy's answers to the held-out prompts, with the scores of all reward models, and beside SFT."""
+    """Sample a policy's answers to the held-out prompts, with the scores of its judges, and beside SFT."""
     given = {"policy": policy, "prompts": jobs.folder / "data" / "prompts_held_out.jsonl", "output": output}
     given |= {"num_samples": num_samples, "max_answer": MAX_ANSWER}
     sft = jobs.folder / "models" / "sft"
     given |= {"reference": sft} if policy != sft else {}
-    words = [*flags(given), "--judges", *(f"{name}={jobs.folder / 'models' / name}" for name in judges(depths))]
+    names = judges(jobs.folder, depths, output.stem)
+    words = [*flags(given), "--judges", *(f"{name}={jobs.folder / 'models' / name}" for name in names)]
     jobs.run(f"quality-{output.stem}", "learning.judge", words, gpu=gpu)
 
 
@@ -163,7 +168,7 @@ def keep(folder: Path, depths: list[int]) -> Iterator[dict[str, Any]]:
     names = {file_name(name): name for name in recipes(depths)} | {"sft": "sft"}
     for file in sorted((folder / "quality").glob("*.jsonl")):
         stem, _, seed = file.stem.partition("-seed")
-        columns = [*KEPT_COLUMNS, *judges(depths)]
+        columns = [*KEPT_COLUMNS, *judges(folder, depths, stem)]
         rows = [[_number(line[column]) for column in columns] for line in read_lines(file)]
         yield {
             "recipe": names[stem],

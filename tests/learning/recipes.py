@@ -40,7 +40,7 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
     middle, shallow = balanced_depths(depths)
     proxy, balanced = f"proxy-{middle}", f"balanced-{middle}"
     settings = {f"missing EOS {k}": {"missing_eos_penalty": k} for k in (0.0, 0.5, 2.0)}
-    settings |= {f"KL target {kl}": {"kl_target": kl} for kl in (2.0, 6.0)}
+    settings |= {f"KL target {kl}": {"kl_target": kl} for kl in (1.0, 2.0, 6.0)}
     return {
         AS_IT_IS: Recipe((proxy,)),
         "length out": Recipe((proxy,), 1.0),

@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("output/learning"), help="folder of data, models and runs")
     parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (commands all, models)")
     parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models, instructions)")
+    parser.add_argument("--reward_models", nargs="*", default=[], help="names of those to train; by default all")
     parser.add_argument("--depths", type=listed(int), default=[10, 20, 30], help="layers of the proxies (10,20,30)")
     parser.add_argument("--kl_coefs", type=listed(float), default=[0.01, 0.05, 0.2], help="(0.01,0.05,0.2)")
     parser.add_argument("--seeds", type=int, default=3)
@@ -84,7 +85,7 @@ def main() -> int:
         return 0
     if given.command in ("all", "models"):
         rows.make(given.data, work / "data")
-        if models.make(jobs, given.base, given.depths, more=more):
+        if models.make(jobs, given.base, given.depths, only=given.reward_models, more=more):
             return 1
     if given.command == "quality":
         return trained_recipes(given, jobs, more)
