@@ -47,13 +47,7 @@ def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict
 
 def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dict[str, str]) -> None:
     """Write a line for each answer of `--num_samples` to each prompt, with the scores of all judges."""
-    model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
-    encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
-    rollout = generate(
-        model.sessions(), encoded, num_samples=given.num_samples,
-        num_slots=AT_ONCE, sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"),
-    )  # fmt: skip
-    texts = model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
+    rollout, texts = sampled_texts(given, prompts)
     lines: list[dict[str, Any]] = [
         {"prompt": n // given.num_samples, "response": text, "finished": finished, "tokens": len(ids)}
         for n, (text, finished, ids) in enumerate(zip(texts, rollout.finished.tolist(), rollout.responses, strict=True))
@@ -63,6 +57,17 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
             line["log_ratio"] = ratio
     answers = [(prompts[line["prompt"]], line["response"], line["finished"]) for line in lines]
     write_judged(given.output, lines, answers, judges)
+
+
+def sampled_texts(given: argparse.Namespace, prompts: Sequence[Turns]) -> tuple[Rollout, list[str]]:
+    """Sample and decode the answers; the model and its KV cache are given back, as several judges share a GPU."""
+    model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
+    encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
+    rollout = generate(
+        model.sessions(), encoded, num_samples=given.num_samples,
+        num_slots=AT_ONCE, sampling=Sampling(given.max_answer), key=RandomKey(0, "best of n"),
+    )  # fmt: skip
+    return rollout, model.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
 
 
 @torch.inference_mode()

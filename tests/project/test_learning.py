@@ -216,7 +216,7 @@ def test_rows_with_instructions_are_what_the_box_can_check(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["quality_smollm2_h200_202611.md", "raw/quality_smollm2_h100_202611.md"])
+@pytest.mark.parametrize("page", ["quality_smollm2_h200_202611.md", "missing_eos_smollm2_h100_202611.md"])
 def test_the_report_of_recipes_is_that_of_the_kept_numbers(page):
     file = ROOT / "docs/benchmarks" / page
     lines = quality_report.written(quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.gz")).splitlines()
