@@ -159,7 +159,7 @@ class PPOCoefficients(Group):
     dual_clip: float = flag(
         0.0, "Ratio above which a token of negative advantage has no gradient, above 1 (3); 0: none", ge=0
     )
-    ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", gt=0)
+    ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = flag(
         "token_mean",
         "Mean of the policy loss: over all tokens, over responses of the mean of each, or constant: sums of responses "
@@ -232,7 +232,7 @@ class PPOCoefficients(Group):
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
-    kl_horizon: int = flag(10_000, "Sequences over which the adaptive kl_coef moves", ge=1)
+    kl_horizon: int = flag(10_000, "Sequences in which the adaptive kl_coef moves by at most a fifth", ge=1)
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
         "auto",
         "Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout; auto: the sampler's "

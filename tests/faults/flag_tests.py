@@ -145,7 +145,7 @@ TWINS: dict[str, Twin] = {
     "ppo.policy_loss": Twin("cispo", both=CLIPPED | {"policy_clip": 1e-06}),
     "ppo.policy_ratio": Twin("sequence", both=CLIPPED),
     "ppo.ppo_epochs": Twin(2, both={"max_steps": 2}),
-    "ppo.ratio_cap": Twin(0.5, both={"policy_loss": "cispo"}),
+    "ppo.ratio_cap": Twin(1.0, both=CLIPPED | {"policy_loss": "cispo"}),
     "ppo.replace_equal_groups": Twin(
         "true", "metrics", both=GROUPS | {"reward_model_name_or_path": None, "reward_function": SHORT_ANSWERS}
     ),

@@ -59,7 +59,7 @@ def make(jobs: Jobs, base: str, depths: list[int], *, only: Sequence[str], more:
 
     def start(depth: int, gpu: int | None) -> None:
         words = flags({"model": models / "sft", "depth": depth, "output": models / f"start-{depth}"})
-        jobs.run(f"start-{depth}", "learning.shorten", words, gpu=gpu)
+        jobs.run(f"start-{depth}", "learning.workers", ["shorten", *words], gpu=gpu)
 
     if failed := jobs.each([partial(start, depth) for depth in depths]):
         return failed

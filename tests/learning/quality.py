@@ -120,7 +120,10 @@ def one(
     else:
         stage, given = "step3_ppo", of_rewards(jobs, recipe, output) | {"output_dir": saved}
     words = ["--overwrite", *flags(given | shared | recipe.changes | more)]
-    jobs.run(f"quality-{output.stem}-train", f"{stage}.main", words, gpu=gpu)
+    module = f"{stage}.main"
+    if recipe.sampler_bits:
+        module, words = "learning.workers", ["rounded", recipe.sampler_bits, *words]
+    jobs.run(f"quality-{output.stem}-train", module, words, gpu=gpu)
     sampled(jobs, saved / "actor", output, depths, NUM_SAMPLES["run"], gpu)
     shutil.rmtree(saved)
 

@@ -25,6 +25,7 @@ class Recipe:
     pairs: what a method without rewards learns from: SAMPLED, or a file of pairs by its name.
     steps: how many, over those of the others.
     changes: flags in which it differs.
+    sampler_bits: of each weight that the sampler reads; 0: as trained.
     """
 
     proxies: tuple[str, ...] = ()
@@ -33,6 +34,29 @@ class Recipe:
     pairs: str = ""
     steps: float = 1.0
     changes: dict[str, Any] = field(default_factory=dict)
+    sampler_bits: int = 0
+
+
+KEEPS_LENGTH = {"missing_eos_penalty": 2.0}  # with balanced pairs and the middle depth
+ADAPTER = {"actor_lora_dim": 64, "actor_lora_learning_rate": 1e-4, "only_optimize_lora": "true"}
+TIS = {"off_policy_weights": "token_truncate"}
+NO_WEIGHTS = {"off_policy_weights": "none"}
+FOUR_SAMPLES = {"num_samples_per_prompt": 4, "per_device_generation_batch_size": 16}  # as many responses
+# What may be added to PPO at SFT's length: flags, and bits of the sampler.
+PIECES: dict[str, tuple[dict[str, Any], int]] = {
+    "LoRA": (ADAPTER | NO_WEIGHTS, 0),
+    "LoRA, TIS": (ADAPTER | TIS, 0),
+    "sampler of 8 bits": (NO_WEIGHTS | {"old_log_probs": "trainer"}, 8),
+    "sampler of 8 bits, TIS": (TIS | {"old_log_probs": "trainer"}, 8),
+    "4 samples": (FOUR_SAMPLES, 0),
+    "4 samples, per-prompt baseline": (FOUR_SAMPLES | {"group_baseline": "true"}, 0),
+    "critic first": ({"critic_warmup_steps": 20}, 0),
+    "returns lambda 1": ({"returns_lambda": 1.0}, 0),
+    "lambda by length": ({"lambda_alpha": 0.05}, 0),
+    "entropy bonus": ({"entropy_coef": 0.01}, 0),
+    "two epochs": ({"ppo_epochs": 2}, 0),
+    "two epochs, clip above": ({"ppo_epochs": 2, "policy_clip_high": 0.28}, 0),
+}
 
 
 def recipes(depths: list[int]) -> dict[str, Recipe]:
@@ -64,5 +88,11 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
                 f"balanced pairs, {shallow} layers": f"balanced-{shallow}",
             }.items()
             for setting, changes in settings.items()
+        },
+        **{
+            f"balanced pairs, missing EOS 2.0, {piece}": Recipe(
+                (balanced,), changes=KEEPS_LENGTH | changes, sampler_bits=bits
+            )
+            for piece, (changes, bits) in PIECES.items()
         },
     }

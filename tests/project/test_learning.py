@@ -1,19 +1,24 @@
 """The experiment of tests/learning: its estimates against slow loops, and the whole of it on a tiny model."""
 
+import copy
 import gzip
 import itertools
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from learning import estimates, quality, quality_report, recipes, report, rows
+import torch
+from learning import estimates, quality, quality_report, recipes, report, rows, workers
 from learning.jobs import Jobs
 from learning.policies import file_name
 from support.source_tree import ROOT
@@ -118,6 +123,9 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
 
     def run(self: Jobs, name: str, module: str, words: list[object], *, gpu: int | None = None) -> str:
         (tmp_path / "runs" / f"{file_name(recipe)}-seed7-models").mkdir(exist_ok=True)
+        if module == "learning.workers":
+            assert list(words[:2]) == ["rounded", 8]
+            module, words, ran["rounded"] = "step3_ppo.main", words[2:], True
         if module in CONFIGS:
             config, section = CONFIGS[module]
             ran[module] = parse(config, [str(word) for word in words], section=section).config
@@ -135,12 +143,34 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
         sampled = ran["rlhf.rewards.sample"]
         prompts = len(rows.read_lines(Path(sampled.data[0])))
         assert prompts * sampled.sampling.n == 20 * 64, "as many answers as PPO samples"
+    assert ("rounded" in ran) is ("of 8 bits" in name)
     if one.method != "dpo":
         assert trained.rollout_size(1).responses == 64 and trained.ppo.method == one.method
         functions = trained.reward_functions
         slope = sum(slopes[proxy] / (4 if "2" in proxy else 2) for proxy in one.proxies) / len(one.proxies)
         expected = one.length_out * 256 * slope
         assert [function.weight for function in functions] == pytest.approx([expected] if expected else [])
+
+
+def test_a_rounded_sampler_reads_rounded_matrices_and_training_its_own(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.LayerNorm(3)).bfloat16()
+    before, read = copy.deepcopy(model.state_dict()), list[dict[str, torch.Tensor]]()
+
+    @contextmanager
+    def generation(self: Any) -> Iterator[None]:
+        read.append(copy.deepcopy(self.source.model.state_dict()))
+        yield
+
+    monkeypatch.setattr(workers.HybridEngine, "generation", generation)
+    workers.round_sampler(3)
+    with pytest.raises(KeyError), workers.HybridEngine.generation(SimpleNamespace(source=SimpleNamespace(model=model))):
+        raise KeyError
+    for row, was in zip(read[0]["0.weight"].tolist(), before["0.weight"].tolist(), strict=True):
+        step = max(map(abs, was)) / 3
+        assert row == pytest.approx([round(value / step) * step for value in was], rel=0.005)
+    assert read[0]["0.weight"].tolist() != before["0.weight"].tolist()
+    assert all(torch.equal(read[0][name], before[name]) for name in before if name != "0.weight"), "matrices alone"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "given back"
 
 
 def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[str, object]]:
