@@ -40,7 +40,7 @@ REFUSED = {("gemma", "system"), ("gemma", "unordered"), ("gemma3", "unordered")}
 IGNORED_TOOLS = {"llama3", "gemma", "gemma3", "phi3", "phi3_training", "phi3_5"}
 
 
-@pytest.fixture(params=ENDS)
+@pytest.fixture(params=ENDS, scope="module")
 def tokenizer(request: pytest.FixtureRequest, real_data: Path) -> GPT2TokenizerFast:
     made = GPT2TokenizerFast.from_pretrained(real_data / "tokenizers" / "gpt2", eos_token=ENDS[request.param])
     folder = Path(next(iter(FOUND.submodule_search_locations)))

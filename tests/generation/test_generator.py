@@ -73,7 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [1, slow(3)])
 @pytest.mark.parametrize(
     "name", ["one slot", "two slots, three samples", "every token is an end", "one token", "all of it"]
 )
@@ -129,7 +129,7 @@ def test_the_static_backend_and_ranks_in_lockstep_do_not_overlap_prefills(overla
 
 @pytest.mark.parametrize("deferred_polls", [(), ("cpu",)])
 @pytest.mark.parametrize(
-    ("num_slots", "steps", "ends"), [(6, 6, ()), (3, 12, ()), (1, 36, ()), (6, 5, range(NUM_TOKENS))]
+    ("num_slots", "steps", "ends"), [(6, 6, ()), slow((3, 12, ())), slow((1, 36, ())), (6, 5, range(NUM_TOKENS))]
 )
 def test_no_decode_step_is_made_in_vain(monkeypatch, num_slots, steps, ends, deferred_polls):
     """Six responses of seven tokens, the first of which the prefill draws; or that end there, before a poll."""
@@ -311,8 +311,9 @@ def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
 # --- stopping ---
 
 
-@pytest.mark.parametrize("deferred_polls", [(), (DEVICE.type,)])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("deferred_polls", "after"), [((), 0), ((DEVICE.type,), 2), slow(((), 2)), slow(((DEVICE.type,), 0))]
+)
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_generation_stops_when_asked_and_the_next_call_is_whole(monkeypatch, backend, after, deferred_polls):
     monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset(deferred_polls))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import TINY, notes, train
+from support.marks import slow_but
 
 from rlhf.train_config import split_overrides
 from rlhf.train_plan import make_plan
@@ -44,7 +45,7 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WORSE)
+@pytest.mark.parametrize("case", slow_but(["1", "2", "3", "3 well"], WORSE))
 def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_path, case):
     first, last, said = WORSE[case]
     number, section = case[0], {"1": "sft", "2": "reward", "3": "ppo"}[case[0]]

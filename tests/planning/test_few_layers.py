@@ -1,9 +1,11 @@
 """Passes through two and three layers say what a pass through all of them takes, to the byte and the kernel."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 from support.families import FAMILIES, UNTESTED, family_config
+from support.marks import slow_but
 from torch import nn
 
 from pipeline.configuration.groups import ModelConfig
@@ -64,8 +66,7 @@ def test_few_layers_say_what_all_layers_take(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", WORKS)
-@pytest.mark.parametrize("has_values", [False, True], ids=["policy", "critic"])
-@pytest.mark.parametrize("name", ["opt", pytest.param("llama-3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "has_values"), slow_but([("opt", True)], product(("opt", "llama-3"), (False, True))))
 def test_few_layers_of_every_kind_of_pass(tmp_path, name, has_values, kind):
     settings, work = WORKS[kind]
     use = use_of(name, tmp_path, settings)

@@ -75,6 +75,12 @@ def test_it_is_looked_at_and_planned(tmp_path, data, number):
     shown = " ".join(done.stdout.replace("\\\n", "").split())
     assert f"launch/single_gpu.sh {word} --" in shown and "plan of labelled, on 1 x CPU" in done.stdout
     assert "24 rows of " in done.stdout, "its own kind of rows was sampled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", WAYS)
+def test_its_data_and_its_start_model_are_looked_at(tmp_path, data, number):
+    project = project_with(tmp_path / "project", number)
     wrong = train(project, data, *WAYS[number], "--dry-run", data_path="base/config.json", max_steps=2)
     assert wrong.returncode == 2 and "--labelled.data_path: base/config.json" in wrong.stderr, wrong.stderr
     chained = train(project, data, *WAYS[number], "--dry-run", model_name_or_path="output/sft", max_steps=2)

@@ -141,24 +141,34 @@ def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets
     assert stage_of(4, *preset, "--zero_stage", 3) == 3
 
 
-def test_a_run_that_goes_on_chooses_anew_where_other_flags_are_given(folder, tmp_path, monkeypatch):
-    """A flag that is `auto` again has no value that the others were chosen beside, nor has what it contradicts."""
-    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
-    (tmp_path / "lower.yaml").write_text("zero_stage: 1\n")
+@pytest.fixture
+def goes_on(folder, tmp_path, monkeypatch):
+    """A call runs or continues a run by name; it returns its values with their sources, and what it says of them."""
     monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
 
-    def goes_on(name: str, steps: int, *words: object) -> tuple[dict[str, Any], str]:
+    def run_on(name: str, steps: int, *words: object) -> tuple[dict[str, Any], str]:
         settings = run("sft", folder, tmp_path / name, *words, max_steps=steps)
         log = (tmp_path / name / "runs/sft/log.txt").read_text().splitlines()
         said = [line for line in log if "chosen by the plan" in line][-1]
         return {flag: (entry["value"], entry["from"][:7]) for flag, entry in settings.items()}, said
 
+    return run_on
+
+
+def test_a_run_that_goes_on_chooses_anew_where_other_flags_are_given(goes_on):
+    """A flag that is `auto` again has no value that the others were chosen beside, nor has what it contradicts."""
     goes_on("auto", 2, "--per_device_train_batch_size", 2, "--gradient_checkpointing", "true")
     now, said = goes_on("auto", 3)
     assert [now[name] for name in (*CUT, "gradient_checkpointing")] == [
         (8, "chosen "), (1, "chosen "), (False, "chosen "),
     ]  # fmt: skip
     assert "as the run began" not in said
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_takes_another_zero_stage_where_its_flags_or_preset_ask_for_it(goes_on, tmp_path):
+    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
+    (tmp_path / "lower.yaml").write_text("zero_stage: 1\n")
     assert goes_on("preset", 2, "--preset", tmp_path / "preset.yaml")[0]["zero_stage"] == (2, "chosen ")
     now, said = goes_on("preset", 3, "--preset", tmp_path / "preset.yaml", "--offload_parameters", "true")
     assert now["zero_stage"][0] == 3 and said.endswith("; anew, as the run began with other flags")
