@@ -13,7 +13,7 @@ from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.paths import last_part
-from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model
+from pipeline.models.reward_model import TokenValueModel, last_token_scores, load_reward_model, score_constants
 from pipeline.models.source import ModelSource, num_positions
 from pipeline.models.tokenizers import choose_padding_token
 from pipeline.rewards.reward_model import scored_ids
@@ -41,6 +41,12 @@ class Judge:
     def name(self) -> str:
         """The name of its scores."""
         return last_part(self.path)
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of its scores that stage 2 has measured."""
+        constants = score_constants(self.model.config)
+        return constants and constants[1]
 
 
 def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.inference.sample_rows import SampledAnswer
@@ -27,10 +27,15 @@ class Sums:
 
 
 class ScoreSummary:
-    """Sums over the scores of answers, by name; no answer is kept."""
+    """Sums over the scores of answers, by name; no answer is kept.
 
-    def __init__(self) -> None:
-        self._sums = defaultdict[str, Sums](Sums)
+    Args:
+        deviations: standard deviations of reward models' scores by name, as stage 2 has measured them.
+        max_tokens: limit of an answer.
+    """
+
+    def __init__(self, deviations: Mapping[str, float], *, max_tokens: int) -> None:
+        self._sums, self._deviations, self._max_tokens = defaultdict[str, Sums](Sums), deviations, max_tokens
 
     def add(self, answers: Sequence[SampledAnswer]) -> None:
         """Add all answers to one prompt; scores that are None do not count."""
@@ -46,11 +51,21 @@ class ScoreSummary:
 
     def lines(self) -> list[str]:
         """Return a line for each name that has a score."""
-        return [f"{name}: {words_of(sums)}" for name, sums in self._sums.items() if sums.count]
+        return [f"{name}: {words_of(sums)}{self._slope(name, sums)}" for name, sums in self._sums.items() if sums.count]
+
+    def _slope(self, name: str, sums: Sums) -> str:
+        """Return the least-squares slope over tokens, of a reward model also what a missing EOS is to be weighed by."""
+        if not sums.apart:
+            return ""
+        slope = sums.rising / sums.apart
+        worth = f"; {slope:+.2g} a token among the answers to a prompt"
+        if name in self._deviations:
+            earned = slope * self._max_tokens / self._deviations[name]
+            worth += f", {earned:+.2g} of stage 2's deviations in {self._max_tokens} tokens"
+        return worth
 
 
 def words_of(sums: Sums) -> str:
-    """Return mean, population standard deviation and least-squares slope over tokens in words."""
+    """Return mean and population standard deviation in words."""
     deviation = math.sqrt(sums.squares / sums.count)
-    slope = f"; {sums.rising / sums.apart:+.2g} a token among the answers to a prompt" if sums.apart else ""
-    return f"mean {sums.mean:.4g}, standard deviation {deviation:.3g} over {sums.count:,} answers{slope}"
+    return f"mean {sums.mean:.4g}, standard deviation {deviation:.3g} over {sums.count:,} answers"

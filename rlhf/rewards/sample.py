@@ -178,11 +178,13 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     from pipeline.inference.sampling import sample
 
     first, num_before, last_time = samples.last, samples.num_rows, time.monotonic()
-    reasons, causes, summary = Counter[str](), dict[str, Failure](), ScoreSummary()
+    reasons, causes = Counter[str](), dict[str, Failure]()
     counts = {function.name: Counter[str]() for function in pool.functions}
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
     judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
+    deviations = {judge.name: judge.deviation for judge in judges if judge.deviation}
+    summary = ScoreSummary(deviations, max_tokens=config.sampling.max_new_tokens)
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
     for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=judges, **settings):
         summary.add(answers)

@@ -93,7 +93,8 @@ def test_the_scores_are_summed_up(model, capsys):
         design = np.column_stack([[one["num_tokens"] for _, one in known], levels])
         slope = np.linalg.lstsq(design, scores, rcond=None)[0][0]
         expected = f"{name}: mean {scores.mean():.4g}, standard deviation {scores.std():.3g} over {len(known)} answers"
-        assert f"{expected}; {slope:+.2g} a token among the answers to a prompt\n" in shown
+        worth = f", {slope * 8 / 7:+.2g} of stage 2's deviations in 8 tokens" if name == "first" else ""
+        assert f"{expected}; {slope:+.2g} a token among the answers to a prompt{worth}\n" in shown
     assert 0 < sum(one["scores"]["odd"] is None for _, one in answers) < len(answers)
     assert "mean" not in sampled(capsys, model)[1]
 
