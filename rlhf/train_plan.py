@@ -17,7 +17,7 @@ from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
 from pipeline.run.earlier_runs import automatic_words
-from pipeline.run.settled import resolve_splits
+from pipeline.run.settled import leaves_share, resolve_splits
 from rlhf.stages import METHODS, SECTIONS, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
@@ -211,7 +211,6 @@ def plan_stage(
     if config_file:
         argv += ["--config", config_file]
     following = chained_flags(stage, starts, config, before) | (method if method != {"method": METHODS[0]} else {})
-    following |= {flag: "false" for number, flag in stage.gives_up.items() if number in config.step}
     following |= known.flags if known else {}
     replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
     for name, value in (replaceable | inherited_flags(starts, config)).items():
@@ -219,7 +218,12 @@ def plan_stage(
     argv = overridden(stage, argv, override)
     resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     run_dir = stage.run_folder(resolved.config.run)
-    if chosen := automatic_words(resolved, run_dir):
+    chosen = automatic_words(resolved, run_dir) or []
+    for number, flag in stage.gives_up.items():
+        other = before[number].run_dir if number in before else None
+        if flag not in given and leaves_share(stage, resolved.config, flag, other, runs_too=number in config.step):
+            chosen += [f"--{flag}", "false"]
+    if chosen:
         argv = overridden(stage, argv, chosen)
         resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     with_ranks(resolved, None)  # what no number of ranks can have is refused here, by the stage's own name of a flag

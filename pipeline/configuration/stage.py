@@ -114,7 +114,7 @@ class Stage:
     rows_of: configuration -> that of a run whose flags ask for another kind; None: `rows`.
     shares: the places of --data_split whose prompts it trains on.
     shares_of: configuration -> those of a run whose flags leave some out; None: `shares`.
-    gives_up: number of another stage -> flag that `rlhf train` sets to false where both run in one command.
+    gives_up: number of another stage -> flag that `rlhf train` sets to false where that runs too, or has run before.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
     outputs: configuration -> model folders that it writes; later stages start from the first.

@@ -204,9 +204,10 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
 
     Raises:
         InputError: another run is finished here, or has left the checkpoint to go on from; a line for each difference,
-            and how to go on.
+            and how to go on; or --resume names no folder.
     """
     run: RunConfig = config.run
+    check_resume(run.resumes_from)
     done = read_object(done_file(run_folder))
     # Without a complete record the last checkpoint decides.
     goes_on = run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]

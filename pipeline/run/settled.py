@@ -116,6 +116,22 @@ def has_share(stage: Stage, split: str) -> bool:
     return sizes is not None and any(sizes[place] for place in stage.shares)
 
 
+def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | None, *, runs_too: bool) -> bool:
+    """Return True if a stage leaves another one its share of the prompts: that runs too, or has read the same source.
+
+    A run that goes on does as before.
+
+    Args:
+        flag: false where the share is left.
+        other: folder of the other stage's run.
+    """
+    saved = earlier_settings(stage.run_folder(config.run), config.run.resumes_from)
+    if flag in saved:
+        return not saved[flag]
+    paths = run_flags(other).get("data_path", []) if other and earlier_settings(other, AUTO) else []
+    return runs_too or Reader("", paths, "").meets(Reader("", config.data.data_path, ""))
+
+
 def split_among(stages: list[Stage]) -> str:
     """Return 2,4,4 without the shares that none of the stages takes: they fall to the others in proportion."""
     taken = {place for stage in stages for place in stage.shares}

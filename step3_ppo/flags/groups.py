@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, Group
+from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
 from step3_ppo.flags.methods import METHODS, MethodName
 
@@ -268,6 +269,14 @@ class PPOCoefficients(Group):
         """True where the loss is weighted; what `auto` is, a run decides before it starts."""
         return self.off_policy_weights not in ("none", "auto")
 
+    def check_steps(self, total: int) -> None:
+        """Raise InputError if the critic's warm-up lasts as long as a run of so many steps."""
+        if self.critic_warmup_steps >= total:
+            raise InputError(
+                f"--critic_warmup_steps: found {self.critic_warmup_steps}, and the run has {counted(total, 'step')}: "
+                "none would train the policy; give less, or more steps (--max_steps, --num_train_epochs)"
+            )
+
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:
         if self.group_baseline and METHODS[self.method].compares:
@@ -295,6 +304,10 @@ class PPOCoefficients(Group):
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss != "cispo":
             reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
+        if not self.kl_coef:
+            reasons["kl_target"] = "kl_coef, which it moves by factors, is 0; give that too, or"
+        if not self.kl_target:
+            reasons["kl_horizon"] = "only kl_target has one"
         if weights == "none":
             reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "off_policy_weights is none")
         if not weights.endswith("_mask"):

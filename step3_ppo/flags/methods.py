@@ -62,12 +62,14 @@ def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 def with_defaults(layers: Layers, preset: str) -> Layers:
     """Put the defaults of the named method below all that is given; a preset says how PPO trains, and its critic.
 
-    A value of `missing_eos_penalty` that is `auto` is none.
+    Where the strongest value of `missing_eos_penalty` is `auto`, none is given.
     """
-    layers = [
-        (origin, {flag: value for flag, value in values.items() if (flag, value) != ("missing_eos_penalty", AUTO)})
-        for origin, values in layers
-    ]
+    penalties = [values["missing_eos_penalty"] for _, values in layers if "missing_eos_penalty" in values]
+    if AUTO in penalties[-1:]:
+        layers = [
+            (origin, {flag: value for flag, value in values.items() if flag != "missing_eos_penalty"})
+            for origin, values in layers
+        ]
     name = named_method(layers)
     method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
     given = {flag: value for _, values in layers for flag, value in values.items()}

@@ -85,6 +85,10 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--method grpo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--method rloo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--ratio_cap 6", "ratio_cap", "cispo"),
+        ("--policy_loss cispo --ratio_cap 0.9", "ratio_cap", "1"),
+        ("--kl_coef 0 --kl_target 3", "kl_target", "kl_coef, which it moves by factors, is 0; give that too"),
+        ("--method grpo --reward_function exact_match --kl_target 3", "kl_target", "kl_coef"),
+        ("--kl_horizon 50", "kl_horizon", "only kl_target"),
         ("--off_policy_weights none --off_policy_cap 3", "off_policy_cap", "is none"),
         ("--off_policy_weights none --off_policy_veto 1e-4", "off_policy_veto", "is none"),
         ("--off_policy_weights token_truncate --off_policy_low 0.3", "off_policy_low", "with a mask"),
@@ -142,7 +146,9 @@ def test_the_chain_names_the_starts_of_the_models_that_there_are(words: str, exp
 @pytest.mark.parametrize(("words", "expected"), [((), 0.0), (("--reward_model_name_or_path", "r"), 1.0)])
 def test_auto_is_the_penalty_that_holds_where_none_is_given(tmp_path: Path, words: tuple[str, ...], expected: float):
     (tmp_path / "own.yaml").write_text("missing_eos_penalty: auto\n")
-    for given in (["--missing_eos_penalty", "auto"], ["--config", str(tmp_path / "own.yaml")]):
+    (tmp_path / "four.yaml").write_text("missing_eos_penalty: 4\n")
+    auto, four = ["--missing_eos_penalty", "auto"], ["--config", str(tmp_path / "four.yaml")]
+    for given in (auto, ["--config", str(tmp_path / "own.yaml")], [*four, *auto]):
         found = resolved("--method", "grpo", "--reward_function", "exact_match", *words, *given)
         assert found.config.ppo.missing_eos_penalty == expected
 

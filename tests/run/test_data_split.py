@@ -59,6 +59,35 @@ def test_dpo_takes_the_share_of_step_2_where_that_does_not_run(steps, split, sha
     assert (options.title, options.rows, options.shares) == ("dpo", "responses", shares)
 
 
+def takes_both(steps: str, *words: str) -> bool:
+    plan = make_plan([*TINY, "--step", *steps, *COMMON, "--method", "dpo", *words], prog="train.py")
+    planned = plan.chosen[-1]
+    return bool(parse(planned.stage.config, planned.argv, section="dpo").config.data.take_reward_share)
+
+
+def test_dpo_leaves_the_share_of_a_reward_model_of_an_earlier_command():
+    assert takes_both("3") and takes_both("13") and not takes_both("123")
+    save_run("reward", "2,4,4", "b.jsonl")
+    assert takes_both("3"), "of other rows"
+    (Path("output/runs/reward/config.json")).write_text('{"data_path": {"value": ["a.jsonl"]}}')
+    assert not takes_both("3") and not takes_both("13")
+    assert takes_both("3", "--dpo.take_reward_share", "true") and takes_both("3", "--output-dir", "elsewhere")
+    (Path("output/runs/reward/done.json")).unlink()
+    assert takes_both("3"), "it has saved nothing"
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["finished", "with a checkpoint"])
+@pytest.mark.parametrize("took", [True, False])
+def test_dpo_goes_on_with_the_shares_that_it_had(took, done):
+    folder = save_run("dpo", "2,4,4", done=done)
+    record = next(file for file in folder.rglob("*.json") if file.name in ("done.json", "state.json"))
+    record.write_text(json.dumps({"settings": {"data_split": "2,4,4", "take_reward_share": took}}))
+    if not done:
+        write_manifest(record.parent, 3, {record.name: manifest_entry(record)})
+    assert [takes_both(steps) for steps in ("3", "13", "123")] == [took] * 3
+    assert takes_both("3", "--overwrite"), "it starts afresh"
+
+
 @pytest.mark.parametrize(
     ("steps", "words", "expected"),
     [

@@ -72,8 +72,16 @@ def test_a_finished_run_has_nothing_to_do_unless_it_is_extended(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [{"overwrite": "true"}, {"resume": "never"}, {"resume": "step-3"}], ids=str)
-def test_a_finished_run_is_made_again_where_that_is_asked_for(tmp_path, asked):
+def test_a_finished_run_is_made_again_where_that_is_asked_for(tmp_path, monkeypatch, asked):
+    monkeypatch.chdir(tmp_path)
+    Path("step-3").mkdir()
     assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), SFT, ranks=1)
+
+
+@pytest.mark.parametrize("with_run", [True, False])
+def test_a_checkpoint_folder_that_is_not_there_is_found_before_anything_else(tmp_path, with_run):
+    with pytest.raises(InputError, match="--resume absent: no such folder"):
+        is_finished(finish(tmp_path) if with_run else tmp_path, sft(tmp_path, resume="absent"), SFT, ranks=1)
 
 
 def test_a_finished_run_whose_model_is_gone_goes_on(tmp_path):

@@ -113,6 +113,14 @@ def test_the_adaptive_coefficient_counts_the_sequences_whose_kl_was_seen(world, 
     assert loop.state.kl_coef == expected == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
 
 
+def test_the_adaptive_coefficient_waits_for_the_policys_first_step(world, trained_folders, tmp_path):
+    """In the critic's warm-up the KL is 0 whatever the coefficient is."""
+    config = ppo_config(trained_folders, kl_target=5.0, kl_horizon=10, critic_warmup_steps=4)
+    loop = loop_on_random_prompts(world, tmp_path, config)
+    seen = [(loop.iterate(), loop.state.step, loop.state.kl_coef)[1:] for _ in range(3)]
+    assert seen == [(2, 0.1), (4, 0.1), (6, pytest.approx(0.1 * (1 - 0.2 * 4 / 10)))]
+
+
 def spoiled_scores(monkeypatch, **parts: float) -> None:
     """Let the models say other numbers: each given field of Scores is filled with its value."""
     true_scores = training.score_responses

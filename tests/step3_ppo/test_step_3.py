@@ -209,6 +209,17 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
     assert any(sample["response"] for sample in samples)
 
 
+@pytest.mark.parametrize(("flags", "steps"), [({"max_steps": 2}, 2), ({"max_steps": 0, "num_train_epochs": 0.1}, 4)])
+def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, monkeypatch, capsys, flags, steps) -> None:
+    """Nothing would train the policy. No model is loaded before that is said."""
+    monkeypatch.setattr("step3_ppo.build.make_models", None)
+    changes = {**flags, "critic_warmup_steps": steps, "enable_ema": "false"}
+    with undone_afterwards():
+        assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 2
+    said = f"--critic_warmup_steps: found {steps}, and the run has {steps} steps: none would train the policy"
+    assert said in capsys.readouterr().err
+
+
 def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     cards = {
         "actor": ("text-generation", "PPO-tuned model"),
