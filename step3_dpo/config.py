@@ -16,7 +16,7 @@ class ComparisonDataConfig(PairDataConfig):
 
     take_reward_share: bool = flag(
         True,
-        "Take stage 2's share of --data_split too; train.py gives false where stage 2 runs in the same command",
+        "Take stage 2's share of --data_split too; train.py gives false where that runs too, or has run in this folder",
     )
 
 
