@@ -80,7 +80,9 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     notes = dict[Stage, str]()
     for group in [joined, *([stage] for stage in unset if stage not in joined)]:
         met = [reader for reader in settled if any(reader.meets(readers[stage]) for stage in group)]
-        split = next((reader.split for reader in met if all(has_share(stage, reader.split) for stage in group)), "")
+        split = next(
+            (reader.split for reader in met if all(has_share(one, stages[one], reader.split) for one in group)), ""
+        )
         if met and not split:
             notes[group[0]] = NOTE.format(met[0].section, met[0].split)
         split = split or (split_among(group) if len(group) > 1 else ALL_ROWS)
@@ -110,10 +112,10 @@ def other_readers(stages: Mapping[Stage, Resolved]) -> Iterator[Reader]:
             yield Reader(str(section), run_flags(folder).get("data_path", []), str(settings.get("data_split", SHARED)))
 
 
-def has_share(stage: Stage, split: str) -> bool:
-    """Return True if a split has rows for a stage that it does not have for others. Raises InputError."""
+def has_share(stage: Stage, given: Resolved, split: str) -> bool:
+    """Return True if a split has rows for a run that it does not have for other stages. Raises InputError."""
     sizes = parse_shares(split)
-    return sizes is not None and any(sizes[place] for place in stage.shares)
+    return sizes is not None and any(sizes[place] for place in stage.row_options(given.config)["shares"])
 
 
 def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | None, *, runs_too: bool) -> bool:

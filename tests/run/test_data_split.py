@@ -76,6 +76,15 @@ def test_dpo_leaves_the_share_of_a_reward_model_of_an_earlier_command():
     assert takes_both("3"), "it has saved nothing"
 
 
+@pytest.mark.parametrize(("split", "taken"), [("2,4,4", "2,4,4"), ("2,4,0", "none")])
+def test_dpo_behind_a_command_of_stages_1_and_2_has_its_share_or_a_note(split, taken, capsys):
+    """With 2,4,0 the one share that is not stage 1's is the reward model's."""
+    for run in ("sft", "reward"):
+        save_run(run, split)
+    assert splits("3", *COMMON, "--method", "dpo") == {"dpo": taken}
+    assert ("so some rows train both" in capsys.readouterr().out) is (taken == "none")
+
+
 @pytest.mark.parametrize("done", [True, False], ids=["finished", "with a checkpoint"])
 @pytest.mark.parametrize("took", [True, False])
 def test_dpo_goes_on_with_the_shares_that_it_had(took, done):
