@@ -254,7 +254,8 @@ def moved_too_far(ppo: PPO, update: Update | None) -> bool:
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
     """Move the KL coefficient towards `--kl_target`, where there is one, once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics["objective/kl"]
-    waits = 0 < state.step <= settings.critic_warmup_steps  # the policy is that of the start
+    # Until then the policy is that of the start.
+    waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps
     if settings.kl_target and math.isfinite(observed) and not waits:
         state.kl_coef = next_kl_coef(
             state.kl_coef,

@@ -37,7 +37,7 @@ class Recipe:
     sampler_bits: int = 0
 
 
-KEEPS_LENGTH = {"missing_eos_penalty": 2.0}  # with balanced pairs and the middle depth
+KEEPS_LENGTH = "missing EOS 2.0"  # the setting that does with balanced pairs and the middle depth
 ADAPTER = {"actor_lora_dim": 64, "actor_lora_learning_rate": 1e-4, "only_optimize_lora": "true"}
 TIS = {"off_policy_weights": "token_truncate"}
 NO_WEIGHTS = {"off_policy_weights": "none"}
@@ -90,8 +90,8 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
             for setting, changes in settings.items()
         },
         **{
-            f"balanced pairs, missing EOS 2.0, {piece}": Recipe(
-                (balanced,), changes=KEEPS_LENGTH | changes, sampler_bits=bits
+            f"balanced pairs, {KEEPS_LENGTH}, {piece}": Recipe(
+                (balanced,), changes=settings[KEEPS_LENGTH] | changes, sampler_bits=bits
             )
             for piece, (changes, bits) in PIECES.items()
         },
