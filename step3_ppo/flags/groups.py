@@ -284,6 +284,8 @@ class PPOCoefficients(Group):
         if self.policy_loss == "cispo" and (self.policy_clip_high or self.dual_clip):
             name = "policy_clip_high" if self.policy_clip_high else "dual_clip"
             raise ValueError(f"{name}: with policy_loss cispo: it caps ratios at ratio_cap; leave it out")
+        if self.kl_target and not self.kl_coef:
+            raise ValueError("kl_target: kl_coef, which it moves by factors, is 0; give that too, or leave it out")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: found {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
         if -1 < self.returns_lambda < 0:
@@ -304,8 +306,6 @@ class PPOCoefficients(Group):
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss != "cispo":
             reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
-        if not self.kl_coef:
-            reasons["kl_target"] = "kl_coef, which it moves by factors, is 0; give that too, or"
         if not self.kl_target:
             reasons["kl_horizon"] = "only kl_target has one"
         if weights == "none":

@@ -100,6 +100,7 @@ PPO = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "ppo_epochs": 2,
+    "kl_coef": 0.1,
     "kl_target": 0.5,
     "kl_horizon": 100,
     "enable_ema": "true",
