@@ -137,6 +137,7 @@ STAGE = Stage(
     starts_of=starts_of,
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
     compared=("eval_completions/mean_length", "eval_completions/truncated_fraction"),
+    tried={"critic_warmup_steps": 0},
     methods={name: method.title for name, method in METHODS.items()},
     outputs=model_folders,
     loop=loop,

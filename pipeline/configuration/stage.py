@@ -115,6 +115,7 @@ class Stage:
     shares: the places of --data_split whose prompts it trains on.
     shares_of: configuration -> those of a run whose flags leave some out; None: `shares`.
     gives_up: number of another stage -> flag that `rlhf train` sets to false where that runs too, or has run before.
+    tried: flags of its own with which a run of a few steps that tries a batch updates all that it trains.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
     outputs: configuration -> model folders that it writes; later stages start from the first.
@@ -151,6 +152,7 @@ class Stage:
     rows_of: Callable[[Any], str] | None = None
     shares_of: Callable[[Any], tuple[int, ...]] | None = None
     gives_up: Mapping[int, str] = field(default_factory=dict)
+    tried: Mapping[str, object] = field(default_factory=dict)
     runs_by_section: bool = False
     outputs: Callable[[Any], list[Path]] = field(default=one_folder)
     makes_chat_model: bool = True

@@ -102,7 +102,8 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
             stack.enter_context(output_held(file))
         except EnvironmentFault:  # of two that end together, the other joins them
             return 0
-        if not all(read_object(settings_of(part)).get(IS_WHOLE) for part in parts):
+        mine = read_object(settings_of(parts[rank]))
+        if any(read_object(settings_of(part)) != mine for part in parts):  # not whole, or of an earlier command
             return 0
         lines = [stack.enter_context(part.open("rb")) for part in parts]
         joined, count = file.with_name(f".{file.name}.writing"), 0

@@ -18,7 +18,7 @@ from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.marks import slow_but
 from support.tiny_run import make_folder, read_metrics
 
-from pipeline.configuration.flags import flag_words, parse
+from pipeline.configuration.flags import flag_words, parse, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault, RunError
 from pipeline.launching.request import parse_request
@@ -32,6 +32,7 @@ from pipeline.run.earlier_runs import automatic_words, write_choice
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT
+from step3_ppo.stage import STAGE as PPO
 
 
 def settings(folder: Path, *more: object, micro: int = 8, steps: int = 1) -> Any:
@@ -249,6 +250,7 @@ outcome = {"rank": 0, "code": code, "message": message, "secondary": False,
            "halved": now, "pid": os.getpid(), "host": socket.gethostname(),
            "supervisor": os.environ["PYTHON_RUN_SUPERVISOR"], "time": time.time()}
 (folder / "outcome").mkdir()
+Path(__file__).with_name("words.json").write_text(json.dumps(sys.argv))
 (folder / "metrics.jsonl").write_text("" if missing else 3 * '{"step_s": 1.0, "micro_batch_size": 4}\\n')
 (folder / "outcome/rank-0.json").write_text(json.dumps(outcome))
 time.sleep(0 if missing else 60)
@@ -265,18 +267,20 @@ def test_a_micro_batch_is_not_to_blame_where_another_phase_of_several_ranks_lack
     write_program(tmp_path / "lacking/main.py", LACKING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("LACKING", lacking)
-    assert tried_four(tmp_path) == fits
+    assert tried_four(tmp_path, "--critic_warmup_steps", "5") == fits
+    last = dict(scan(json.loads((tmp_path / "lacking/words.json").read_text())[1:]))
+    assert last["critic_warmup_steps"] == ["0"], "each of the three steps updates the actor, too"
     said = "fits, 1 s a step" if fits else "out of memory"
     assert capsys.readouterr().err == f"auto_batch: micro-batch 4: {said}\n" and not (tmp_path / "try").exists()
 
 
-def tried_four(folder: Path) -> bool:
+def tried_four(folder: Path, *words: str) -> bool:
     """Whether a micro-batch of four had memory, by the stand-in for a stage in this folder."""
     flags = {"per_device_train_batch_size": 4}
     signals: Any = SimpleNamespace(first=None, second=None)
-    stage: Any = SimpleNamespace(package="lacking")
+    stage: Any = SimpleNamespace(package="lacking", tried=PPO.tried)
     request = parse_request("single_gpu", ["1"])
-    return try_batch(stage, request, [], settings(folder), flags, signals=signals, folder=folder / "try")
+    return try_batch(stage, request, list(words), settings(folder), flags, signals=signals, folder=folder / "try")
 
 
 def test_a_try_that_fails_otherwise_says_why_and_keeps_its_output(tmp_path, monkeypatch):

@@ -54,7 +54,8 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
         assert main([model, *flags]) == code, capsys.readouterr().err
         return capsys.readouterr().err
 
-    assert "3 rows of 3 prompts written" in of_rank(0) and not Path("two.jsonl").exists()
+    of_rank(1, "--seed", 5)  # the part of an earlier command
+    assert "3 rows of 3 prompts written" in of_rank(0, "--overwrite") and not Path("two.jsonl").exists()
     part = Path("two.jsonl.part-1-of-2")
     lines = part.read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["number"] for line in lines] == [1, 3, 5]
@@ -62,7 +63,7 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     Path("two.jsonl.part-1-of-2.settings.json").write_text(
         Path("two.jsonl.part-1-of-2.settings.json").read_text().replace("is_whole", "was_whole")
     )
-    of_rank(1)
+    of_rank(1, "--overwrite")
     assert not Path("two.jsonl").exists(), "the other part is torn"
     shown = of_rank(0)
     assert "going on behind prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
