@@ -151,7 +151,9 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
     """Return the buffers of generation on a GPU, where the fused backend runs the models that it knows."""
     sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config, ranks)
-    model_config, weights = planned_config(actor.path), decode_needs(actor, dtype, of_weights(options), ranks)
+    # Sampling recomputes nothing: all choices of that have one answer.
+    sampled = replace(actor, settings=actor.settings.model_copy(update={"gradient_checkpointing": False}))
+    model_config, weights = planned_config(actor.path), decode_needs(sampled, dtype, of_weights(options), ranks)
     step = Pass("actor", options.min_slots, 1)  # of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
     buffers = Rollout(
