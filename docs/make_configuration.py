@@ -13,6 +13,7 @@ from rlhf.models.convert import ConvertConfig  # noqa: E402
 from rlhf.models.export import ExportConfig  # noqa: E402
 from rlhf.models.merge import MergeConfig  # noqa: E402
 from rlhf.report import ReportConfig  # noqa: E402
+from rlhf.rewards.reward import RewardTrialConfig  # noqa: E402
 from rlhf.rewards.sample import SampleConfig  # noqa: E402
 from rlhf.train_config import TrainConfig  # noqa: E402
 from step1_sft.config import SFTConfig  # noqa: E402
@@ -23,8 +24,8 @@ from step3_ppo.config import PPOConfig  # noqa: E402
 INTRODUCTION = """# Configuration
 
 Made from the models in `pipeline/configuration/groups.py`, `stepN/config.py` and
-`rlhf/train_config.py` and those of `chat.py` (`rlhf/chat.py`), `prompt_eval.py` (`rlhf/compare.py`) and
-`rlhf convert` (`rlhf/models/convert.py`) by `make reference`; edit those, not this file.
+`rlhf/train_config.py` and those of the other commands (`rlhf/chat.py`, `rlhf/models/convert.py`, ...) by
+`make reference`; edit those, not this file.
 
 A value's authority rises in this order: built-in default, DeepSpeed JSON (`--deepspeed_config`), preset (`--preset`),
 YAML file (`--config`), command line. `config.json` in the run's folder holds every value and where it came from;
@@ -69,6 +70,7 @@ PARTS = (
     ("`chat.py`", ChatConfig),
     ("`prompt_eval.py`", CompareConfig),
     ("`rlhf sample`", SampleConfig),
+    ("`rlhf reward`", RewardTrialConfig),
     ("`rlhf report`", ReportConfig),
     ("`rlhf convert`", ConvertConfig),
     ("`rlhf export`", ExportConfig),

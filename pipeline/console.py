@@ -127,8 +127,8 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def shell_lines(words: Iterable[str], width: int = 0) -> str:
-    """Return a command line in lines that a shell reads as one, of `width` columns (0: the terminal) where words allow.
+def shell_lines(words: Iterable[str]) -> str:
+    """Return a command line in lines that a shell reads as one, as wide as the terminal where words allow.
 
     A flag and its first value are in one line.
     """
@@ -137,7 +137,7 @@ def shell_lines(words: Iterable[str], width: int = 0) -> str:
         is_value = bool(pieces) and pieces[-1].startswith("--") and " " not in pieces[-1] and not word.startswith("--")
         pieces[-1:] = [f"{pieces[-1]} {word}"] if is_value else [*pieces[-1:], word]
     for piece in pieces:
-        if lines[-1].strip() and len(lines[-1]) + len(piece) > (width or terminal_width()) - len("$  \\"):
+        if lines[-1].strip() and len(lines[-1]) + len(piece) > terminal_width() - len("$  \\"):
             lines.append("   ")
         lines[-1] += f" {piece}"
     return " \\\n".join(lines).removeprefix(" ")
@@ -151,9 +151,9 @@ def printable(text: str) -> str:
     return text.translate(ESCAPES)
 
 
-def fence(text: str) -> str:
-    """Return the backticks that begin and end a block of `text` in Markdown: more than stand together in it."""
-    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+def fence(text: str, least: int = 3) -> str:
+    """Return backticks that begin and end `text` in Markdown: more than stand together in it, at `least` so many."""
+    return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def valid_unicode(text: str) -> str:

@@ -48,7 +48,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -97,7 +96,7 @@ def start(*, timeout_s: int) -> World:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size()))
     if not dist.is_initialized():
         join(device, timedelta(seconds=timeout_s))
-    return World(rank, size, local_rank, device)
+    return World(rank, size, device)
 
 
 def join(device: torch.device, timeout: timedelta) -> None:

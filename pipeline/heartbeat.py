@@ -110,9 +110,14 @@ def read_beat(file: Path) -> Beat | None:
 
 
 def replace_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
+    """Write JSON as `replace_text` does."""
+    replace_text(file, json.dumps(content) + "\n")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a text beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
     beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(file)
 
 

@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 
+from pipeline.files import GIB
 from pipeline.heartbeat import Phase
-from pipeline.processes import GIB, free_memory, read_process
+from pipeline.processes import free_memory, read_process
 
 # Words of CUDA, cuBLAS, torch's CPU allocator, the kernel and C++.
 WORDS = (

@@ -23,7 +23,6 @@ OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 # Counters of out-of-memory kills: this container's, else the machine's.
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-GIB = 2**30
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`, at whose death the supervisor stops
 WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`

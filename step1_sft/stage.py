@@ -36,14 +36,11 @@ def needs(config: SFTConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from pipeline.models.source import ModelSource, prepare_tokenizer
     from step1_sft.training import save_module
 
     config: SFTConfig = checkpoint.run.resolved.config
     module = checkpoint.language_model("model", config.model)
-    source, data = ModelSource(config.model.model_name_or_path), config.data
-    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
-    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
+    save_module(checkpoint.run, module, checkpoint.tokenizer(config.model), step=checkpoint.saved["step"])
 
 
 STAGE = Stage(

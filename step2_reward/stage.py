@@ -36,14 +36,11 @@ def needs(config: RewardConfig, base_of_output: Mapping[str, str], dtype: str, r
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from pipeline.models.source import ModelSource, prepare_tokenizer
     from step2_reward.training import State, save_module
 
     config: RewardConfig = checkpoint.run.resolved.config
     module = checkpoint.value_model("model", config.model, new_head=True)
-    source, data = ModelSource(config.model.model_name_or_path), config.data
-    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
-    save_module(checkpoint.run, module, tokenizer, State(**checkpoint.state))
+    save_module(checkpoint.run, module, checkpoint.tokenizer(config.model), State(**checkpoint.state))
 
 
 STAGE = Stage(

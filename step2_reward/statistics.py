@@ -6,6 +6,7 @@ counts as half a success everywhere.
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,11 +61,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("no pairs: nothing to estimate from")
     count = len(values)
-    mean = math.fsum(values) / count
-    if count == 1:
-        return Estimate(mean, None, count)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return Estimate(mean, math.sqrt(variance / count), count)
+    error = statistics.stdev(values) / math.sqrt(count) if count > 1 else None
+    return Estimate(statistics.fmean(values), error, count)
 
 
 def success(first: float, second: float) -> float:
@@ -86,7 +84,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def calibration(chosen: Sequence[float], rejected: Sequence[float], *, num_bins: int = CALIBRATION_BINS) -> Calibration:
+def calibration(chosen: Sequence[float], rejected: Sequence[float]) -> Calibration:
     """Predicted P(first answer wins) = sigmoid(margin) against how often it did, in bins of equal width.
 
     Every pair is entered in both orders, as (p, won) and (1 - p, lost): with the chosen answer always first, the
@@ -94,27 +92,27 @@ def calibration(chosen: Sequence[float], rejected: Sequence[float], *, num_bins:
     """
     if not chosen:
         raise ValueError("no pairs: nothing to calibrate")
-    members: list[list[tuple[float, int]]] = [[] for _ in range(num_bins)]
+    members: list[list[tuple[float, int]]] = [[] for _ in range(CALIBRATION_BINS)]
     for c, r in zip(chosen, rejected, strict=True):
         for predicted, won in ((sigmoid(c - r), 1), (sigmoid(r - c), 0)):
-            members[min(int(predicted * num_bins), num_bins - 1)].append((predicted, won))
-    bins = tuple(calibration_bin(index, num_bins, points) for index, points in enumerate(members))
+            members[min(int(predicted * CALIBRATION_BINS), CALIBRATION_BINS - 1)].append((predicted, won))
+    bins = tuple(calibration_bin(index, points) for index, points in enumerate(members))
     return Calibration(bins, math.fsum(row.count * row.error for row in bins) / (2 * len(chosen)))
 
 
-def calibration_bin(index: int, num_bins: int, points: Sequence[tuple[float, int]]) -> CalibrationBin:
+def calibration_bin(index: int, points: Sequence[tuple[float, int]]) -> CalibrationBin:
     """The comparisons of one bin: (predicted probability, 1 if it came true)."""
-    low, high, count = index / num_bins, (index + 1) / num_bins, len(points)
+    low, high, count = index / CALIBRATION_BINS, (index + 1) / CALIBRATION_BINS, len(points)
     if not count:
         return CalibrationBin(low, high, 0, None, None)
     predicted = math.fsum(p for p, _ in points) / count
     return CalibrationBin(low, high, count, predicted, sum(won for _, won in points) / count)
 
 
-def length_bucket(chosen_length: int, rejected_length: int, similar: float = SIMILAR_LENGTH) -> str:
+def length_bucket(chosen_length: int, rejected_length: int) -> str:
     """Return the LENGTH_BUCKET of a pair: did people prefer its shorter or its longer answer?"""
     difference = chosen_length - rejected_length
-    if abs(difference) <= similar * max(chosen_length, rejected_length):
+    if abs(difference) <= SIMILAR_LENGTH * max(chosen_length, rejected_length):
         return "similar"
     return "longer_wins" if difference > 0 else "shorter_wins"
 
@@ -124,8 +122,6 @@ def accuracy_by_length(
     rejected: Sequence[float],
     chosen_lengths: Sequence[int],
     rejected_lengths: Sequence[int],
-    *,
-    similar: float = SIMILAR_LENGTH,
 ) -> dict[str, Estimate]:
     """Accuracy in each non-empty length bucket; a model that reads only the length is near 0 in 'shorter_wins'.
 
@@ -134,7 +130,7 @@ def accuracy_by_length(
     """
     groups: dict[str, list[float]] = {name: [] for name in LENGTH_BUCKETS}
     for c, r, c_length, r_length in zip(chosen, rejected, chosen_lengths, rejected_lengths, strict=True):
-        groups[length_bucket(c_length, r_length, similar)].append(success(c, r))
+        groups[length_bucket(c_length, r_length)].append(success(c, r))
     return {name: estimate(values) for name, values in groups.items() if values}
 
 

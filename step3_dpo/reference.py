@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +23,9 @@ from pipeline import dist
 from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.data.batching import balanced_slices
 from pipeline.data.loader import sequence_lengths, to_device
-from pipeline.engine.build import compute_dtype, frozen_engine
+from pipeline.engine.build import compute_dtype, frozen_engine, load_policy
 from pipeline.files import flush, model_fingerprint
 from pipeline.heartbeat import beat
-from pipeline.models.forward.causal_lm import CausalLM
-from pipeline.models.loading import load_language_model
 from pipeline.models.source import ModelSource
 from pipeline.run.host_storage import on_each_storage
 from pipeline.run.run import Run
@@ -97,11 +94,7 @@ def computed(
     run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged]
 ) -> dict[str, np.ndarray]:
     """Return name -> (n, K) fp64 of the rows of these numbers, by the start model, which is released. A collective."""
-
-    def load(source: ModelSource, **settings: Any) -> CausalLM:
-        return CausalLM(load_language_model(source, **settings))
-
-    engine = frozen_engine(run, load, source, config.model, name="reference")
+    engine = frozen_engine(run, load_policy, source, config.model, name="reference")
     world, size, tables = run.world, config.optimizer.per_device_eval_batch_size, dict[str, np.ndarray]()
     for name, one in judged.items():
         rows, numbers = one.rows, one.numbers

@@ -53,14 +53,11 @@ def rows_of(config: DPOConfig) -> str:
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from pipeline.models.source import ModelSource, prepare_tokenizer
     from step3_dpo.training import save_module
 
     config: DPOConfig = checkpoint.run.resolved.config
     module = checkpoint.language_model("model", config.model)
-    source, data = ModelSource(config.model.model_name_or_path), config.data
-    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
-    save_module(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
+    save_module(checkpoint.run, module, checkpoint.tokenizer(config.model), step=checkpoint.saved["step"])
 
 
 STAGE = Stage(

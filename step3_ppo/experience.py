@@ -234,7 +234,6 @@ def pack_responses(
     valid: Tensor,
     row_index: Tensor,
     order: Tensor,
-    scored: FunctionScores | None = None,
 ) -> Responses:
     """Put one rank's rollout into rows of fixed width, so that ranks can exchange them."""
     pairs = zip(rollout.prompts, rollout.responses, strict=True)
@@ -248,7 +247,6 @@ def pack_responses(
         valid=valid,
         row_index=row_index,
         order=order,
-        scored=scored,
     )
 
 

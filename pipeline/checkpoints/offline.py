@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints.checkpoint_files import first_whole
 from pipeline.configuration.flag_table import flag_table
@@ -24,7 +25,7 @@ from pipeline.engine.state import read_weights
 from pipeline.errors import InputError
 from pipeline.files import model_fingerprint, read_object
 from pipeline.models.loading import DTYPES
-from pipeline.models.source import ModelSource
+from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.layout import candidates, environment_file
 from pipeline.run.run import Run
 from pipeline.run.stop_request import StopRequest
@@ -51,6 +52,11 @@ class OfflineCheckpoint:
     def has_average(self) -> bool:
         """True where the actor's moving average is stored."""
         return any(self.folder.glob("average.rank-*.safetensors"))
+
+    def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the run, which is that of the model that `model` starts from."""
+        data = self.run.resolved.config.data
+        return prepare_tokenizer(ModelSource(model.model_name_or_path), data.template, data.chat_template_kwargs)
 
     def language_model(self, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
         """Return the language model of the engine `name`; with `average`, with its moving average as weights."""
@@ -110,7 +116,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
         values["save_dtype"] = trained_in if dtype == "auto" else dtype
     origins = {name: str(entries.get(name, {}).get("from", settings)) for name in table}
     run = Run(
-        World(0, 1, 0, torch.device("cpu")),
+        World(0, 1, torch.device("cpu")),
         run_dir,
         stage,
         Resolved(validated(stage.config, values, origins), origins),

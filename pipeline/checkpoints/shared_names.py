@@ -109,14 +109,9 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
-def longest_run(text: str) -> int:
-    """Return how many backticks stand beside each other in `text` at most."""
-    return max(map(len, re.findall("`+", text)), default=0)
-
-
 def code(text: str) -> str:
     """Return `text` as a code span of one line, which nothing in it ends."""
-    line, ticks = " ".join(visible(text).split()), "`" * (longest_run(text) + 1)
+    line, ticks = " ".join(visible(text).split()), fence(text, 1)
     pad = " " if line[:1] == "`" or line[-1:] == "`" else ""
     return f"{ticks}{pad}{line or ' '}{pad}{ticks}"
 

@@ -112,7 +112,12 @@ def for_model(user: Json, origins: Mapping[str, str], model: ModelConfig) -> tup
 
 def is_on_nvme(config: Json, block: Literal["offload_optimizer", "offload_param"]) -> bool:
     """Tell whether a DeepSpeed JSON puts optimizer states or weights on NVMe."""
-    return ((config.get("zero_optimization") or {}).get(block) or {}).get("device") == "nvme"
+    return device_of(config.get("zero_optimization") or {}, block) == "nvme"
+
+
+def device_of(zero: Json, block: str) -> str:
+    """Return where ZeRO's block puts optimizer states or weights: none (the device), cpu or nvme."""
+    return str((zero.get(block) or {}).get("device", "none"))
 
 
 def weights_on_disk(config: Json, role: str) -> None:
@@ -138,7 +143,7 @@ def weights_on_disk(config: Json, role: str) -> None:
 def with_8_bit_states(config: Json) -> Json:
     """Let DeepSpeed take the AdamW of bitsandbytes. Raises InputError for states that it would not update."""
     zero = config["zero_optimization"]
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    device = device_of(zero, "offload_optimizer")
     if zero["stage"] == 3 or device != "none":
         found = f"optimizer states on {device}" if device != "none" else "ZeRO stage 3"
         raise InputError(
@@ -159,7 +164,7 @@ def without_hooks(config: Json) -> Json:
 
 def is_special(config: Json) -> bool:
     """Tell whether DeepSpeed takes another optimizer for ZeRO stage 1 than for 2, or other paths through it."""
-    offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+    offloads = device_of(config["zero_optimization"], "offload_optimizer") != "none"
     return offloads or "data_types" in config
 
 

@@ -280,7 +280,7 @@ def validated(config_class: type[Group], values: Mapping[str, Any], origins: Map
         return config_class.model_validate(nest(values, table))
     except ValidationError as error:
         kind = InputError if any(flag_of(problem, table) for problem in error.errors()) else ContradictionError
-        lines = [describe(problem, table, values, origins) for problem in error.errors()]
+        lines = [describe(problem, table, origins) for problem in error.errors()]
         raise kind("\n".join(lines)) from None
 
 
@@ -320,7 +320,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     return config, [f"{path}: {line}" for line in notes]
 
 
-def describe(problem: Any, table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]) -> str:
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
     if (flag := flag_of(problem, table)) is None:

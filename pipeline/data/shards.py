@@ -30,8 +30,9 @@ from pipeline.data.row_kinds import DOCUMENTS, RowKind, TokenizationOptions, col
 from pipeline.data.selection import DataOptions
 from pipeline.data.spool import Spool, records_at
 from pipeline.errors import EnvironmentFault, RunError
+from pipeline.files import GIB
 from pipeline.heartbeat import INTERVAL_S, RowProgress, beat_again
-from pipeline.processes import GIB, end_with_parent
+from pipeline.processes import end_with_parent
 
 if TYPE_CHECKING:
     import numpy as np

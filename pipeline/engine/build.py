@@ -158,6 +158,11 @@ def frozen_engine(
     return engine
 
 
+def load_policy(source: ModelSource, **settings: Any) -> CausalLM:
+    """Load a causal language model that is only read; `settings` are those of `load_language_model`."""
+    return CausalLM(load_language_model(source, **settings))
+
+
 def load_settings(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return how the weights of a model are loaded, as keyword arguments of the functions that load one."""
     return {"dtype": dtype, "attn_implementation": model.attn_implementation, "quantization": model.quantization}

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
+from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.configuration.stage import SupervisedConfig
@@ -127,9 +128,7 @@ def check_disk_offload(file: str) -> None:
         EnvironmentFault: something is missing; a line names its package.
     """
     zero = read_user_json(file).get("zero_optimization", {}) if file else {}
-    offloaded = [
-        name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"
-    ]
+    offloaded = [name for name in ("offload_optimizer", "offload_param") if device_of(zero, name) == "nvme"]
     if not offloaded:
         return
     missing = [f"{program} ({package})" for program, package in BUILT_WITH.items() if shutil.which(program) is None]

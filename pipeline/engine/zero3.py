@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline import dist
 from pipeline.cache_memory import memory_of
+from pipeline.configuration.ds_config import device_of
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.models.loading import base_model
@@ -120,7 +121,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
     Raises:
         InputError: once, with shards in host memory.
     """
-    on_host = (config["zero_optimization"].get("offload_param") or {}).get("device", "none") != "none"
+    on_host = device_of(config["zero_optimization"], "offload_param") != "none"
     if on_host and requested == "once":
         raise InputError("--zero3_gather once: needs weights on the device, found them offloaded; use auto or layers")
     if requested != "auto" or on_host:

@@ -103,12 +103,12 @@ def wilson(rate: float, count: int, *, z: float = Z_95) -> Interval:
     return Interval(rate, max(centre - half, 0.0), min(centre + half, 1.0))
 
 
-def mean_interval(values: Sequence[float], *, z: float = Z_95) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the mean and its normal interval, from the sample variance; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)
-    half = z * statistics.stdev(values) / math.sqrt(len(values))
+    half = Z_95 * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 

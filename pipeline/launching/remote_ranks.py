@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.errors import EXIT_FAULT, EnvironmentFault, StoppedRun, counted
+from pipeline.heartbeat import replace_text
 from pipeline.launching.host_agent import write_end
 from pipeline.launching.hosts import address_of, starts_by_host
 from pipeline.launching.ranks import POLL_S
@@ -139,9 +140,7 @@ class RemoteRanks:
         for name, text in message.get("files", {}).items():
             file = self.run_dir / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            written = file.with_name(f".{file.name}.writing")
-            written.write_text(text, encoding="utf-8")
-            written.replace(file)
+            replace_text(file, text)
 
     def _lose(self, host: Host) -> None:
         """Write for the ranks of a host that is gone how they ended, since they cannot."""

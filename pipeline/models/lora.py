@@ -159,10 +159,10 @@ def merge_adapter(wrapped: Any) -> Any:
 
 
 @torch.no_grad()
-def merged_weight(layer: Any, adapter: str = "default") -> torch.Tensor:
+def merged_weight(layer: Any) -> torch.Tensor:
     """Return W + scale * B A, computed in fp32, in W's dtype. `layer` is not changed; its weights must be gathered."""
-    weight, scale = layer.get_base_layer().weight, layer.scaling[adapter]
-    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    weight, scale = layer.get_base_layer().weight, layer.scaling["default"]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     if weight.is_cuda and weight.dtype == a.dtype and not layer.fan_in_fan_out:
         return torch.addmm(weight, b, a, alpha=scale)  # one kernel that accumulates in fp32 and rounds once
     # peft's get_delta_weight multiplies in the weights' dtype, which rounds a second time.
@@ -274,12 +274,11 @@ def settle_nf4(model: nn.Module, dtype: torch.dtype) -> None:
         layer.support_avx512bf16_for_cpu = False
 
 
-def check_quantization(quantization: str, flag: str = "") -> None:
+def check_quantization(quantization: str, flag: str) -> None:
     """Raise EnvironmentFault for a quantisation, the value of `flag`, whose package is not installed."""
     if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        value = f"{flag} nf4".strip()
         raise EnvironmentFault(
-            f"{value}: pip install bitsandbytes, which is not installed here, or take int8 of 16-bit weights"
+            f"{flag} nf4: pip install bitsandbytes, which is not installed here, or take int8 of 16-bit weights"
         )
 
 

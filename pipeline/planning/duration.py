@@ -9,14 +9,14 @@ shares of their data sheets. `exchange.py` counts exchange between GPUs. Not cou
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipeline.configuration.ds_config import Json
+from pipeline.configuration.ds_config import Json, device_of
 from pipeline.launching.target import COPIES, Target
 from pipeline.models.flops import training_work
 from pipeline.planning.counting import Kernel
 from pipeline.planning.measurement import build, count_pass, model_size
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
-from pipeline.planning.states import device_of, gathers_once
+from pipeline.planning.states import gathers_once
 
 # Each constant names the runs on H200s that it was set from; without it at least one phase in the table of
 # docs/memory.md moves by 5 %.

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from pipeline.configuration.ds_config import Json
+from pipeline.configuration.ds_config import Json, device_of
 from pipeline.launching.target import LINKS, Target
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import Rollout, StageNeeds
-from pipeline.planning.states import device_of, gathers_once, gradient_bytes
+from pipeline.planning.states import gathers_once, gradient_bytes
 
 # Seconds to start a collective, from rollouts that two and four GPUs shared, and of each hop of its ring, as in NCCL's
 # model.

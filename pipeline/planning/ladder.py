@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Self
 
-from pipeline.configuration.ds_config import Json
+from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
 from pipeline.configuration.global_batch import EVALUATED, SHARED, with_ranks
@@ -338,6 +338,6 @@ def with_nvme(engines: Mapping[str, Json]) -> dict[str, Json]:
     moved = dict(engines)
     for role, engine in engines.items():
         zero = engine["zero_optimization"]
-        if zero["stage"] == 3 and (zero.get("offload_optimizer") or {}).get("device") == "cpu":
+        if zero["stage"] == 3 and device_of(zero, "offload_optimizer") == "cpu":
             moved[role] = engine | {"zero_optimization": zero | {"offload_optimizer": {"device": "nvme"}}}
     return moved

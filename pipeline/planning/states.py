@@ -5,7 +5,7 @@ It follows from the JSON of the engine, by the rules of DeepSpeed's optimizers (
 
 from dataclasses import dataclass, replace
 
-from pipeline.configuration.ds_config import Json
+from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.groups import OptimizerStates
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
 from pipeline.planning.measurement import ModelSize
@@ -48,11 +48,6 @@ class States:
     @property
     def resident(self) -> int:
         return self.weights + self.optimizer + self.lasting_gradients + self.average
-
-
-def device_of(zero: Json, key: str) -> str:
-    """Return where ZeRO's block puts optimizer states or weights: none (the device), cpu or nvme."""
-    return str((zero.get(key) or {}).get("device", "none"))
 
 
 def states_of(

@@ -120,7 +120,6 @@ def run(argv: list[str], prog: str) -> None:
     data = read_prompts(config.data, ModelSource(config.model), column_map=config.column_map, **lengths)
     print_notes(data.notes)
     num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
-    pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     file = Path(config.output).expanduser() if config.output else None
     if file and size > 1:
         settings |= {"ranks": size}
@@ -131,6 +130,7 @@ def run(argv: list[str], prog: str) -> None:
         data = replace(data, prompts=data.prompts[rank::size])
     whole, file = file, part_of(file, rank, size) if file and size > 1 else file
     lock = output_held(file) if file else nullcontext()
+    pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
     with pool, lock:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)

@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.engine.build import frozen_engine, language_model_engine, value_model_engine
+from pipeline.engine.build import frozen_engine, language_model_engine, load_policy, value_model_engine
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.start_models import check_start_models
-from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.packed_attention import enable_packed_attention, uses_packed_attention
-from pipeline.models.loading import base_model, load_language_model
+from pipeline.models.loading import base_model
 from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import has_score_head, load_reward_model, score_constants
 from pipeline.models.source import ModelSource, check_positions, num_positions, prepare_tokenizer
@@ -197,9 +196,5 @@ def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -
 
 def make_frozen(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> FrozenEngine:
     """Load a model that is only read: the policy before PPO, or the reward model."""
-
-    def load_policy(source: ModelSource, **settings: Any) -> CausalLM:
-        return CausalLM(load_language_model(source, **settings))
-
     load = load_reward_model if role.has_values else load_policy
     return frozen_engine(run, load, source, config.flags_of(role), name=role.title)

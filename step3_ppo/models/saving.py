@@ -9,7 +9,7 @@ from pipeline.checkpoints.model_folder import save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.reward_model import has_score_head, score_head_fields
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import ModelSource
 from pipeline.run.run import Run
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import Models
@@ -45,8 +45,7 @@ def save_model(
 def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folders of a checkpoint, one model in memory at a time."""
     run, step, config = checkpoint.run, checkpoint.saved["step"], checkpoint.run.resolved.config
-    source, data = ModelSource(config.actor.model_name_or_path), config.data
-    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
+    tokenizer = checkpoint.tokenizer(config.actor)
     for role in config.trained_roles:
         flags = config.flags_of(role)
         if role.has_values:

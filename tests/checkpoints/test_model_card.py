@@ -33,7 +33,7 @@ SAMPLES = [
 def make_run(folder: Path, stage: Stage, *words: object, contents: dict[str, Any] | None = None) -> Run:
     """A run that has been evaluated at its start and at step 20, and has a folder for its base."""
     resolved = parse(stage.config, [str(word) for word in words], section=stage.section)
-    run = Run(World(0, 1, 0, torch.device("cpu")), folder, stage, resolved, StopRequest())
+    run = Run(World(0, 1, torch.device("cpu")), folder, stage, resolved, StopRequest())
     run.contents.update(contents or {})
     return run
 

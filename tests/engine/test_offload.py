@@ -333,7 +333,7 @@ def test_each_machine_needs_room_for_its_own_processes(folder, sft, tmp_path, on
     monkeypatch.setattr(disk, "GIB", 1)
     words = {**sft, **on_disk("offload_optimizer"), "data_path": folder / "train.jsonl", "output_dir": tmp_path / "sft"}
     resolved = parse(SFTConfig, [str(word) for name in words for word in (f"--{name}", words[name])], section="sft")
-    run = Run(World(0, 4, 0, torch.device("cpu")), tmp_path, SFT, resolved, stop=None)
+    run = Run(World(0, 4, torch.device("cpu")), tmp_path, SFT, resolved, stop=None)
     needed = 8 * sum(tensor.numel() for tensor in load_file(folder / "base/model.safetensors").values())
     monkeypatch.setattr(disk, "free_bytes", lambda folder: needed - 1)
     line = f"{socket.gethostname()}: {tmp_path / 'disk'} (NVMe) has room for {needed - 1:.2f} of {needed:.2f} GiB"

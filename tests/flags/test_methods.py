@@ -86,7 +86,11 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--method rloo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--ratio_cap 6", "ratio_cap", "cispo"),
         ("--policy_loss cispo --ratio_cap 0.9", "ratio_cap", "1"),
-        ("--kl_coef 0 --kl_target 3", "kl_target", "kl_coef, which it moves by factors, is 0; give that too, or leave it out"),
+        (
+            "--kl_coef 0 --kl_target 3",
+            "kl_target",
+            "kl_coef, which it moves by factors, is 0; give that too, or leave",
+        ),
         ("--method grpo --reward_function exact_match --kl_target 3", "kl_target", "kl_coef"),
         ("--kl_horizon 50", "kl_horizon", "only kl_target"),
         ("--off_policy_weights none --off_policy_cap 3", "off_policy_cap", "is none"),

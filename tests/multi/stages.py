@@ -23,7 +23,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def current_world() -> dist.World:
-    return dist.World(dist.rank(), dist.world_size(), dist.rank(), torch.device("cpu"))
+    return dist.World(dist.rank(), dist.world_size(), torch.device("cpu"))
 
 
 def make_run(config_class: Any, stage: str, words: Sequence[object]) -> Run:

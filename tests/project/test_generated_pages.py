@@ -11,27 +11,18 @@ from support.source_tree import ROOT, tree_of
 from pipeline import errors
 from pipeline.configuration.flag_table import flag_table
 from pipeline.training.metrics import SUPERVISED
-from rlhf import chat, compare
-from rlhf.models import convert, export, merge
-from rlhf.rewards import reward, sample
-from rlhf.train_config import TrainConfig
-from step1_sft.config import SFTConfig
+from rlhf.main import FOLDERS, SUBCOMMANDS
 from step1_sft.metrics import METRICS as SFT
-from step2_reward.config import RewardConfig, RewardEvalConfig
 from step2_reward.metrics import METRICS as REWARD
-from step3_dpo.config import DPOConfig
 from step3_dpo.metrics import METRICS as DPO
-from step3_ppo.config import PPOConfig
 from step3_ppo.metrics import METRICS as PPO
 from step3_ppo.metrics import of_rewards
 
-MAKERS = {name: runpy.run_path(str(ROOT / "docs" / f"make_{name}.py")) for name in ("metrics", "errors")}
+MAKERS = {
+    name: runpy.run_path(str(ROOT / "docs" / f"make_{name}.py")) for name in ("metrics", "errors", "configuration")
+}
 NAMING_PAGES = ("errors.md", "metrics.md", "reading_curves.md")
-CONFIGS = (
-    TrainConfig, SFTConfig, RewardConfig, PPOConfig, DPOConfig, RewardEvalConfig, chat.ChatConfig,
-    compare.CompareConfig, convert.ConvertConfig, export.ExportConfig, merge.MergeConfig, reward.RewardTrialConfig,
-    sample.SampleConfig,
-)  # fmt: skip
+CONFIGS = [config for _, config in MAKERS["configuration"]["PARTS"]]
 METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
 OF_PAIRS = [name for name in DPO if name not in SUPERVISED]  # some have the names of stage 2's
 
@@ -40,9 +31,15 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["metrics", "errors"])
 def test_the_page_is_up_to_date(name: str) -> None:
     assert text_of(f"{name}.md") == MAKERS[name]["page"](), f"run: python docs/make_{name}.py"
+
+
+@pytest.mark.parametrize("command", sorted(SUBCOMMANDS.keys() - {"init"}))  # which hands its words to a stage
+def test_the_flags_of_every_command_are_on_the_page(command: str) -> None:
+    modules = {config.__module__.removesuffix("_config") for config in CONFIGS}
+    assert f"rlhf.{FOLDERS.get(command, '')}{command}" in modules
 
 
 def test_every_metric_of_a_stage_is_on_the_page_once() -> None:

@@ -250,7 +250,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     stage = stage_without_shares(loop=lambda: lambda run, config: trained.append(run.resolved.config.data.data_split))
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: "2,4,4" if work() == "none" else work())
     resolved = resolve_splits({stage: parse(stage.config, ["--data_path", "a.jsonl"], section="sft")})[stage]
-    world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used
+    world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     begin(Run(world, tmp_path, stage, resolved, StopRequest()), lambda stage, resolved: Choice())
     assert trained == ["2,4,4"]
 

@@ -79,7 +79,7 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
 
     ranks, exchanged = SimpleNamespace(add=lambda values: exchanged.append(values.nbytes)), list[int]()
     stand_ins = {
-        "has_gpu": lambda: True, "pick_device": lambda _: CPU, "start": lambda **_: dist.World(0, 2, 0, CPU),
+        "has_gpu": lambda: True, "pick_device": lambda _: CPU, "start": lambda **_: dist.World(0, 2, CPU),
         "RankGroup": lambda _: ranks, "finish": lambda: None,
     }  # fmt: skip
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -39,7 +39,7 @@ from step3_ppo.rollout_metrics import rollout_metrics
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
 
 CPU = torch.device("cpu")
-WORLD = World(rank=0, size=1, local_rank=0, device=CPU)
+WORLD = World(rank=0, size=1, device=CPU)
 PLAIN = {"zero_optimization": {"stage": 0}}
 
 
@@ -149,7 +149,7 @@ def test_ranks_share_a_rollout_evenly_without_padding(prompts, size, ranks, shar
 
     hybrid = SimpleNamespace(group=SimpleNamespace(size=shared), generation=torch.no_grad, generate=generate)
     for rank in range(0, ranks, shared):
-        world = World(rank=rank, size=ranks, local_rank=0, device=CPU)
+        world = World(rank=rank, size=ranks, device=CPU)
         sampler = Sampler(
             hybrid=hybrid, rows=rows, world=world, sampling=Sampling(8), num_samples=1, batch_size=size, max_prompt=10,
             should_stop=lambda: False,

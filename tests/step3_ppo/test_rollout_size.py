@@ -282,7 +282,7 @@ def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch)
     fields = {name: getattr(STAGE, name) for name in STAGE.__dataclass_fields__}
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: seen.append(config.rollout_size(2).responses)}))
     monkeypatch.setattr(run_module.dist, "on_main", on_main)
-    world = run_module.dist.World(1, 2, 0, None)  # type: ignore[arg-type]  # no device is used
+    world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     run = run_module.Run(world, tmp_path, stage, on(2, "--data_split none --dtype fp32"), run_module.StopRequest())
     run_module.begin(run, lambda stage, resolved: Choice())
     assert seen == [64]

@@ -43,7 +43,7 @@ class Saves:
 def make_course(folder, *, resumed_step: int | None = None, full: bool = False, model=None, **settings) -> Course:
     config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings), model=model or {})
     run = SimpleNamespace(
-        world=World(rank=0, size=1, local_rank=0, device=torch.device("cpu")), folder=folder, stage=STAGE,
+        world=World(rank=0, size=1, device=torch.device("cpu")), folder=folder, stage=STAGE,
         resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"), contents={},
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
@@ -118,7 +118,7 @@ def test_a_run_that_diverges_names_the_rate_of_the_weights_that_it_trains(tmp_pa
     config = PPOConfig(actor={"lora_dim": lora_dim}, critic={"lora_dim": 2 - lora_dim})
     run = SimpleNamespace(
         folder=tmp_path, stage=PPO_STAGE, resolved=Resolved(config, {}),
-        world=World(rank=1, size=2, local_rank=1, device=torch.device("cpu")),
+        world=World(rank=1, size=2, device=torch.device("cpu")),
     )  # fmt: skip
     state = Counters(step=3, bad_in_a_row=config.optimizer.max_bad_steps)
     with pytest.raises(DivergedError, match=f"lower {rate} where a loss"):

@@ -235,7 +235,7 @@ def test_each_finding_is_said_once_until_it_has_gone_away(caplog):
 )
 def test_a_recorder_allows_rounding_as_large_as_the_weights_have(tmp_path, caplog, dtype, error, found):
     config = PPOConfig(deepspeed={"dtype": dtype})
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    world = World(rank=0, size=1, device=torch.device("cpu"))
     run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE, resolved=Resolved(config, {}))
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=-1, total_steps=9, metrics=METRICS, shown=SHOWN)
     recorder.write_training(1, {"policy/sampler_error": error}, seconds=1.0, num_tokens=1, num_rows=1)
@@ -246,7 +246,7 @@ def test_a_recorder_allows_rounding_as_large_as_the_weights_have(tmp_path, caplo
 def test_a_recorder_says_it_with_the_flags_of_the_stage_and_goes_on_from_what_is_recorded(tmp_path, caplog):
     """The first rollout's error is that of the file where the run goes on; audits are named as such, once."""
     caplog.set_level(logging.INFO)
-    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    world = World(rank=0, size=1, device=torch.device("cpu"))
     run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE, resolved=Resolved(PPOConfig(), {}))
 
     def record(steps: range, start_step: int, error: float) -> None:

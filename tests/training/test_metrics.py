@@ -98,7 +98,7 @@ def test_what_a_stage_has_reached_is_told_by_its_own_metrics():
 
 
 def test_a_progress_line_shows_declared_metrics_only(tmp_path):
-    run = run_of(tmp_path, World(1, 2, 1, torch.device("cpu")))
+    run = run_of(tmp_path, World(1, 2, torch.device("cpu")))
     with pytest.raises(KeyError, match="objective/scores"):
         Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=METRICS, shown=ppo_metrics.SHOWN)
     Recorder(run, RunConfig(), start_step=0, total_steps=4, metrics=ppo_metrics.METRICS, shown=ppo_metrics.SHOWN)
@@ -340,7 +340,7 @@ def bar_at(width: int) -> str:
 def test_the_numbers_of_an_evaluation_are_one_line_which_a_terminal_gets_cut_between_two_of_them(
     tmp_path, info, monkeypatch
 ):
-    run = run_of(tmp_path, World(0, 1, 0, torch.device("cpu")))
+    run = run_of(tmp_path, World(0, 1, torch.device("cpu")))
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
     Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
     (text,) = info.messages
@@ -366,7 +366,7 @@ def test_numbers_and_durations_are_readable():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_records(tmp_path, rank, info):
-    world = World(rank=rank, size=2, local_rank=rank, device=torch.device("cpu"))
+    world = World(rank=rank, size=2, device=torch.device("cpu"))
     run = run_of(tmp_path, world)
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS)
     recorder.write(0, {"eval_loss": 2.0})

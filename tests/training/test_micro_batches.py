@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def worlds(size: int) -> list[World]:
-    return [World(rank=rank, size=size, local_rank=rank, device=CPU) for rank in range(size)]
+    return [World(rank=rank, size=size, device=CPU) for rank in range(size)]
 
 
 def random_lengths(count: int, seed: int = 0, *, packs: bool = False) -> Lengths:

@@ -13,7 +13,7 @@ from pipeline.data.batching import SFTBatch, packed_sft_batch
 from pipeline.data.loader import PrefetchedSteps, Step, to_device
 from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import prepare_tokenizer
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_stage
 from pipeline.training.metrics import SUPERVISED
@@ -96,7 +96,5 @@ def save(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
 def export(checkpoint: OfflineCheckpoint) -> None:
     """Write the model folder of a checkpoint."""
     config: LabelledConfig = checkpoint.run.resolved.config
-    source, data = ModelSource(config.model.model_name_or_path), config.data
-    tokenizer = prepare_tokenizer(source, data.template, data.chat_template_kwargs)
     module = checkpoint.language_model("model", config.model)
-    save(checkpoint.run, module, tokenizer, step=checkpoint.saved["step"])
+    save(checkpoint.run, module, checkpoint.tokenizer(config.model), step=checkpoint.saved["step"])
