@@ -281,7 +281,9 @@ def as_override(line: str, section: str) -> str:
     """Return a stage's error line with its flags as the user of `rlhf train` types them."""
     if not line.startswith("--"):
         return f"{section}: {line}"
-    return re.sub(r"(did you mean|here it is|or|give|raise|leave) --", rf"\1 --{section}.", f"--{section}.{line[2:]}")
+    return re.sub(
+        r"(mean|is|are|or|give|raise|leave|without|nearest:) --", rf"\1 --{section}.", f"--{section}.{line[2:]}"
+    )
 
 
 # --- how a plan is launched ---

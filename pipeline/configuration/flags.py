@@ -301,6 +301,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     for name, (key, value) in flags_from_json(user, table, dtype=values["dtype"]).items():
         # A list of DeepSpeed's monitors may be part of a longer one.
         if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
+            origins[name] = COMMAND_LINE if origins[name] == COMMAND_LINE else path  # nothing is chosen against it
             continue
         if origins[name] == DEFAULT or values[name] == AUTO:
             changed.append(name)

@@ -47,14 +47,20 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     if target and ranks:
         steps = max(1, round(target / (micro * ranks)))
         follows[STEPS] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
-        notes += [] if steps * micro * ranks == target else [difference(values, origins, ranks, steps)]
+        notes += (
+            [] if steps * micro * ranks == target else [difference({**values, MICRO: micro}, origins, ranks, steps)]
+        )
+        if is_by_hand(resolved, STEPS) and not origins[STEPS].startswith("--") and values[STEPS] != steps:
+            notes.append(
+                f"--{STEPS} {values[STEPS]} ({origins[STEPS]}): with --train_batch_size {target} it is {steps}"
+            )
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
         per_step = micro * steps if target else rows
         follows[BATCHES] = per_step // gcd(per_step, rows), f"--{GENERATED}"
-    elif values.get(BATCHES) == 0 and not is_by_hand(resolved, GENERATED):
+    elif values.get(BATCHES) == 0 and origins.get(GENERATED) == resolved.preset:
         # Decided: a planner goes on with these settings without their preset.
-        origins[BATCHES] = origins.get(GENERATED, DEFAULT)
+        origins[BATCHES] = resolved.preset
     follows = {name: found for name, found in follows.items() if values[name] != found[0]}
     values |= {name: value for name, (value, _) in follows.items()}
     origins |= {name: origin for name, (_, origin) in follows.items()}
@@ -63,6 +69,9 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     rollout = config.rollout_size(ranks or 1)
     if rollout and rollout.fault and (ranks or not rollout.rollout_batch_size):
         raise ContradictionError(rollout.fault)
+    if rollout and ranks and origins.get(BATCHES) == f"--{GENERATED}" and rollout.steps > rollout.ppo_epochs:
+        size = f"{rollout.responses} responses, of {rollout.steps} optimizer steps"
+        notes.append(f"a rollout has {size}, by --{GENERATED}; --{ROLLOUT} says another size")
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
 
 
@@ -122,9 +131,9 @@ def is_by_hand(resolved: Resolved, name: str) -> bool:
 
 
 def says_rollout(resolved: Resolved) -> bool:
-    """Tell whether a flag of stage 3 says the size of its rollouts, which a preset's prompts at once do not."""
+    """Tell whether a flag of stage 3 says the size of its rollouts, new ones or not."""
     sampling = resolved.config.sampling
-    return bool(sampling.rollout_batch_size or sampling.generation_batches) or is_by_hand(resolved, GENERATED)
+    return bool(sampling.rollout_batch_size or sampling.generation_batches)
 
 
 def is_product(resolved: Resolved) -> bool:
@@ -192,11 +201,11 @@ def contradiction(resolved: Resolved, ranks: int | None) -> tuple[str, ...]:
 
 
 def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, steps: int) -> str:
-    """Return the line about a batch that these ranks cannot have, with a micro-batch that would keep it."""
+    """Return the line about a batch that these ranks cannot have, and a micro-batch that would keep it."""
     target, micro = values["train_batch_size"], values[MICRO]
     fitting = [size for size in range(1, micro) if target % (size * ranks) == 0]
     hint = f"; --per_device_train_batch_size {fitting[-1]} keeps it" if fitting else ""
     return (
-        f"an optimizer step takes {steps * micro * ranks} rows ({counted(ranks, 'rank')} x {micro} x {steps}), but the "
+        f"an optimizer step takes {steps * micro * ranks} rows ({counted(ranks, 'rank')} x {steps * micro}), but the "
         f"settings are meant for --train_batch_size {target} ({origins['train_batch_size']}){hint}"
     )

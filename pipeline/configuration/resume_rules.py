@@ -18,7 +18,9 @@ from pipeline.errors import InputError
 
 log = logging.getLogger(__name__)
 
-PROMPTS = "prompts of a rollout"  # over all ranks: a size that checkpoints hold
+# Sizes over all ranks that checkpoints hold.
+ROWS, PROMPTS = "rows of an optimizer step", "prompts of a rollout"
+SAID_BY = {ROWS: "--train_batch_size", PROMPTS: "--rollout_batch_size over --num_samples_per_prompt"}
 SAME = "resume with the same flags, data, models and batch sizes, or start over with --overwrite"
 
 
@@ -49,7 +51,7 @@ def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:
     """Return the rows of an optimizer step, and in stage 3 the prompts of a rollout, over all ranks."""
     rows = config.optimizer.per_device_train_batch_size * config.optimizer.gradient_accumulation_steps
     rollout = config.rollout_size(ranks)
-    return {"rows of an optimizer step": rows * ranks} | ({PROMPTS: rollout.prompts} if rollout else {})
+    return {ROWS: rows * ranks} | ({PROMPTS: rollout.prompts} if rollout else {})
 
 
 def settings_of(config: BaseModel, *rules: OnResume) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def other_settings(
     yield from changed_settings(saved["settings"], current, defaults=defaults_of(config), holder=holder)
     for name, size in sizes.items():
         if size != saved["sizes"].get(name, size):
-            yield f"{name}: found {size}, {holder} has {saved['sizes'][name]}"
+            yield f"{name}: found {size}, {holder} has {saved['sizes'][name]} ({SAID_BY[name]})"
 
 
 def check_resumed(folder: Path, saved: Mapping[str, Any], config: StageConfig, ranks: int | None) -> None:

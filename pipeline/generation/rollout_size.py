@@ -108,16 +108,14 @@ class RolloutSize:
         )
 
     def _uneven_batches(self) -> str:
-        batch, accumulation = self.per_device_generation_batch_size, self.gradient_accumulation_steps
-        rows, per_step = self.responses // self.ranks, self.step_rows // self.ranks
+        batch, rows = self.per_device_generation_batch_size, self.responses // self.ranks
+        per_step = self.step_rows // self.ranks
         unit = per_step // gcd(per_step, rows // batch)
-        proposals = [f"--per_device_generation_batch_size {max(unit, round(batch / unit) * unit)}"]
-        if rows % accumulation == 0:
-            fitting = [size for size in range(1, rows + 1) if rows // accumulation % size == 0]
-            nearest = min(fitting, key=lambda size: abs(size - self.per_device_train_batch_size))
-            proposals.append(f"--per_device_train_batch_size {nearest}")
+        nearest = max(unit, round(batch / unit) * unit)
+        whole = max(self.unit, round(self.responses / self.unit) * self.unit)
         return (
             f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({self.product} x "
             f"--num_samples_per_prompt {self.num_samples_per_prompt}), no multiple of an optimizer step's {per_step}; "
-            f"the nearest that fit are {' or '.join(proposals)}"
+            f"the nearest that fit are --per_device_generation_batch_size {nearest}, or --rollout_batch_size {whole} "
+            "without --generation_batches"
         )

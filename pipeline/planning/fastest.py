@@ -15,6 +15,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any, Self
 
+from pipeline.configuration.ds_config import device_of
+from pipeline.configuration.flag_checks import ZERO_STAGES, unmet_need
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
 from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.global_batch import (
@@ -27,6 +29,7 @@ from pipeline.configuration.global_batch import (
     contradiction,
     cut,
     divisors,
+    is_by_hand,
 )
 from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
@@ -88,7 +91,7 @@ class Candidate:
         """The choice, and what it gives."""
         time = f"{seconds_text(self.seconds)} a step and " if self.seconds else ""
         memory = " to ".join(f"{n / GIB:.1f}" for n in self.plan.reserved())
-        return f"{choice_in_words(self.resolved)} ({time}{memory} GiB by the plan)"
+        return f"{choice_in_words(self.resolved) or 'the defaults'} ({time}{memory} GiB by the plan)"
 
 
 def auto_flags(resolved: Resolved) -> list[str]:
@@ -126,13 +129,19 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
     """Return ZeRO stage 2 for the models whose weights a preset partitions, where one GPU holds all of them anyway.
 
-    Stage 3 gathers each layer before it is used, from one rank as from many. {} where weights are offloaded.
+    Stage 3 gathers each layer before it is used, from one rank as from many. {} where weights are offloaded, or a flag
+    is given by hand that only stage 3 reads.
     """
     values, origins = dict(flat_items(resolved.config)), resolved.origins
     names = [name for name in values if name.endswith(STAGE) and (values[name], origins[name]) == (3, resolved.preset)]
     if planner.target.num_gpus > 1 or not names:
         return {}
-    whole = dict.fromkeys(names, 2)
+    whole, kind = dict.fromkeys(names, 2), type(resolved.config)
+    given = [
+        flag for name, flag in flag_table(kind).items() if flag.needs in ZERO_STAGES and is_by_hand(resolved, name)
+    ]
+    if any(unmet_need(flag, values | whole, kind, on_cpu=False) for flag in given):
+        return {}
     changed = Choice(whole, CHOSEN).of(resolved, 1)
     # What offloads weights contradicts stage 2; of a preset it would give way.
     alike = dict(flat_items(changed.config)) == values | whole and not contradiction(changed, 1)
@@ -184,7 +193,7 @@ def planned_size(
     A KV cache that would not stay is given back from the first rollout on, before an update runs out of memory.
     """
     chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
-    if planner.target.num_gpus > 1:
+    if planner.target.num_gpus > 1 or has_buckets(planner, resolved, flags):
         chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
     if EVALUATED in names:
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
@@ -193,6 +202,15 @@ def planned_size(
         return Candidate.of(planner, resolved, chosen)
     staying = Candidate.of(planner, resolved, chosen | {RELEASED: False})
     return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
+
+
+def has_buckets(planner: StagePlanner, resolved: Resolved, flags: Mapping[str, int]) -> bool:
+    """Tell whether DeepSpeed has buckets on one GPU, too: for what it offloads, and at a ZeRO stage 3 that stays."""
+    zeros = [engine["zero_optimization"] for engine in planner.jsons_of(resolved).values()]
+    offloads = any(
+        device_of(zero, block) != "none" for zero in zeros for block in ("offload_optimizer", "offload_param")
+    )
+    return offloads or (not any(name.endswith(STAGE) for name in flags) and any(zero["stage"] == 3 for zero in zeros))
 
 
 def choice_in_words(resolved: Resolved) -> str:

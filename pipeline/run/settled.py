@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
-from pipeline.configuration.global_batch import ROLLOUT, Choice, says_rollout, with_others
+from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, is_by_hand, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
 from pipeline.configuration.resume_rules import PROMPTS, defaults_of
 from pipeline.configuration.stage import Stage, StageConfig
@@ -152,14 +152,16 @@ def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
 def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
     """Return the settings with the rollouts of the checkpoint that a run goes on from, where no flag says their size.
 
-    A checkpoint of a version without --rollout_batch_size has those that its other flags, or their defaults, made.
+    Prompts that are sampled at once, given by hand, say it in a new run alone. A checkpoint of a version without
+    --rollout_batch_size has those that its other flags, or their defaults, made.
     """
     if ROLLOUT not in resolved.origins or says_rollout(resolved):
         return resolved
     folder, saved = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    prompts = 0 if ROLLOUT in saved.get("layout", {}) else saved.get("sizes", {}).get(PROMPTS, 0)
+    is_older = ROLLOUT not in saved.get("layout", {})
+    prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or is_by_hand(resolved, GENERATED) else 0
     responses = prompts * resolved.config.sampling.num_samples_per_prompt
-    return with_rollout(resolved, responses, f"as {folder} has it, of a version without this flag")
+    return with_rollout(resolved, responses, f"as {folder} has it{', of a version without this flag' * is_older}")
 
 
 def with_saved_choice(stage: Stage, resolved: Resolved) -> Resolved:

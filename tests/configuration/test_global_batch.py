@@ -5,7 +5,7 @@ from support.source_tree import ROOT
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.global_batch import MICRO, STEPS, Choice, with_ranks
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -80,8 +80,36 @@ def test_a_batch_that_the_ranks_cannot_have_is_told(ranks, rows, hint):
     words = ("--train_batch_size", "64", "--per_device_train_batch_size", "8")
     resolved = on(ranks, "reward", *words)
     (note,) = with_ranks(resolved, ranks).notes
-    assert note.startswith(f"an optimizer step takes {rows} rows ({ranks} ranks x 8 x ")
+    assert note.startswith(f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but ")
     assert note.endswith(f"are meant for --train_batch_size 64 (command line){hint}")
+
+
+@pytest.mark.parametrize(("ranks", "target", "rows"), [(8, 97, 96), (8, 7, 8), (2, 1, 2), (6, 64, 66), (6, 128, 126)])
+def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, target, rows):
+    resolved = on(ranks, "sft", "--train_batch_size", str(target))
+    note = f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but the settings are meant for"
+    assert resolved.notes == (f"{note} --train_batch_size {target} (command line)",)
+    optimizer = resolved.config.optimizer
+    assert optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks == rows
+    again = Choice({MICRO: 1, STEPS: rows // ranks}, "chosen for a GPU").of(resolved, ranks)
+    assert again.notes == resolved.notes and again.config.optimizer.per_device_train_batch_size == 1
+
+
+def test_accumulation_that_the_batch_rules_out_is_told(tmp_path):
+    words = ("--train_batch_size", "64", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps")
+    assert on(2, "sft", *words, "3").notes == (
+        "--gradient_accumulation_steps 3 (command line): with --train_batch_size 64 it is 8",
+    )
+    assert on(2, "sft", *words, "8").notes == () and with_ranks(on(2, "sft", *words, "3"), 2).notes[1:] == ()
+
+
+def test_a_rollout_of_several_steps_by_prompts_at_once_is_told():
+    words = ("--train_batch_size", "64", "--per_device_generation_batch_size")
+    size = "a rollout has 192 responses, of 3 optimizer steps, by --per_device_generation_batch_size"
+    assert on(1, "ppo", *words, "24").notes == (f"{size}; --rollout_batch_size says another size",)
+    assert (
+        on(1, "ppo", *words, "32").notes == () and on(1, "ppo", *words, "24", "--rollout_batch_size", "64").notes == ()
+    )
 
 
 def test_generation_batches_that_are_given_must_fit():

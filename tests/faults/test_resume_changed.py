@@ -96,7 +96,12 @@ def test_another_layout_is_told(folder):
             ("--seed", 5): "error: --seed: found 5, the checkpoint has 1234",
             ("--dtype", "bf16"): "error: --dtype: found 'bf16', the checkpoint has 'fp32'",
         },
-        {("--per_device_train_batch_size", 1): "error: rows of an optimizer step: found 2, the checkpoint has 4"},
+        {
+            (
+                "--per_device_train_batch_size",
+                1,
+            ): "error: rows of an optimizer step: found 2, the checkpoint has 4 (--train_batch_size)"
+        },
     ],
     ids=["settings", "rows of a step"],
 )

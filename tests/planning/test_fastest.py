@@ -1,5 +1,6 @@
 """What the plan chooses for flags that are `auto`, beside a search through all settings, each given by hand."""
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -209,12 +210,18 @@ def test_rows_that_ranks_do_not_divide_are_cut_to_the_nearest_number(models):
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (11, 1)
 
 
-def test_buckets_are_smaller_where_there_are_other_ranks(models):
+def test_buckets_are_smaller_where_there_are_any(models, tmp_path):
+    """Between ranks; on one GPU for what is offloaded, and for weights that stay partitioned."""
+    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
+
     def chosen(ranks: int, *words: object) -> dict[str, Any]:
         return fastest(*stage_planner(SFT, given(SFT, models, *words, ranks=ranks), gpu(4 * GIB, ranks), {})).flags
 
     assert not BUCKETS.keys() & chosen(1).keys() and BUCKETS.items() <= chosen(2).items()
     assert "reduce_bucket_size" not in chosen(2, "--reduce_bucket_size", "5e8")
+    for words in (("--zero_stage", 1, "--offload", "true"), ("--zero_stage", 3)):
+        assert BUCKETS.items() <= chosen(1, *words).items()
+    assert not BUCKETS.keys() & chosen(1, "--preset", tmp_path / "preset.yaml").keys(), "stage 2 in its place"
 
 
 def test_nothing_is_chosen_on_a_cpu_or_for_a_gpu_of_unknown_memory(models):
@@ -228,6 +235,24 @@ def test_a_batch_of_a_deepspeed_json_stays_as_it_is_cut(models, tmp_path):
     file.write_text('{"gradient_accumulation_steps": 2}')
     choice = fastest(*stage_planner(SFT, given(SFT, models, "--deepspeed_config", file), gpu(4 * GIB), {}))
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (16, 2)
+
+
+def test_nothing_is_chosen_against_a_deepspeed_json_that_says_the_default_or_what_the_preset_does(models, tmp_path):
+    zero = {"stage": 3, "reduce_bucket_size": 5e8}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": zero}))
+    (tmp_path / "preset.yaml").write_text("zero_stage: 3\ntrain_batch_size: 32\n")
+    words = ("--preset", tmp_path / "preset.yaml", "--deepspeed_config", tmp_path / "ds.json")
+    choice = fastest(*stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {}))
+    assert choice.flags.keys() == {"gradient_checkpointing", "per_device_eval_batch_size", "allgather_bucket_size"}
+    config = choice.resolved.config
+    assert (choice.micro_batch, config.model.zero_stage, config.deepspeed.reduce_bucket_size) == (16, 3, 500_000_000)
+
+
+def test_a_choice_of_the_defaults_is_said_too(models):
+    words = ("--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 4)
+    assert choose(SFT, *stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {})).line.startswith(
+        "the defaults ("
+    )
 
 
 def test_the_choice_is_said_with_what_it_gives(models):
@@ -252,10 +277,20 @@ def test_the_choice_is_said_with_what_it_gives(models):
         (("--actor_zero_stage", 3), "", (1,), 8, (3, 2)),
         (("--offload_parameters", "true"), "", (1,), 8, (3, 3)),
         ((), "offload_parameters: true", (1,), 8, (3, 3)),
+        (("--stage3_param_persistence_threshold", 10), "", (1,), 8, (3, 3)),
         ((), "", (1,), 1.0, (2, 2)),
         ((), "", (1,), 0.01, (3, 3)),
     ],
-    ids=["one GPU", "two GPUs", "by hand", "weights offloaded", "offloaded by the preset", "tight", "nothing fits"],
+    ids=[
+        "one GPU",
+        "two GPUs",
+        "by hand",
+        "weights offloaded",
+        "offloaded by the preset",
+        "a flag of stage 3",
+        "tight",
+        "nothing fits",
+    ],
 )
 def test_one_gpu_gathers_no_layers_that_a_preset_partitions(models, tmp_path, words, preset, slots, gib, stages):
     """ZeRO stage 2 for a preset's 3, but for a flag by hand, and where stage 3 alone offloads weights, or could."""

@@ -7,7 +7,12 @@ import torch
 from support.tiny_models import tiny_config
 from support.tiny_t5 import t5_config
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    MistralConfig,
+)
 
 from pipeline.configuration.groups import ModelConfig
 from pipeline.kernels import fused_layers
@@ -93,6 +98,17 @@ def test_a_pass_takes_what_the_allocator_gives_out(folders, name, flags, work):
     real = real_peak(real_model(name, settings), accumulates=work.accumulates, trains=work.trains)
     # Without gradients some products of torch's own on the CPU need a tensor less than on the meta device.
     assert peak_bytes(use, "fp32", work) == pytest.approx(real, rel=0.02 if work.trains else 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_what_a_pass_takes_grows_with_the_length_where_no_mask_is_made(tmp_path, window):
+    """Without a window nothing of length x length; with one, masks of a byte for each pair, and no positions."""
+    MistralConfig(**SHAPE, intermediate_size=128, vocab_size=99, sliding_window=window).save_pretrained(tmp_path)
+    use, peaks = ModelUse("critic", str(tmp_path), ModelConfig(), has_values=True), list[int]()
+    for length in (4096, 8192):
+        peaks.append(peak_bytes(use, "bf16", Pass("critic", 1, length)))
+    masks = 2 * (8192**2 - 2 * 4096**2) if window else 0
+    assert peaks[1] == pytest.approx(2 * peaks[0] + masks, rel=0.01)
 
 
 class SelectingAllLM(CausalLM):

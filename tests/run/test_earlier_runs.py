@@ -164,7 +164,10 @@ def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
     ("changes", "line"),
     [
         ({"learning_rate": 0.5}, "--learning_rate: found 0.5, the checkpoint has 1e-05"),
-        ({"per_device_train_batch_size": 2}, "rows of an optimizer step: found 2, the checkpoint has 16"),
+        (
+            {"per_device_train_batch_size": 2},
+            "rows of an optimizer step: found 2, the checkpoint has 16 (--train_batch_size)",
+        ),
     ],
     ids=["a setting", "batches"],
 )

@@ -17,6 +17,7 @@ from pipeline.errors import InputError
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
+from rlhf.train_plan import as_override
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.rollout import generation_options, make_schedule
@@ -161,7 +162,8 @@ def test_the_last_word_of_two_layers_holds(tmp_path):
             f"{GENERATED} 20",
             "--per_device_generation_batch_size: a rollout has 20 rows a device (--per_device_generation_batch_size 20 "
             "x --generation_batches 1 x --num_samples_per_prompt 1), no multiple of an optimizer step's 16; the "
-            "nearest that fit are --per_device_generation_batch_size 16 or --per_device_train_batch_size 20",
+            "nearest that fit are --per_device_generation_batch_size 16, or --rollout_batch_size 16 without "
+            "--generation_batches",
         ),
         (
             1,
@@ -174,6 +176,23 @@ def test_a_size_that_does_not_divide_is_refused_in_the_words_of_the_flag_that_wa
     with pytest.raises(InputError) as error:
         on(ranks, words)
     assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ("--rollout_batch_size 100", "; the nearest: --ppo.rollout_batch_size 96 or --ppo.rollout_batch_size 112"),
+        (
+            "--per_device_generation_batch_size 20",
+            " that fit are --ppo.per_device_generation_batch_size 16, or --ppo.rollout_batch_size 16 without "
+            "--ppo.generation_batches",
+        ),
+    ],
+)
+def test_every_flag_that_an_error_of_a_stage_proposes_can_be_typed(words, right):
+    with pytest.raises(InputError) as error:
+        on(1, words)
+    assert as_override(str(error.value), "ppo").endswith(right)
 
 
 def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, capsys, monkeypatch):
@@ -227,6 +246,11 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
         assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
     with pytest.raises(InputError, match="prompts of a rollout: found 16, the checkpoint has 32"):
         is_finished(checkpoint.parents[1], given.config, STAGE, ranks=2)
+    write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 0}})
+    for ranks in (1, 2):
+        kept = with_ranks(read_flags(STAGE, [*words, *f"{GENERATED} 3".split()]), ranks)
+        assert kept.config.rollout_size(ranks).prompts == 32, "fewer at once, on any number of ranks"
+        assert kept.notes == (f"--rollout_batch_size 32 in place of 0 (default), as {checkpoint} has it",)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 32}})
     assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
 
@@ -267,6 +291,9 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
     made_older(parts / "runs/ppo/checkpoints/step-7")
     assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 10
+    few = tmp_path / "few"
+    assert trained(folder, few, 6, f"{GENERATED} 16") == 0 and trained(folder, few, 10, f"{GENERATED} 3") == 0
+    assert losses(few) == pytest.approx(losses(whole), rel=1e-5), "fewer prompts at once, the same rollouts"
     assert trained(folder, tmp_path / "new", 2, "--rollout_batch_size 16") == 0
     capsys.readouterr()
     assert trained(folder, tmp_path / "new", 4) == 2, "a version that has the flag: the same flags"

@@ -101,27 +101,27 @@ class StaticCacheForward:
         """Compute prompts into the cache; shapes as in `fused.FusedForward.prefill`."""
         rows, columns = len(ids), torch.arange(ids.shape[1], device=ids.device)
         cache.prefilled = (slots, source)
-        distance = columns[:, None] - columns
-        hidden = self._run(ids, columns.expand_as(ids), distance.expand(rows, 1, -1, -1), cache)
+        queries = columns[:, None].expand(rows, 1, -1, -1)
+        hidden = self._run(ids, columns.expand_as(ids), queries, columns, cache)
         return self._logits(hidden[torch.arange(rows, device=ids.device), lengths - 1])
 
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
         """Compute the next logits of every slot; shapes as in `fused.FusedForward.decode_step`."""
         # A finished row writes its last token again and again behind its end, which nothing reads.
         positions = lengths.long().clamp(max=cache.cache_length - 1)
-        distance = positions.unsqueeze(1) - torch.arange(cache.cache_length, device=tokens.device)
+        keys = torch.arange(cache.cache_length, device=tokens.device)
         cache.prefilled, cache.positions = None, positions
-        hidden = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), distance[:, None, None, :], cache)
+        hidden = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), positions[:, None, None, None], keys, cache)
         return self._logits(hidden[:, -1])
 
-    def _run(self, ids: Tensor, positions: Tensor, distance: Tensor, cache: StaticRows) -> Tensor:
-        """Return the last hidden states (N, T, H); `distance` (N, 1, T, S): positions from each key to its query."""
+    def _run(self, ids: Tensor, positions: Tensor, queries: Tensor, keys: Tensor, cache: StaticRows) -> Tensor:
+        """Return the last hidden states (N, T, H); queries (N, 1, T, 1) and keys (S,): their positions."""
         return backbone(self.model)(
             input_ids=ids,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            attention_mask=masks_of_layers(self.model, distance >= 0, distance),
+            attention_mask=masks_of_layers(self.model, queries >= keys, queries, keys),
         ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def hidden_states(
     if attention_mask.dim() != 2:
         if attention_mask.dtype == torch.bool:
             columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-            mask: Any = masks_of_layers(model, attention_mask, columns[:, None] - columns)
+            mask: Any = masks_of_layers(model, attention_mask, columns[:, None], columns)
         else:
             mask = attention_mask
         return last_hidden(model, input_ids=input_ids, attention_mask=mask, position_ids=position_ids)
@@ -63,14 +63,14 @@ def hidden_states(
     return last_hidden(model, input_ids=input_ids, attention_mask=None, position_ids=positions)
 
 
-def masks_of_layers(model: nn.Module, visible: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
+def masks_of_layers(model: nn.Module, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
     """Return a dense mask as the model's layers take it, cut to the window of those that have one.
 
     transformers takes a mask of four dimensions as it is, also for layers that see a window of tokens only.
 
     Args:
         visible: (B, 1, Q, K) bool, True = query may attend to key.
-        distance: int64 that broadcasts to it: positions from the key to the query.
+        queries, keys: int64 that broadcast to it: their positions.
     """
     inner = base_model(model)
     config = inner.config.get_text_config()
@@ -84,7 +84,7 @@ def masks_of_layers(model: nn.Module, visible: Tensor, distance: Tensor) -> Tens
 
     if not window or (kinds and SLIDING not in kinds):
         return as_taken(visible)
-    cut = as_taken(visible & (distance < window))
+    cut = as_taken(visible & (queries < keys + window))
     return {"full_attention": as_taken(visible), SLIDING: cut} if kinds else cut
 
 
