@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.batching import (
+    IGNORED,
     balanced_slices,
     block_diagonal_mask,
     epoch_order,
@@ -19,6 +20,7 @@ from pipeline.data.batching import (
     rank_slices,
     rows_of_step,
     segment_bounds,
+    seq2seq_batch,
 )
 
 PAD = 9
@@ -196,3 +198,14 @@ def test_balanced_slices_share_a_step_completely_and_evenly(world_size, micro_ba
     for part in deal:
         sizes = [lengths[row] for micro in part for row in micro if row is not None]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    orders = {tuple(epoch_order(3, epoch, 40)) for epoch in range(20)}
+    assert len(orders) == 20 and all(sorted(order) == list(range(40)) for order in orders)
+
+
+def test_a_response_of_an_encoder_decoder_model_keeps_what_is_not_trained_without_a_label():
+    batch = seq2seq_batch([[{"ids": [5, 6, 7, 8], "trained": [False, True, False, True]}], None], pad_id=0)
+    assert batch.labels.tolist() == [[6, IGNORED, 8], [IGNORED] * 3]
+    assert batch.input_ids.tolist() == [[5], [0]]

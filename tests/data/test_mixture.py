@@ -126,3 +126,13 @@ def test_shares_and_ratios_are_cached_apart(options, bpe_tokenizer):
     assert len(keys) == 2
     shared = load_rows("sft", replace(options, mixture="share"), bpe_tokenizer)
     assert max(prompts(shared.train, bpe_tokenizer, "ids").values()) == 1 and shared.counts.factors == {}
+
+
+def test_another_seed_keeps_other_rows_of_a_source_with_a_weight(tmp_path, bpe_tokenizer):
+    kept = {"cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0, "data_split": "none"}
+    options = DataOptions(data_path=(f"{write_source(tmp_path, 'one', 40)}:0.5",), **kept)
+    found = []
+    for seed in (1, 1, 2):
+        rows = load_rows("ppo", replace(options, seed=seed), bpe_tokenizer).train
+        found.append(set(prompts(rows, bpe_tokenizer, "prompt_ids")))
+    assert found[0] == found[1] != found[2] and all(8 < len(names) < 32 for names in found)

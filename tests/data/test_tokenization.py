@@ -204,3 +204,23 @@ def test_long_prompt_is_dropped_by_default(tokenizer):
     assert len(list(PROMPTS.rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt)), counts))) == 1
     assert not list(PROMPTS.rows([record()], tokenizer, options(max_prompt_seq_len=len(prompt) - 1), counts))
     assert counts["prompt longer than max_prompt_seq_len"] == 1
+
+
+def test_a_sequence_exactly_at_the_limit_is_whole_and_one_above_is_cut(tokenizer):
+    prompt, response = parts(tokenizer, "tea?", "Boil water.")
+    for limit, cut in ((len(prompt + response), 0), (len(prompt + response) - 1, 1)):
+        counts = Counts()
+        (sample,) = SEQUENCES.rows([record(chosen="Boil water.")], tokenizer, options(max_seq_len=limit), counts)
+        assert sample.ids == (prompt + response)[:limit] and counts["response beyond max_seq_len"] == cut
+
+
+def test_a_prompt_cut_to_one_token_keeps_its_last(tokenizer):
+    """A BOS stays where there is room for it and for a token of the prompt."""
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    (whole,) = PROMPTS.rows([record()], tokenizer, options(), Counts())
+    assert whole.prompt_ids[0] == tokenizer.bos_token_id
+    for limit in (1, 2, 3):
+        cut = options(max_prompt_seq_len=limit, long_prompts="truncate_left")
+        (row,) = PROMPTS.rows([record()], tokenizer, cut, Counts())
+        kept = whole.prompt_ids[-limit:] if limit == 1 else [whole.prompt_ids[0], *whole.prompt_ids[1 - limit :]]
+        assert row.prompt_ids == kept

@@ -12,6 +12,9 @@ from support.scripted_model import save, tiny_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 from transformers import LlamaForSequenceClassification as Classifier
 
+from pipeline.errors import InputError
+from pipeline.inference.sampling import prompt_limit
+from pipeline.models.source import ModelSource, num_positions
 from rlhf.rewards.sample import main
 
 FUNCTIONS = """
@@ -156,3 +159,43 @@ def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):
         "--reward_model: broken gives scores that are no finite"
         in sampled(capsys, model, "--reward_model", "broken", code=2)[1]
     )
+
+
+def test_an_answer_that_a_stop_string_ended_is_scored_with_an_end_token(model, capsys):
+    rows, _ = sampled(capsys, model, "--reward_model", "first", "--stop_strings", *"aeiou")
+    answers = [(row["prompt"], one) for row in rows for one in row["answers"]]
+    assert "stop" in {one["finish_reason"] for _, one in answers}
+    for prompt, one in answers:
+        ended = {**one, "finish_reason": "limit" if one["finish_reason"] == "limit" else "end"}
+        assert one["scores"]["first"] == pytest.approx(raw_score("first", prompt, ended), abs=1e-5)
+
+
+def test_a_file_is_not_gone_on_with_where_a_column_that_rewards_read_has_changed(model, capsys):
+    def write(answer: str) -> None:
+        Path("q.jsonl").write_text(
+            "".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in ("one", "two"))
+        )
+
+    words = ("--reward_function", "exact_match", "--output", "o.jsonl")
+    write("4")
+    sampled(capsys, model, *words)
+    sampled(capsys, model, *words)  # the same file again: nothing is left to do
+    write("5")
+    _, shown = sampled(capsys, model, *words, code=2)
+    assert "o.jsonl" in shown and "prompts" in shown
+
+
+def test_a_file_is_not_gone_on_with_by_another_weight_of_a_function(model, capsys):
+    sampled(capsys, model, "--reward_function", "f.py:length:2", "--output", "o.jsonl")
+    _, shown = sampled(capsys, model, "--reward_function", "f.py:length:3", "--output", "o.jsonl", code=2)
+    assert "o.jsonl" in shown and "reward_function" in shown
+
+
+def test_a_prompt_may_take_all_positions_that_new_tokens_leave(model):
+    source = ModelSource(model)
+    positions = num_positions(source.config)
+    assert prompt_limit(source, 0, 8) == positions - 8 == prompt_limit(source, positions - 8, 8)
+    assert prompt_limit(source, 0, positions - 1) == 1
+    for length, new in ((positions - 7, 8), (0, positions)):
+        with pytest.raises(InputError, match="positions"):
+            prompt_limit(source, length, new)

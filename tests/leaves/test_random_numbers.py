@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.random_numbers import derive_key, permutation, philox4x32, uniforms, words_to_uniform
+from pipeline.random_numbers import derive_key, permutation, philox4x32, seed_dropout, uniforms, words_to_uniform
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: (counter, key, result).
 KNOWN_ANSWERS = [
@@ -207,3 +207,15 @@ def test_all_permutations_are_equally_likely():
     counts = torch.stack(codes).unique(return_counts=True)[1].numpy()
     assert len(counts) == 6
     assert chi_square(counts, 100) < 26
+
+
+def test_dropout_of_each_seed_step_and_rank_has_numbers_of_its_own_that_come_again():
+    drawn = {}
+    with torch.random.fork_rng(devices=[]):
+        for place in [(seed, step, rank) for seed in (7, 8) for step in range(3) for rank in range(3)]:
+            for _ in range(2):
+                torch.rand(5)  # whatever was drawn before
+                seed_dropout(place[0], step=place[1], rank=place[2])
+                numbers = tuple(torch.rand(8).tolist())
+                assert drawn.setdefault(place, numbers) == numbers
+    assert len(set(drawn.values())) == 18

@@ -28,6 +28,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_INPUT, InputError
 from pipeline.models.loading import load_causal_lm
+from pipeline.models.lora import keep_start_adapter, start_model
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from pipeline.models.weight_files import check_model_files
@@ -199,3 +200,19 @@ def test_ppo_goes_on_with_an_adapter_whose_start_is_the_reference(zero: int, fol
     assert_still_there(folder, by_peft(folder / "base", folder / f"ppo-{zero}" / "actor"))
     (line,) = (line for line in read_metrics(folder / f"ppo-{zero}" / "runs" / "ppo") if "objective/kl" in line)
     assert line["objective/kl"] == pytest.approx(0, abs=1e-5)
+
+
+@torch.no_grad()
+def test_the_adapter_that_training_began_with_stays_as_it_was(tiny_folders):
+    """AdamW changes weights in place."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_folders["opt"]).eval(), config)
+    ids = random_rows(0, (9,))[0].unsqueeze(0)
+    before = model(ids).logits
+    keep_start_adapter(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.5)
+    with start_model(model):
+        torch.testing.assert_close(model(ids).logits, before)
+    assert (model(ids).logits - before).abs().max() > 1e-3

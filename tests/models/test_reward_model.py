@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.tiny_models import EOS, padded, random_rows
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from pipeline.errors import InputError
@@ -154,3 +155,12 @@ def test_the_start_of_a_critic_under_lora_gives_the_reward_models_raw_scores(rew
     assert [name for name, p in critic.named_parameters() if p.requires_grad] == trained
     if not goes_on:
         torch.testing.assert_close(start, loaded(reward_folder).eval()(rows, mask), rtol=0, atol=0)
+
+
+def test_a_tokenizer_that_has_an_eos_alone_gives_a_saved_reward_model_no_padding_id():
+    """transformers scores the last token that is no padding: it would leave out the EOS."""
+    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token=None))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    assert pad_id_for_pooling(tokenizer) is None
+    tokenizer.pad_token = "</s>"
+    assert pad_id_for_pooling(tokenizer) is None

@@ -301,3 +301,13 @@ def test_one_gpu_gathers_no_layers_that_a_preset_partitions(models, tmp_path, wo
     assert (config.actor.zero_stage, config.critic.zero_stage) == stages
     assert bool(choice.lacks) == (gib <= 1)
     assert fits(choice.plan, gpu(gib * GIB)) == (gib >= 1), "by the expected estimate"
+
+
+def test_the_seconds_are_those_of_one_of_a_rollouts_steps(models):
+    """64 responses, two epochs, 32 a step: four steps share a rollout."""
+    words = ("--rollout_batch_size", 64, "--ppo_epochs", 2, "--train_batch_size", 32, "--max_answer_seq_len", 64)
+    planner, resolved = stage_planner(PPO, given(PPO, models, *words), gpu(4 * GIB), {})
+    choice = fastest(planner, resolved)
+    whole = sum(planner.seconds(choice.resolved, choice.plan)[0].values())
+    whole += GIVEN_BACK_S if choice.plan.slots and not choice.plan.keeps_rollout else 0.0
+    assert not choice.lacks and choice.seconds == pytest.approx(whole / 4)

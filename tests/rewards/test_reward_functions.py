@@ -3,14 +3,16 @@
 import hashlib
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.reward_functions import scores, to
 
 from pipeline.errors import InputError
+from pipeline.rewards.failures import FailureWindow
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import RewardPool
+from pipeline.rewards.rollout import RolloutScoring
 
 CODE = "def length(completions):\n    return [len(text) for text in completions]\n"
 # What a box has, for this process and, as a module that Python imports at its start, for workers.
@@ -128,3 +130,12 @@ def test_without_functions_a_pool_starts_nothing():
     with RewardPool([], num_workers=2, timeout_s=1) as pool:
         pool.check(["level"])
         assert pool.gather([pool.submit(to("a"))]) == [{}]
+
+
+def test_functions_get_the_responses_to_a_prompt_by_their_numbers_in_whatever_order_they_end():
+    given = []
+    pool = SimpleNamespace(functions=[SimpleNamespace(name="f")], submit=given.append)
+    scoring = RolloutScoring(pool, lambda row, ids: (row, ids), FailureWindow(), {}, num_samples=3, takes_tokens=True)
+    for place, row, sample in ((0, 7, 2), (1, 4, 0), (0, 7, 0), (1, 4, 2), (0, 7, 1), (1, 4, 1)):
+        scoring.ended(place, row, sample, [row, sample])
+    assert given == [(7, [[7, 0], [7, 1], [7, 2]]), (4, [[4, 0], [4, 1], [4, 2]])]

@@ -15,6 +15,7 @@ from pipeline.data.turns import Message
 from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.source import ModelSource
+from pipeline.rewards.reward_model import scored_ids
 from rlhf.compare import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,3 +220,40 @@ def test_answers_of_the_default_length_are_as_long_as_the_positions_allow(plain,
     path.write_text("a" * 600, encoding="utf-8")
     assert main(["--models", plain, padded, "--prompts", str(path)]) == 2
     assert "at most 0 new tokens are left" in capsys.readouterr().err
+
+
+def test_the_score_of_a_cut_answer_is_that_of_its_last_own_token(bpe_folder, judge_path, capsys, tmp_path):
+    (tmp_path / "q.txt").write_text("one\ntwo\n")
+    good = scripted_model(bpe_folder, tmp_path / "good", " yes")
+    endless = scripted_model(bpe_folder, tmp_path / "endless", "no", ends=False)
+    argv = (
+        "--models",
+        good,
+        endless,
+        "--reward_model",
+        judge_path,
+        "--prompts",
+        str(tmp_path / "q.txt"),
+        "--max_new_tokens",
+        "5",
+    )
+    assert main([*argv, "--output", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    result = json.loads((tmp_path / "out.json").read_text())
+    judge = load_judge(judge_path, dtype=torch.float32)
+    cut = result["prompts"][0]["answers"]["B"][0]
+    assert not cut["finished"]
+    ids = encode_conversation(judge.tokenizer, [Message("user", "one"), Message("assistant", cut["text"])]).ids
+    with torch.no_grad():
+        scores = [judge.model.model(input_ids=torch.tensor([one])).logits.item() for one in (ids[:-1], ids)]
+    assert cut["score"] == pytest.approx(scores[0], abs=1e-5) and abs(scores[0] - scores[1]) > 1e-3
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_of_a_long_text_the_last_tokens_are_scored(bpe_folder, judge_path, finished):
+    tokenizer = load_judge(judge_path, dtype=torch.float32).tokenizer
+    prompt, answer = [Message("user", "Where is it, and how does it get there?")], "The quick brown fox jumps"
+    whole = encode_conversation(tokenizer, [*prompt, Message("assistant", answer)]).ids
+    whole = whole if finished else whole[:-1]
+    assert scored_ids(tokenizer, prompt, answer, finished, num_positions=12) == whole[-12:] != whole[:12]
+    assert scored_ids(tokenizer, prompt, answer, finished, num_positions=len(whole)) == whole
+    assert scored_ids(tokenizer, prompt, answer, finished, num_positions=None) == whole

@@ -288,3 +288,16 @@ def test_bad_input_is_one_line_and_exit_2(
     lines = error_lines(capfd.readouterr().err)
     assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
     assert not (bad_files / "bad-out" / "sft").exists()
+
+
+def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path, monkeypatch, capfd) -> None:
+    """The start model is the best; the step after the stop is worse, and must not take its place."""
+    folder = make_folder(tmp_path, num_train=16, num_test=4)
+    monkeypatch.chdir(folder)
+    ruinous = {"learning_rate": 1.0, "keep_best": "true", "eval_interval": 1}
+    for steps in (1, 2):
+        with undone_afterwards():
+            assert main(list(map(str, words(folder, "kept/sft", 8, **ruinous, max_steps=steps)))) == 0
+        assert "--keep_best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+    kept, start = (load_file(folder / name / "model.safetensors") for name in ("kept/sft", "base"))
+    assert all(torch.equal(kept[name], start[name]) for name in start)

@@ -111,6 +111,17 @@ def test_the_verdict_compares_pair_by_pair_with_the_best_rule():
     assert not verdict([1.0], [0.0], ["a"], ["bb"]).is_better, "one pair shows nothing"
 
 
+@pytest.mark.parametrize(("wins", "is_better"), [(14, False), (18, True)])
+def test_a_verdict_is_better_where_the_gain_is_more_than_two_standard_errors(wins, is_better):
+    """20 pairs of like answers, on which every rule ties; gains of +-0.5 are 1.9 and 5.8 standard errors above 0."""
+    scores = [1.0] * wins + [-1.0] * (20 - wins)
+    found = verdict(scores, [0.0] * 20, ["a b"] * 20, ["c d"] * 20)
+    mean = (2 * wins - 20) / 40
+    error = math.sqrt((0.25 - mean**2) / 19)
+    assert (found.gain.mean, found.gain.standard_error) == (pytest.approx(mean), pytest.approx(error))
+    assert found.is_better == is_better == (mean > 2 * error) and mean > error
+
+
 def test_distinct_words_ignore_case_and_split_unspaced_scripts():
     assert num_distinct_words("The the THE cat") == 2
     assert num_distinct_words("你好你 ok") == 3

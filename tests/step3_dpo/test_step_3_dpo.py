@@ -22,7 +22,15 @@ ONLY_ELSEWHERE = {"z0", "mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/tra
 WAYS = {  # name -> ranks and flags: how a step is cut up, and the method
     "whole": (1, {"per_device_train_batch_size": 32}),
     "ipo": (1, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "method": "ipo"}),
-    "zero 3": (2, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "zero_stage": 3}),
+    "zero 3": (
+        2,
+        {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "zero_stage": 3,
+            "per_device_eval_batch_size": 3,
+        },
+    ),  # of 8 pairs 3 and 2, then 3 and none
 }
 
 
@@ -168,3 +176,35 @@ def test_bad_input_is_one_line_and_exit_2(name: str, trained: Trained, tmp_path,
         assert main([*map(str, words(trained.folder, "bad", **changes))]) == 2
     lines = error_lines(capfd.readouterr().err)
     assert len(lines) == 1 and named in lines[0], lines
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WAYS)
+def test_the_last_evaluation_is_that_of_transformers(trained: Trained, name: str) -> None:
+    folder = trained.folder / name / "actor"
+    last = [line for line in read_metrics(trained.run(name)) if "eval_loss" in line][-1]
+    model, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, trained.folder / "base"))
+    losses, wins, sums, rewards = [], [], [0.0, 0], ([], [])
+    for *sides, start in pairs_of(trained.folder / "test.jsonl", AutoTokenizer.from_pretrained(folder)):
+        ratios = []
+        for ids, own in zip(sides, rewards, strict=True):
+            ratio = response_log_prob(model, ids, start) - response_log_prob(reference, ids, start)
+            sums[0], sums[1] = sums[0] + ratio.item(), sums[1] + len(ids) - start
+            ratios.append(ratio / (len(ids) - start) if name == "ipo" else ratio)
+            own.append(BETA * ratios[-1].item())
+        difference = ratios[0] - ratios[1]
+        losses.append(((difference - 1 / (2 * BETA)) ** 2 if name == "ipo" else -logsigmoid(BETA * difference)).item())
+        wins.append(float(difference > 0) + 0.5 * float(difference == 0))
+    chosen, rejected = (sum(own) / len(own) for own in rewards)
+    expected = {
+        "eval_loss": sum(losses) / len(losses), "eval_accuracy": sum(wins) / len(wins),
+        "eval_margin": chosen - rejected,
+        "eval_mean_chosen_reward": chosen, "eval_mean_rejected_reward": rejected, "eval_rows": len(losses),
+        "eval_kl": sums[0] / sums[1],
+    }  # fmt: skip
+    assert {key: last[key] for key in expected} == pytest.approx(expected, abs=2e-5)
+
+
+def test_before_the_first_step_all_pairs_are_ties(trained: Trained) -> None:
+    first = next(line for line in read_metrics(trained.run("whole")) if "eval_loss" in line)
+    assert first["eval_accuracy"] == 0.5

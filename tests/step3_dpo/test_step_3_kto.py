@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
@@ -13,6 +14,7 @@ from support.preference_runs import BETA, pairs_of, response_log_prob, words
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.data.batching import epoch_order
 from step3_dpo.main import main
 from step3_dpo.metrics import METRICS
 from step3_dpo.rows import hash_of
@@ -22,11 +24,22 @@ ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib
 WAYS = {  # name -> ranks and flags: how a step of all 64 responses is cut up, and where they come from
     "whole": (1, {"per_device_train_batch_size": 64}),
     "labelled": (1, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "data_path": "labels.jsonl"}),
-    "ranks": (2, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "zero_stage": 1}),
+    "ranks": (
+        2,
+        {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 8,
+            "zero_stage": 1,
+            "per_device_eval_batch_size": 3,
+        },
+    ),
     "zero 3": (2, {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 7, "zero_stage": 3}),
 }
 WAYS["dropout"] = (1, {**WAYS["whole"][1], "lora_dim": 4, "lora_dropout": 0.3, "lora_learning_rate": 2e-2})
 Numbers = list[tuple[float, float]]
+EVALUATED = [
+    f"eval_{name}" for name in ("loss", "z0", "accuracy", "mean_chosen_reward", "mean_rejected_reward", "kl", "rows")
+]
 
 
 def kto_words(folder: Path, out: str, **changes: object) -> list[object]:
@@ -132,6 +145,11 @@ def test_evaluations_are_of_responses(trained: Trained) -> None:
 def test_a_step_is_the_same_however_it_is_cut_up_and_its_rows_are_ordered(trained: Trained, name: str) -> None:
     """Also of labelled rows in another order, some of them lists of messages, and with rows that fill the step."""
     assert trained.numbers(name) == near(trained.numbers("whole"), 1e-4)
+    if name != "labelled":
+        mine, whole = (
+            [line for line in read_metrics(trained.run(one)) if "eval_loss" in line] for one in (name, "whole")
+        )
+        assert all(mine[-1][key] == pytest.approx(whole[-1][key], abs=2e-3) for key in EVALUATED)
     if name == "labelled":
         assert "64 to train on, 8 held out" in trained.ended[name].stderr
 
@@ -193,3 +211,76 @@ def test_bad_labels_are_one_line_and_exit_2(name: str, trained: Trained, tmp_pat
         assert main([*map(str, kto_words(trained.folder, "bad", data_path="bad.jsonl"))]) == 2
     lines = error_lines(capfd.readouterr().err)
     assert len(lines) == 1 and named in lines[0] and "bad.jsonl" in lines[0], lines
+
+
+@torch.no_grad()
+def test_the_last_evaluation_is_that_of_transformers(trained: Trained) -> None:
+    last = [line for line in read_metrics(trained.run("whole")) if "eval_loss" in line][-1]
+    folder = trained.folder / "whole/actor"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, trained.folder / "base"))
+    rows = [
+        (ids, start, label)
+        for *sides, start in pairs_of(trained.folder / "test.jsonl", tokenizer)
+        for ids, label in zip(sides, (True, False), strict=True)
+    ]
+    rows.sort(key=lambda row: hash_of(row[0], label=row[2]))
+    assert len({hash_of(ids, label=label) for ids, _, label in rows}) == len(rows)
+
+    def ratio(ids: list[int], start: int) -> float:
+        return (response_log_prob(model, ids, start) - response_log_prob(reference, ids, start)).item()
+
+    before = zip(rows, rows[-1:] + rows[:-1], strict=True)
+    behind = [ratio((own[:start] + other[begin:])[:96], start) for (own, start, _), (other, begin, _) in before]
+    z0 = max(sum(behind) / len(behind), 0.0)
+    ratios, labels = np.array([ratio(ids, start) for ids, start, _ in rows]), np.array([label for *_, label in rows])
+    sigmoid = 1 / (1 + np.exp(-BETA * (ratios - z0)))
+    losses = np.where(labels, DESIRABLE * (1 - sigmoid), UNDESIRABLE * sigmoid)
+    expected = {
+        "eval_z0": z0, "eval_loss": losses.mean(), "eval_accuracy": np.mean((ratios > z0) == labels),
+        "eval_mean_chosen_reward": BETA * ratios[labels].mean(), "eval_rows": len(rows),
+        "eval_mean_rejected_reward": BETA * ratios[~labels].mean(),
+        "eval_kl": ratios.sum() / sum(len(ids) - start for ids, start, _ in rows),
+    }  # fmt: skip
+    assert {key: last[key] for key in expected} == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_steps_of_a_second_epoch_mismatch_their_own_rows(trained: Trained) -> None:
+    """Three steps an epoch, of 24, 24 and 16 of 64 responses; the last two of five are of the second epoch."""
+    given = kto_words(trained.folder, "epochs", per_device_train_batch_size=24, max_steps=5, seed=5)
+    ended = run_command("step3_dpo", given, folder=trained.folder)
+    assert ended.code == 0, ended.stderr
+    numbers = [
+        (line["loss"], line["z0"]) for line in read_metrics(trained.folder / "epochs/runs/dpo") if "loss" in line
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(trained.folder / "epochs/actor")
+    rows = [
+        (ids, start, label)
+        for *sides, start in pairs_of(trained.folder / "train.jsonl", tokenizer)
+        for ids, label in zip(sides, (True, False), strict=True)
+    ]
+    model, reference = (AutoModelForCausalLM.from_pretrained(trained.folder / "base").eval() for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+
+    def ratio(ids: list[int], start: int) -> torch.Tensor:
+        with torch.no_grad():
+            known = response_log_prob(reference, ids, start)
+        return response_log_prob(model, ids, start) - known
+
+    for step, found in enumerate(numbers):
+        epoch, within = divmod(step, 3)
+        part = [rows[place] for place in epoch_order(5, epoch, len(rows))[24 * within : 24 * within + 24]]
+        part.sort(key=lambda row: hash_of(row[0], label=row[2]))
+        before = zip(part, part[-1:] + part[:-1], strict=True)
+        with torch.no_grad():
+            behind = [ratio(own[:start] + other[begin:], start).item() for (own, start, _), (other, begin, _) in before]
+        z0, total = max(sum(behind) / len(behind), 0.0), torch.zeros(())
+        for ids, start, label in part:
+            value = BETA * (ratio(ids, start) - z0)
+            total = total + (DESIRABLE * (1 - value.sigmoid()) if label else UNDESIRABLE * value.sigmoid()) / len(part)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        assert found == pytest.approx((total.item(), z0), abs=1e-3), step
+    assert len(numbers) == 5 and numbers[3][1] > 0 and numbers[4][1] > 0

@@ -219,3 +219,11 @@ def test_refused_where_it_means_nothing(words, expected):
     given = ["--actor_model_name_or_path", "a", "--reward_function", "exact_match", "--replace_equal_groups", "true"]
     with pytest.raises(InputError, match=expected):
         parse(PPOConfig, [*given, *words], section="ppo")
+
+
+def test_an_evaluation_counts_responses_that_are_rewarded_alike(folder, tmp_path):
+    """What --replace_equal_groups leaves out of training is part of what is measured."""
+    held_out = {"eval_data_path": folder / "test.jsonl", "eval_samples_per_prompt": 2, "max_steps": 1}
+    trained(folder, tmp_path, "none", **held_out)
+    line = next(line for line in read_metrics(tmp_path / "runs/ppo") if "eval_rows" in line)
+    assert line["eval_rows"] == 4 and line["eval_objective/scores"] == 1.0

@@ -5,12 +5,13 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from support.reward_rows import rows_of
 from support.tiny_models import EOS, PAD
 from torch import Tensor
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from step3_ppo.experience import Experience, Responses, ValueTargets, gather_responses, pack_responses
+from step3_ppo.experience import Collected, Cut, Experience, Responses, ValueTargets, gather_responses, pack_responses
 from step3_ppo.scoring import gather_scores
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.
@@ -123,3 +124,20 @@ def test_narrowed_experience_keeps_the_first_tokens():
     token = torch.arange(10.0).view(2, 5)
     found = Experience(token > 3, token, token, token, ValueTargets(token, token + 1)).narrowed(2)
     assert found.targets.returns.tolist() == [[1, 2], [6, 7]] and found.response_mask.shape == (2, 2)
+
+
+def test_a_rollout_comes_back_from_a_checkpoint_with_every_tensor():
+    generator, responses = torch.Generator().manual_seed(0), rows_of([3, 1, 2], [True, False, True])
+    *numbers, sampled = torch.randn(6, 3, 3, generator=generator).unbind(0)
+    responses = responses.map(lambda tensor: sampled if tensor is responses.sampler_log_probs else tensor)
+    old, ref, advantages, values, returns = numbers
+    for targets in (ValueTargets(values, returns), None):
+        for positive in (responses.response_mask & torch.tensor([[True], [False], [True]]), None):
+            experience = Experience(responses.response_mask, old, ref, advantages, targets, positive)
+            whole = Collected(responses, experience, {"objective/kl": 0.5}, Cut(1, []))
+            found = Collected.restored(
+                dict(whole.tensors()), whole.metrics, torch.device("cpu"), cut=lambda responses: Cut(1, [])
+            )
+            before, after = whole.tensors(), found.tensors()
+            assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+            assert len(before) == 8 + 4 + 2 * (targets is not None) + (positive is not None)

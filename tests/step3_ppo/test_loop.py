@@ -293,3 +293,10 @@ def test_early_stop_by_hand():
 
     assert moved(0.3, 0.2) and not moved(0.1, 0.2)
     assert not moved(9.0, 0.0) and not moved(math.nan, 0.2)
+
+
+def test_each_rollout_has_a_ratio_error_of_its_own(world, trained_folders, tmp_path):
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **SAMPLER))
+    steps = [values for _ in range(3) for values in loop.iterate()]
+    errors = [values["policy/first_ratio_error"] for values in steps]
+    assert errors == [values["policy/sampler_error"] for values in steps] and len(set(errors)) == 3

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.ds_arguments import built
 from support.packed_rows import give_bounds, plain_kernel
 from support.ppo_updates import (
     NUM_RESPONSE_TOKENS,
@@ -29,8 +30,14 @@ from support.ppo_updates import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from pipeline.engine import gradient_sketch
+from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.gradient_sketch import GradientSketch
+from pipeline.engine.parameter_groups import parameter_groups
+from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.loading import load_causal_lm
+from pipeline.models.lora import add_lora
 from pipeline.tensor_ops import lengths_to_mask
 from pipeline.training.micro_batches import Lengths
 
@@ -363,3 +370,21 @@ def test_masks_of_the_test_data_cover_what_they_should():
     responses = make_responses()
     assert int(responses.response_mask.sum()) == NUM_RESPONSE_TOKENS
     assert responses.attention_mask.equal(lengths_to_mask(torch.tensor([a + b for a, b in SIZES]), 12))
+
+
+def test_a_warm_up_scales_the_rate_of_each_group_from_its_own_peak(world, opt):
+    model = load_causal_lm(opt.actor, dtype=torch.float32)
+    model = add_lora(
+        model, dim=2, alpha=4, dropout=0.0, module_name="q_proj", only_lora=False, task="CAUSAL_LM", seed=0
+    )
+    settings = built(
+        DeepSpeedConfig(dtype="fp32"), zero_stage=0, dtype="fp32", micro_batch_size=1, gradient_accumulation_steps=1,
+        world_size=1, max_grad_norm=0.0, device="cpu",
+    )  # fmt: skip
+    module = CausalLM(model)
+    groups = parameter_groups(module, ModelConfig(learning_rate=1e-4, lora_learning_rate=1e-2))
+    engine = TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-8)
+    for factor in (0.5, 0.25, 1.0):
+        engine.set_rate(factor)
+        rates = {group["name"]: group["lr"] for group in engine.optimizer.param_groups}
+        assert rates == pytest.approx({"decay": 1e-4 * factor, "no_decay": 1e-4 * factor, "lora": 1e-2 * factor})

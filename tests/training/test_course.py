@@ -209,3 +209,12 @@ def test_the_mark_of_a_finished_run_says_what_it_was_made_of(tmp_path):
     assert (done["stage"], done["steps"], done["max_steps"], done["num_train_epochs"]) == ("sft", 9, 9, 2.0)
     assert done["inputs"] == {"data_path": ["abc:1"]} and done["sizes"] == {"rows of an optimizer step": 16}
     assert done["settings"]["learning_rate"] == 1e-5 and "print_steps" not in done["settings"]
+
+
+def test_a_skipped_step_is_no_sign_of_divergence_while_a_loss_scale_can_fall():
+    state, settled = Counters(), SimpleNamespace(loss_scale_can_fall=False, is_stepping=True)
+    settling = SimpleNamespace(loss_scale_can_fall=True, is_stepping=True)
+    for engines, bad in (([settled], 1), ([settled, settled], 2), ([settling, settled], 0), ([settled], 1)):
+        state.count_step(stepped=False, engines=engines)
+        assert state.bad_in_a_row == bad
+    assert (state.step, state.skipped_updates) == (4, 4) and not settled.is_stepping and not settling.is_stepping

@@ -1,0 +1,43 @@
+"""What stage 3 says of its passes: how often each is made, and with which gradients and adapters."""
+
+from pathlib import Path
+
+import pytest
+from support.tiny_run import make_folder
+
+from pipeline.configuration.flags import parse
+from pipeline.configuration.global_batch import with_ranks
+from step3_ppo.config import PPOConfig
+from step3_ppo.models.needs import needs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("needs"), num_train=8, num_test=2)
+
+
+def phases(folder: Path, words: str):
+    models = f"--actor_model_name_or_path {folder / 'base'} --critic_model_name_or_path {folder / 'scorer'}"
+    rollout = "--rollout_batch_size 16 --per_device_train_batch_size 4 --old_log_probs trainer"
+    config = with_ranks(parse(PPOConfig, f"{models} {rollout} {words}".split(), section="ppo"), 1).config
+    return needs(config, {}, "bf16", 1).phases
+
+
+def test_updates_pass_over_a_rollout_once_an_epoch_and_text_behind_the_responses(folder):
+    """16 responses, 3 epochs, micro-batches of 4: 12 passes of each model, each an optimizer step of its own."""
+    text = f"--unsupervised_data_path {folder / 'text.jsonl'}"
+    words = f"--ppo_epochs 3 --gradient_accumulation_steps 1 {text}"
+    train = phases(folder, words)["train"]
+    assert [(one.role, one.times, one.rows) for one in train] == [("actor", 12, 4), ("critic", 12, 4), ("actor", 12, 4)]
+    assert [one.accumulates for one in train] == [False, False, True], "its gradients add to the policy's"
+
+
+def test_models_that_adapters_are_switched_off_for_are_scored_without_them(folder):
+    lora = phases(folder, "--gradient_accumulation_steps 4 --actor_lora_dim 2 --critic_lora_dim 2")["score"]
+    assert [(one.role, one.without_adapters) for one in lora] == [
+        ("actor", False), ("actor", True), ("critic", False), ("critic", True),
+    ]  # fmt: skip
+    whole = phases(folder, "--gradient_accumulation_steps 4")["score"]
+    assert [(one.role, one.without_adapters) for one in whole] == [
+        ("actor", False), ("reference", False), ("critic", False), ("reward model", False),
+    ]  # fmt: skip
