@@ -83,17 +83,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder)
 
 
-def by_hand(trained: Trained) -> Numbers:
-    """Loss and z0 of each step: all responses make one, each against the response that comes before it by its hash."""
+def responses_of(trained: Trained, file: str) -> list[tuple[list[int], int, bool]]:
+    """Ids, length of the prompt and label of both responses of each pair."""
+    trained.run("whole")
     tokenizer = AutoTokenizer.from_pretrained(trained.folder / "whole/actor")
-    rows = [
+    return [
         (ids, start, label)
-        for *sides, start in pairs_of(trained.folder / "train.jsonl", tokenizer)
+        for *sides, start in pairs_of(trained.folder / file, tokenizer)
         for ids, label in zip(sides, (True, False), strict=True)
     ]
-    rows.sort(key=lambda row: hash_of(row[0], label=row[2]))
-    before = zip(rows, rows[-1:] + rows[:-1], strict=True)
-    behind = [(own[:start] + other[begin:], start) for (own, start, _), (other, begin, _) in before]
+
+
+def by_hand(trained: Trained, steps: list[list[tuple[list[int], int, bool]]]) -> Numbers:
+    """Loss and z0 of each step of these responses, each against the one that comes before it by its hash."""
     model, reference = (AutoModelForCausalLM.from_pretrained(trained.folder / "base").eval() for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
 
@@ -103,10 +105,12 @@ def by_hand(trained: Trained) -> Numbers:
         return response_log_prob(model, ids, start) - known
 
     numbers = []
-    for _ in range(NUM_STEPS):
+    for step in steps:
+        rows = sorted(step, key=lambda row: hash_of(row[0], label=row[2]))
+        before = zip(rows, rows[-1:] + rows[:-1], strict=True)
         with torch.no_grad():
-            z0 = max(sum(ratio(*row).item() for row in behind) / len(rows), 0.0)
-        total = torch.zeros(())
+            behind = [ratio(own[:start] + other[begin:], start).item() for (own, start, _), (other, begin, _) in before]
+        z0, total = max(sum(behind) / len(rows), 0.0), torch.zeros(())
         for ids, start, label in rows:
             value = BETA * (ratio(ids, start) - z0)
             total = total + (DESIRABLE * (1 - value.sigmoid()) if label else UNDESIRABLE * value.sigmoid()) / len(rows)
@@ -123,7 +127,7 @@ def near(numbers: Numbers, tolerance: float) -> list[object]:
 
 def test_losses_and_reference_points_are_those_of_a_loop_in_torch(trained: Trained) -> None:
     numbers = trained.numbers("whole")
-    assert numbers == near(by_hand(trained), 5e-4)
+    assert numbers == near(by_hand(trained, [responses_of(trained, "train.jsonl")] * NUM_STEPS), 5e-4)
     assert numbers[0] == (pytest.approx((DESIRABLE + UNDESIRABLE) / 4, abs=1e-4), pytest.approx(0, abs=1e-4))
     assert numbers[-1][0] < 0.5 * numbers[0][0] and numbers[-1][1] > 1
 
@@ -217,13 +221,8 @@ def test_bad_labels_are_one_line_and_exit_2(name: str, trained: Trained, tmp_pat
 def test_the_last_evaluation_is_that_of_transformers(trained: Trained) -> None:
     last = [line for line in read_metrics(trained.run("whole")) if "eval_loss" in line][-1]
     folder = trained.folder / "whole/actor"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     model, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, trained.folder / "base"))
-    rows = [
-        (ids, start, label)
-        for *sides, start in pairs_of(trained.folder / "test.jsonl", tokenizer)
-        for ids, label in zip(sides, (True, False), strict=True)
-    ]
+    rows = responses_of(trained, "test.jsonl")
     rows.sort(key=lambda row: hash_of(row[0], label=row[2]))
     assert len({hash_of(ids, label=label) for ids, _, label in rows}) == len(rows)
 
@@ -251,36 +250,8 @@ def test_steps_of_a_second_epoch_mismatch_their_own_rows(trained: Trained) -> No
     given = kto_words(trained.folder, "epochs", per_device_train_batch_size=24, max_steps=5, seed=5)
     ended = run_command("step3_dpo", given, folder=trained.folder)
     assert ended.code == 0, ended.stderr
-    numbers = [
-        (line["loss"], line["z0"]) for line in read_metrics(trained.folder / "epochs/runs/dpo") if "loss" in line
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(trained.folder / "epochs/actor")
-    rows = [
-        (ids, start, label)
-        for *sides, start in pairs_of(trained.folder / "train.jsonl", tokenizer)
-        for ids, label in zip(sides, (True, False), strict=True)
-    ]
-    model, reference = (AutoModelForCausalLM.from_pretrained(trained.folder / "base").eval() for _ in range(2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
-
-    def ratio(ids: list[int], start: int) -> torch.Tensor:
-        with torch.no_grad():
-            known = response_log_prob(reference, ids, start)
-        return response_log_prob(model, ids, start) - known
-
-    for step, found in enumerate(numbers):
-        epoch, within = divmod(step, 3)
-        part = [rows[place] for place in epoch_order(5, epoch, len(rows))[24 * within : 24 * within + 24]]
-        part.sort(key=lambda row: hash_of(row[0], label=row[2]))
-        before = zip(part, part[-1:] + part[:-1], strict=True)
-        with torch.no_grad():
-            behind = [ratio(own[:start] + other[begin:], start).item() for (own, start, _), (other, begin, _) in before]
-        z0, total = max(sum(behind) / len(behind), 0.0), torch.zeros(())
-        for ids, start, label in part:
-            value = BETA * (ratio(ids, start) - z0)
-            total = total + (DESIRABLE * (1 - value.sigmoid()) if label else UNDESIRABLE * value.sigmoid()) / len(part)
-        optimizer.zero_grad()
-        total.backward()
-        optimizer.step()
-        assert found == pytest.approx((total.item(), z0), abs=1e-3), step
+    rows, numbers = responses_of(trained, "train.jsonl"), trained.numbers("epochs")
+    orders = [epoch_order(5, epoch, len(rows)) for epoch in (0, 1)]
+    places = [orders[step // 3][24 * (step % 3) :][:24] for step in range(5)]
+    assert numbers == near(by_hand(trained, [[rows[place] for place in part] for part in places]), 1e-3)
     assert len(numbers) == 5 and numbers[3][1] > 0 and numbers[4][1] > 0
