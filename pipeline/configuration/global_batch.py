@@ -47,13 +47,12 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     if target and ranks:
         steps = max(1, round(target / (micro * ranks)))
         follows[STEPS] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
-        notes += (
-            [] if steps * micro * ranks == target else [difference({**values, MICRO: micro}, origins, ranks, steps)]
-        )
+        if steps * micro * ranks != target:
+            notes.append(difference({**values, MICRO: micro}, origins, ranks, steps))
+        # One that followed before has a flag for its origin.
         if is_by_hand(resolved, STEPS) and not origins[STEPS].startswith("--") and values[STEPS] != steps:
-            notes.append(
-                f"--{STEPS} {values[STEPS]} ({origins[STEPS]}): with --train_batch_size {target} it is {steps}"
-            )
+            given = f"--{STEPS} {values[STEPS]} ({origins[STEPS]})"
+            notes.append(f"{given}: with --train_batch_size {target} it is {steps}")
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
         per_step = micro * steps if target else rows
@@ -131,7 +130,7 @@ def is_by_hand(resolved: Resolved, name: str) -> bool:
 
 
 def says_rollout(resolved: Resolved) -> bool:
-    """Tell whether a flag of stage 3 says the size of its rollouts, new ones or not."""
+    """Tell whether a flag of stage 3 says the size of its rollouts; prompts at once do in a new run alone."""
     sampling = resolved.config.sampling
     return bool(sampling.rollout_batch_size or sampling.generation_batches)
 
