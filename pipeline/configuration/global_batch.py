@@ -68,9 +68,6 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     rollout = config.rollout_size(ranks or 1)
     if rollout and rollout.fault and (ranks or not rollout.rollout_batch_size):
         raise ContradictionError(rollout.fault)
-    if rollout and ranks and origins.get(BATCHES) == f"--{GENERATED}" and rollout.steps > rollout.ppo_epochs:
-        size = f"{rollout.responses} responses, of {rollout.steps} optimizer steps"
-        notes.append(f"a rollout has {size}, by --{GENERATED}; --{ROLLOUT} says another size")
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
 
 

@@ -103,15 +103,6 @@ def test_accumulation_that_the_batch_rules_out_is_told(tmp_path):
     assert on(2, "sft", *words, "8").notes == () and with_ranks(on(2, "sft", *words, "3"), 2).notes[1:] == ()
 
 
-def test_a_rollout_of_several_steps_by_prompts_at_once_is_told():
-    words = ("--train_batch_size", "64", "--per_device_generation_batch_size")
-    size = "a rollout has 192 responses, of 3 optimizer steps, by --per_device_generation_batch_size"
-    assert on(1, "ppo", *words, "24").notes == (f"{size}; --rollout_batch_size says another size",)
-    assert (
-        on(1, "ppo", *words, "32").notes == () and on(1, "ppo", *words, "24", "--rollout_batch_size", "64").notes == ()
-    )
-
-
 def test_generation_batches_that_are_given_must_fit():
     words = (
         "--train_batch_size",

@@ -103,7 +103,7 @@ CASES = [
     Case(
         "ppo",
         {"per_device_train_batch_size": 3, "per_device_generation_batch_size": 16},
-        "generation_batch_size 15 or --per_device_train_batch_size 2",
+        "generation_batch_size 15, or --rollout_batch_size 15 without",
     ),
     Case("ppo", {"actor_lora_dropout": "0.1"}, "actor_lora_dropout: found 0.1"),
     Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len 264: the model"),

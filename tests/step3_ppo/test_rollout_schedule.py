@@ -47,17 +47,12 @@ def test_max_steps_and_fractional_epochs():
 )
 def test_rows_that_do_not_divide_are_refused_with_the_nearest_numbers_that_do(generated, micro, accumulation):
     """All sizes up to 200 are tried: no other one that fits is nearer to what was given."""
-
-    def distances(*sizes: tuple[int, int]) -> set[int]:
-        return {abs(g - generated) + abs(m - micro) for g, m in sizes if g % (m * accumulation) == 0}
-
     with pytest.raises(ValueError, match="the nearest that fit") as error:
         config(generated=generated, micro=micro, accumulation=accumulation)
-    proposed = dict(re.findall(r"--per_device_(generation|train)_batch_size (\d+)", str(error.value)))
-    found = distances((int(proposed["generation"]), micro))
-    assert found == {min(distances(*((other, micro) for other in range(1, 200))))}
-    fitting = distances(*((generated, other) for other in range(1, 200)))
-    assert distances(*((generated, int(size)) for size in [proposed.get("train")] if size)) == set(sorted(fitting)[:1])
+    at_once, rollout = map(int, re.findall(r"(?:generation|rollout)_batch_size (\d+)(?:,| without)", str(error.value)))
+    step = micro * accumulation
+    nearest = min(abs(other - generated) for other in range(step, 200, step))
+    assert at_once % step == rollout % step == 0 and abs(at_once - generated) == abs(rollout - generated) == nearest
 
 
 def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
