@@ -199,6 +199,9 @@ class RewardPool:
             loop.close()
 
     async def _end(self) -> None:
+        # asyncio waits for ever for the end of a process that it kills before it has connected its pipes.
+        while starts := [one.starting for one in self._workers if one.starting and not one.starting.done()]:
+            await asyncio.wait(starts)
         await cancel_others(*(task for worker in self._workers for task in worker.watches))
         await asyncio.gather(*(worker.close() for worker in self._workers))
 

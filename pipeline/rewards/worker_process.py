@@ -43,6 +43,7 @@ class WorkerProcess:
         self._numbers = itertools.count()
         self._num_printed = 0
         self.watches: set[asyncio.Task[None]] = set()
+        self.starting: asyncio.Task[asyncio.subprocess.Process] | None = None
 
     async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
         """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
@@ -60,7 +61,9 @@ class WorkerProcess:
             WorkerLostError: none within the limit, and the worker is killed, or it has died.
             EnvironmentFault: the system refuses a process.
         """
-        process = self._process or await self._start()
+        if (process := self._process) is None:
+            self.starting = asyncio.create_task(self._start())
+            process = await self.starting
         number = next(self._numbers)
         line = json.dumps({**request, "number": number}).encode() + b"\n"
         reading = asyncio.ensure_future(_exchange(process, line))

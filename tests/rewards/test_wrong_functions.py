@@ -3,6 +3,9 @@
 import logging
 import re
 import time
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from threading import Thread
 
 import pytest
 from support.reward_functions import LIMIT_S, functions_in, nothing_left, scored, to
@@ -234,6 +237,26 @@ def test_a_pool_ends_at_once_and_quietly(all_functions, caplog):
         assert time.monotonic() - start < 2.0
     assert all(handle.cancelled() for handle in handles[2:])
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.0001, 0.0003])
+def test_a_pool_ends_while_its_worker_is_being_started(tmp_path, wait_s):
+    """Between the process and its pipes there are some turns of the loop."""
+    functions = functions_in(tmp_path / "f.py", "def f(completions):\n    return [1.0 for _ in completions]\n", "f")
+    with nothing_left():
+        pool = RewardPool(functions, num_workers=1, timeout_s=LIMIT_S)
+
+        def check() -> None:
+            with suppress(CancelledError, InputError):
+                pool.check(())
+
+        checking, closing = (Thread(target=work, daemon=True) for work in (check, pool.close))
+        checking.start()
+        time.sleep(wait_s)
+        closing.start()
+        closing.join(5.0)
+        assert not closing.is_alive(), "it hangs"
+        checking.join(5.0)
 
 
 def test_a_file_that_changes_during_a_run_is_not_mixed_with_what_it_was(tmp_path):
