@@ -159,10 +159,11 @@ def candidates(
     nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
     """
     sizes, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
+    shared = {**whole, **buckets(planner, resolved, names, whole)}
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names):
-            given = {**whole, **switches, **at_once}
+            given = {**shared, **switches, **at_once}
             planned = cache(partial(planned_size, planner, resolved, names, given))
             yield from (ones := list(of_sizes(planned, sizes)))
             if planned(sizes[-1]).is_best_of_its_kind:
@@ -193,8 +194,6 @@ def planned_size(
     A KV cache that would not stay is given back from the first rollout on, before an update runs out of memory.
     """
     chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
-    if planner.target.num_gpus > 1 or has_buckets(planner, resolved, flags):
-        chosen |= {name: elements for name, elements in BUCKETS.items() if name in names}
     if EVALUATED in names:
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
     rollout = planner.needs(resolved).rollout
@@ -204,13 +203,13 @@ def planned_size(
     return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
-def has_buckets(planner: StagePlanner, resolved: Resolved, flags: Mapping[str, int]) -> bool:
-    """Tell whether DeepSpeed has buckets on one GPU, too: for what it offloads, and at a ZeRO stage 3 that stays."""
+def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str], whole: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of DeepSpeed's buckets: between GPUs, and on one for what it offloads or ZeRO stage 3 keeps."""
     zeros = [engine["zero_optimization"] for engine in planner.jsons_of(resolved).values()]
-    offloads = any(
-        device_of(zero, block) != "none" for zero in zeros for block in ("offload_optimizer", "offload_param")
-    )
-    return offloads or (not any(name.endswith(STAGE) for name in flags) and any(zero["stage"] == 3 for zero in zeros))
+    devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
+    partitions = not whole and any(zero["stage"] == 3 for zero in zeros)
+    has_any = planner.target.num_gpus > 1 or devices != {"none"} or partitions
+    return {name: elements for name, elements in BUCKETS.items() if has_any and name in auto}
 
 
 def choice_in_words(resolved: Resolved) -> str:

@@ -60,8 +60,8 @@ def test_a_thousand_steps(folder, stage):
     late = max(memory for steps, memory, _ in seen if steps >= STEPS - WARM_UP)
     print(f"{stage}: {early / 2**20:.0f} MiB by step {2 * WARM_UP}, {late / 2**20:.0f} MiB in the last {WARM_UP}")
     assert late < 1.02 * early
-    files = [count for steps, _, count in seen if steps < STEPS]  # a process that is ending closes one after the other
-    assert len(files) > len(seen) / 2
+    assert len([count for _, _, count in seen if count]) > len(seen) - 5, "a process that is ending has none"
+    files = [count for steps, _, count in seen if steps < STEPS]  # then it closes one after the other
     assert max(files) - min(files) <= 8, "a save has a few files open"
     assert files[-1] <= files[0] + 2
     left = [path for path in (folder / "soak").rglob("*") if path.name.endswith((".writing", ".old", ".partial"))]

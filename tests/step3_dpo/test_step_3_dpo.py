@@ -19,18 +19,12 @@ from step3_dpo.metrics import METRICS
 from step3_dpo.reference import read_known, write_known
 
 ONLY_ELSEWHERE = {"z0", "mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
+EVALUATED = {"per_device_eval_batch_size": 3}
 WAYS = {  # name -> ranks and flags: how a step is cut up, and the method
     "whole": (1, {"per_device_train_batch_size": 32}),
     "ipo": (1, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "method": "ipo"}),
-    "zero 3": (
-        2,
-        {
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 4,
-            "zero_stage": 3,
-            "per_device_eval_batch_size": 3,
-        },
-    ),  # of 8 pairs 3 and 2, then 3 and none
+    # Of 8 held-out pairs 3 and 2, then 3 and none.
+    "zero 3": (2, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "zero_stage": 3} | EVALUATED),
 }
 
 
