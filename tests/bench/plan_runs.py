@@ -39,6 +39,7 @@ STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo
 Peaks = dict[str, dict[str, float]]
 MEASURED = Path(__file__).resolve().parents[2] / "docs/benchmarks/raw/memory_measured_h200_202611.json"
 WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 2, 10, 480
+LONGEST_ROW = 2048  # tokens, of SFT; a word is one token or more
 SCORING = ("--critic", "--reward_model")  # roles whose models have a head for scores
 ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
 
@@ -76,7 +77,7 @@ def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
     if not (folder / "pairs.jsonl").exists():
         make_data(folder, seed=0)
         make_prompts(folder / "prompts.jsonl", TIMED_STEPS * LARGEST_ROLLOUT, words=500)
-        make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(1000, 1000))
+        make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(LONGEST_ROW, LONGEST_ROW))
         make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
     tokenizer = make_full_tokenizer(folder, {shape for run in RUNS for shape, _ in shapes_of(run)})
     for shape, scores in sorted({model for run in runs for model in shapes_of(run)}):
