@@ -19,6 +19,11 @@ WORDS = (
 # 7.28 TiB" (numpy).
 REQUESTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]?i?B)", re.IGNORECASE)
 FREE_ON_DEVICE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+SIZE = r"([\d.]+ \w+)"
+USES = re.compile(
+    rf"total capacity of {SIZE} of which {SIZE} is free.*?this process has {SIZE} memory in use", re.DOTALL
+)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 # Where --gpu_memory_gib is given.
 ALLOWED = re.compile(r"([\d.]+ \w+) allowed; Of the allocated memory ([\d.]+ \w+) is")
 
@@ -84,12 +89,21 @@ def memory_line(error: BaseException) -> str:
     if free := FREE_ON_DEVICE.search(text):
         limit = ALLOWED.search(text)
         allowed = f"{limit[2]} taken of {limit[1]} allowed (--gpu_memory_gib), " if limit else ""
-        return f"out of memory: {requested}{allowed}{free[2]} free of {free[1]} on the device"
+        return f"out of memory: {requested}{allowed}{free[2]} free of {free[1]} on the device{used_by_others(text)}"
     if "CUDA" in text or "CUBLAS" in text:
         return f"out of memory on the device: {requested}{' '.join(text.split())[:100]}"
     process = read_process(os.getpid())
     resident = f" (this process held {process.rss_bytes / GIB:.1f} GiB)" if process else ""
     return f"out of memory on the host: {requested}{free_memory()}{resident}"
+
+
+def used_by_others(text: str) -> str:
+    """Return `, 62.1 GiB used by other processes` from a CUDA error that says so; empty for less than a GiB."""
+    if not (uses := USES.search(text)):
+        return ""
+    total_gib, *known_gib = (float(number) * UNITS[unit] / GIB for number, unit in map(str.split, uses.groups()))
+    others_gib = total_gib - sum(known_gib)
+    return f", {others_gib:.1f} GiB used by other processes" if others_gib >= 1 else ""
 
 
 def size(number: str, unit: str) -> str:

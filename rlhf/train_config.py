@@ -1,4 +1,4 @@
-"""Own flags of `rlhf train`: definition, help on one screen, and sets of values that contradict each other."""
+"""Own flags of `rlhf train`: definition, what they set in stages, help on a screen, sets that contradict each other."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,6 +14,7 @@ from pipeline.configuration.flags import load_yaml, scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
+from pipeline.configuration.stage import Stage, Start
 from pipeline.console import HELP_ALL, outlive_console
 from pipeline.errors import EXIT_DONE, InputError, nearest
 from pipeline.launching.scripts import launch_file
@@ -190,6 +191,21 @@ def known_model(model: str) -> KnownModel | None:
             f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder{hint}"
         )
     return None
+
+
+def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:
+    """Return the flags of a stage with these starts that `rlhf train` sets; only an override is stronger."""
+    models = {"actor": config.actor_model, "reward": config.reward_model}
+    zero_stages = {"actor": config.actor_zero_stage, "reward": config.reward_zero_stage}
+    flags: dict[str, str] = {}
+    for prefix, start in starts.items():
+        flags[f"{prefix}zero_stage"] = zero_stages[start.follows]
+        if not start.section:
+            model = models[start.follows]
+            known = known_model(model)
+            flags[Stage.path_flag(prefix)] = model if known is None else known.hub_id
+    flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
+    return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 
 
 def with_reward_model(config: TrainConfig) -> TrainConfig:

@@ -24,6 +24,7 @@ from rlhf.train_config import (
     TrainConfig,
     contradictions,
     idle_flags,
+    inherited_flags,
     known_model,
     split_common,
     split_overrides,
@@ -210,7 +211,9 @@ def plan_stage(
         argv = ["--preset", path_from_here(preset)]
     if config_file:
         argv += ["--config", config_file]
-    following = chained_flags(stage, starts, config, before) | (method if method != {"method": METHODS[0]} else {})
+    outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
+    of_method = {} if method == {"method": METHODS[0]} else method
+    following = chained_flags(stage, starts, Path(config.output_dir), outputs, given) | of_method
     following |= known.flags if known else {}
     replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
     for name, value in (replaceable | inherited_flags(starts, config)).items():
@@ -249,32 +252,20 @@ def path_from_here(path: Path) -> str:
 
 
 def chained_flags(
-    stage: Stage, starts: Mapping[str, Start], config: TrainConfig, before: Mapping[int, PlannedStage]
+    stage: Stage, starts: Mapping[str, Start], out: Path, outputs: Mapping[str, Path], given: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the folders that follow from the stages before; a --config file or an override may name others."""
-    outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
-    out = Path(config.output_dir)
+    """Return the folders that follow from the stages before; a --config file or an override (`given`) may name others.
+
+    A model that starts as the stage's first one does, a critic as its actor, follows what is given for that one.
+    """
+    first = next(iter(starts))
+    by_hand = given.get(Stage.path_flag(first))
     folders = {
-        Stage.path_flag(prefix): str(outputs.get(start.section, out))
+        Stage.path_flag(prefix): str(by_hand if by_hand and start == starts[first] else outputs.get(start.section, out))
         for prefix, start in starts.items()
         if start.section
     }
     return folders | {"output_dir": str(out / stage.folder)}
-
-
-def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:
-    """Return the flags of a stage with these starts that `rlhf train` sets; only an override is stronger."""
-    models = {"actor": config.actor_model, "reward": config.reward_model}
-    zero_stages = {"actor": config.actor_zero_stage, "reward": config.reward_zero_stage}
-    flags: dict[str, str] = {}
-    for prefix, start in starts.items():
-        flags[f"{prefix}zero_stage"] = zero_stages[start.follows]
-        if not start.section:
-            model = models[start.follows]
-            known = known_model(model)
-            flags[Stage.path_flag(prefix)] = model if known is None else known.hub_id
-    flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
-    return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 
 
 def as_override(line: str, section: str) -> str:

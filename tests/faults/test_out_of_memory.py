@@ -111,6 +111,24 @@ def test_a_command_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, 
     )
 
 
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        ("900.00 MiB", ", 138.9 GiB used by other processes"),
+        ("138.90 GiB", ""),
+        ("0 bytes", ", 139.8 GiB used by other processes"),
+    ],
+)
+def test_memory_that_other_processes_use_is_told(own: str, others: str) -> None:
+    error = RuntimeError(
+        "CUDA out of memory. Tried to allocate 28.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 26.38 MiB "
+        "is free. Process 8 has 60.00 GiB memory in use. Including non-PyTorch memory, this process has "
+        f"{own} memory in use."
+    )
+    line = "out of memory: 28.00 MiB asked for, 26.38 MiB free of 139.80 GiB on the device"
+    assert memory_line(error) == line + others
+
+
 def test_what_libraries_say_of_memory_is_read() -> None:
     with pytest.raises(MemoryError) as numpys:
         np.empty(2**50)

@@ -168,3 +168,22 @@ def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_rea
         "note: --dpo.beta changes nothing: dpo is not among the stages that run",
     ]
     assert plan.stages[3].argv[2:4] == ["--actor_model_name_or_path", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("words", "critic"),
+    [
+        ("--ppo.reward_function exact_match", "out/sft"),
+        ("--ppo.reward_function exact_match --ppo.actor_model_name_or_path here", "here"),
+        ("--ppo.reward_function exact_match --ppo.actor_model here", "here"),
+        ("--ppo.reward_function exact_match --ppo.critic_model there", "there"),
+        ("--ppo.reward_function exact_match --ppo.actor_model here --ppo.critic_model there", "there"),
+        ("--ppo.actor_model here", "out/reward"),
+    ],
+)
+def test_a_critic_without_a_reward_model_starts_as_its_actor_does(words: str, critic: str) -> None:
+    argv = ["--step", "3", "--actor-model", "tiny", "--reward-model", "tiny", "--output-dir", "out", *words.split()]
+    (planned,) = make_plan(argv, prog="train.py").chosen
+    actor = "here" if "actor_model" in words else "out/sft"
+    config = planned.resolved.config
+    assert (config.actor.model_name_or_path, config.critic.model_name_or_path) == (actor, critic)
