@@ -42,6 +42,12 @@ def environment(site: str = "") -> dict[str, str]:
     return kept | quiet | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
+def showing(gpus: Sequence[int]) -> dict[str, str]:
+    """The variable that shows a process some of the GPUs that this one sees, by their number among these."""
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)}
+
+
 def launched(module: str, words: Sequence[object], *, gpus: int) -> list[str]:
     """`python -m MODULE WORDS`, or the same under DeepSpeed's launcher on several GPUs of this machine."""
     start = [sys.executable, "-m"]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench import phases
 from bench.gpu_room import Room
-from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, output_words, plain, run_logged
+from bench.jobs import NO_HELD_OUT, BenchError, environment, flags, launched, output_words, plain, run_logged, showing
 from bench.planned import PlannerOfThen, Run, planner_of
 from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from bench.run_list import RUNS, TIMED_STEPS, PlannedRun
@@ -153,7 +153,7 @@ def peaks_of(
     output.mkdir(parents=True, exist_ok=True)
     command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
     threads = max((os.cpu_count() or 1) // run.gpus, 1) if run.alone else 1  # of optimizers on the host
-    variables = environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "OMP_NUM_THREADS": str(threads)}
+    variables = environment() | showing(gpus) | {"OMP_NUM_THREADS": str(threads)}
     run_logged(f"[plan_runs] {run.name}", command, inputs / f"{plain(run.name)}.log", variables)
     lines = phases.training_lines(output / "run")
     if len({line["micro_batch_size"] for line in lines}) > 1:

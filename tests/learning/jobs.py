@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench.jobs import BenchError, environment, flags, launched, run_logged
+from bench.jobs import BenchError, environment, flags, launched, run_logged, showing
 
 __all__ = ["BenchError", "Jobs", "Work", "flags"]
 
@@ -26,7 +26,7 @@ class Jobs:
         """Run a module to its end with its log in `logs/<name>.log`; return its stdout. Raises BenchError."""
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        variables = environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        variables = environment() | ({} if gpu is None else showing([gpu]))
         return run_logged(f"[learning] {name}", launched(module, words, gpus=1), log, variables)
 
     def each(self, works: Sequence[Work]) -> int:

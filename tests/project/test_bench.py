@@ -13,6 +13,7 @@ import pytest
 import torch
 from bench import dschat_math, phases
 from bench.figures import Figures, holds, quotient
+from bench.jobs import showing
 from bench.random_models import config_of, hazard_for, set_end_probability
 from bench.report import markdown
 from bench.roofline import Device, data_sheet, measure
@@ -362,3 +363,13 @@ def test_report_holds_versions_sizes_configuration_and_figures(step3):
         assert part in text
     assert f"{found['figures'][0]['value']:.5g}" in text
     assert found["figures"][0]["met"] is None  # tiny sizes have no targets
+
+
+@pytest.mark.parametrize(
+    ("seen", "shown"), [(None, "1,0"), ("", "1,0"), ("3,2", "2,3"), ("GPU-a,GPU-b", "GPU-b,GPU-a")]
+)
+def test_runs_take_the_gpus_that_the_benchmark_sees(monkeypatch, seen: str | None, shown: str):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert showing([1, 0]) == {"CUDA_VISIBLE_DEVICES": shown}
