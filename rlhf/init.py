@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
+from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items, is_left
 from pipeline.configuration.flags import scan, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
@@ -103,10 +103,12 @@ def section_lines(
     table, values = flag_table(type(config)), dict(flat_items(config))
     yield f"{section}:"
     for name in dict.fromkeys(name for name in (*usual, *given) if name in table and name not in NOT_IN_FILE):
-        preset = Path(origins.get(name, "")).name
+        given_by = origins.get(name, DEFAULT)
+        preset = Path(given_by).name
         origin = f" (preset {preset})" if preset.endswith(SUFFIXES) else ""
         yield from textwrap.wrap(f"{table[name].meaning}{origin}", WIDTH, initial_indent=NOTE, subsequent_indent=NOTE)
-        value = json.dumps(AUTO if table[name].auto and name not in given else values[name], ensure_ascii=False)
+        is_auto = table[name].auto and is_left(given_by) and name not in given
+        value = json.dumps(AUTO if is_auto else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
 
 

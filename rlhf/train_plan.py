@@ -87,9 +87,11 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     problems = [why_not_common(flag[0], kinds, chosen) for flag in common]
     errors += filter(None, problems)
     shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
+    method = ["--method", config.method] if "method" in dict(scan(own)) else []
     for kind in chosen.values():
         # What is given for one stage is stronger.
-        overrides[kind.section] = overridden(kind, shared, overrides[kind.section])
+        weaker = [*shared, *(method if config.method in kind.methods else [])]
+        overrides[kind.section] = overridden(kind, weaker, overrides[kind.section])
     stages: dict[int, PlannedStage] = {}
     for number, kind in sorted(kinds.items()):
         try:

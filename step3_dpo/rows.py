@@ -31,7 +31,7 @@ def responses(maker: RowMaker, record: Record) -> list[ResponseRow]:
     texts = {label: text for label, text in ((True, record.chosen), (False, record.rejected)) if text is not None}
     label = True if len(texts) > 1 else record.label
     if not texts or label is None:
-        kind = "no label: columns chosen and rejected are needed, or a response and label (true or false)"
+        kind = "no labelled response: columns chosen and rejected are needed, or a response and label (true or false)"
         raise BadRowError(kind, ", ".join(map(repr, record.columns)))
     if isinstance(label, str):
         raise BadRowError("label is no boolean: true or false are right", label)

@@ -165,11 +165,13 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
     _count(train[is_evaluated], "left out", "prompt is also an evaluation prompt", records, counts)
     train = train[~is_evaluated]
     if not len(train):
-        raise InputError(
-            f"stage {options.title}: data_split {options.data_split} leaves no training row of "
-            f"{', '.join(options.data_path)} "
-            f"({len(evaluation)} evaluation rows); a larger share or more rows are right"
-        )
+        cause, right = f"data_split {options.data_split}", "a larger share or more rows are right"
+        if options.eval_data_path and is_evaluated.any():
+            cause, right = "--eval_data_path holds the same prompts and", "other rows there are right"
+        elif sizes is None:
+            cause, right = "--eval_fraction", "a lower one or more rows are right"
+        found = f"{', '.join(options.data_path)} ({len(evaluation)} evaluation rows)"
+        raise InputError(f"stage {options.title}: {cause} leaves no training row of {found}; {right}")
     if options.balance_lengths:
         is_beyond = _unbalanced(train, records, options)
         why = "pair of a ratio of lengths that is more frequent than its inverse (--balance_lengths)"

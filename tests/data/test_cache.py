@@ -92,6 +92,22 @@ def test_no_split_gives_every_step_all_rows(options, bpe_tokenizer):
     assert len(load_rows("sft", replace(whole, data_split="1,0,0"), bpe_tokenizer).train) == 60
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eval_fraction": 1.0}, "--eval_fraction leaves no training row of .* a lower one or more rows are right$"),
+        (
+            {"eval_fraction": 0.0, "eval_data_path": True},
+            "--eval_data_path holds the same prompts and leaves no training",
+        ),
+    ],
+)
+def test_an_evaluation_that_takes_all_rows_is_named(options, bpe_tokenizer, changes, says):
+    given = {"eval_data_path": options.data_path} if "eval_data_path" in changes else {}
+    with pytest.raises(InputError, match=f"^stage sft: {says}"):
+        load_rows("sft", replace(options, data_split="none", **(changes | given)), bpe_tokenizer)
+
+
 def test_empty_share_is_an_input_error(options, bpe_tokenizer):
     with pytest.raises(InputError, match=r"stage sft: data_split 0,1,1 leaves no training row"):
         load_rows("sft", replace(options, data_split="0,1,1"), bpe_tokenizer)

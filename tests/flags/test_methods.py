@@ -187,3 +187,23 @@ def test_a_critic_without_a_reward_model_starts_as_its_actor_does(words: str, cr
     actor = "here" if "actor_model" in words else "out/sft"
     config = planned.resolved.config
     assert (config.actor.model_name_or_path, config.critic.model_name_or_path) == (actor, critic)
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "found"),
+    [
+        ("", "ppo", "rloo"),
+        ("--method grpo", "ppo", "grpo"),
+        ("--method ppo", "ppo", "ppo"),
+        ("--method kto", "dpo", "kto"),
+        ("--method dpo", "dpo", "dpo"),
+        ("--method kto --dpo.method ipo", "dpo", "ipo"),
+    ],
+)
+def test_a_method_on_the_command_line_is_stronger_than_a_file(tmp_path: Path, words: str, section: str, found: str):
+    rewarded = "reward_function: exact_match, actor_learning_rate: 1.0e-6"
+    (tmp_path / "own.yaml").write_text(f"ppo: {{method: rloo, {rewarded}}}\ndpo: {{method: ipo}}\n")
+    argv = ["--step", "3", "--actor-model", "tiny", "--config", str(tmp_path / "own.yaml"), *words.split()]
+    (planned,) = make_plan(argv, prog="train.py").chosen
+    config = planned.resolved.config
+    assert (planned.stage.section, config.method if section == "dpo" else config.ppo.method) == (section, found)

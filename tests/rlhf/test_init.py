@@ -61,6 +61,14 @@ def test_a_flag_whose_mark_is_taken_away_keeps_its_value(tmp_path, monkeypatch):
     assert settings("--config", "open.yaml") == settings("--actor-model", "1.3b", "--reward-model", "350m")
 
 
+def test_a_preset_that_says_what_would_be_auto_is_shown_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model, shown in {"tiny": "32", "1.3b": '"auto"'}.items():
+        assert init(f"{model}.yaml", "--actor-model", model) == 0
+        text = (tmp_path / f"{model}.yaml").read_text()
+        assert re.findall(r"# per_device_train_batch_size: (.*)", text)[0] == shown
+
+
 def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert init("my.yaml", "--sft.packing", "true") == 0

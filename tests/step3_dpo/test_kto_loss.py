@@ -160,7 +160,7 @@ def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):
     assert len({row.row_hash for row in rows}) == 3 and rows[0] == rows[2], "the label is part of the hash"
     assert {kind: counts[kind] for kind in counts} == {
         "chosen equals rejected": 1, "response longer than max_seq_len": 1,
-        "no label: columns chosen and rejected are needed, or a response and label (true or false)": 2,
+        "no labelled response: columns chosen and rejected are needed, or a response and label (true or false)": 2,
         "label is no boolean: true or false are right": 1,
     }  # fmt: skip
     assert "1 dropped: label is no boolean: true or false are right (first: f:6, found 1)" in counts.lines()
