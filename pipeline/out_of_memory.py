@@ -18,11 +18,10 @@ WORDS = (
 # The requested size: "Tried to allocate 2.00 GiB" (CUDA), "you tried to allocate 800 bytes" (CPU), "Unable to allocate
 # 7.28 TiB" (numpy).
 REQUESTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]?i?B)", re.IGNORECASE)
-FREE_ON_DEVICE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 SIZE = r"([\d.]+ \w+)"
-USES = re.compile(
-    rf"total capacity of {SIZE} of which {SIZE} is free.*?this process has {SIZE} memory in use", re.DOTALL
-)
+FREE = rf"total capacity of {SIZE} of which {SIZE} is free"
+FREE_ON_DEVICE = re.compile(FREE)
+USED_ON_DEVICE = re.compile(rf"{FREE}.*?this process has {SIZE} memory in use", re.DOTALL)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 # Where --gpu_memory_gib is given.
 ALLOWED = re.compile(r"([\d.]+ \w+) allowed; Of the allocated memory ([\d.]+ \w+) is")
@@ -99,7 +98,7 @@ def memory_line(error: BaseException) -> str:
 
 def used_by_others(text: str) -> str:
     """Return `, 62.1 GiB used by other processes` from a CUDA error that says so; empty for less than a GiB."""
-    if not (uses := USES.search(text)):
+    if not (uses := USED_ON_DEVICE.search(text)):
         return ""
     total_gib, *known_gib = (float(number) * UNITS[unit] / GIB for number, unit in map(str.split, uses.groups()))
     others_gib = total_gib - sum(known_gib)

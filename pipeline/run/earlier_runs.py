@@ -19,15 +19,7 @@ from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut, is_by_hand
 from pipeline.configuration.groups import STAGE
-from pipeline.configuration.resume_rules import (
-    SAME,
-    batch_sizes,
-    check_resumed,
-    other_settings,
-    refuse,
-    settings_of,
-    values_by_rule,
-)
+from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
@@ -224,9 +216,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
     if goes_on or missing:
         if not run.force_resume:  # else the differences are told when it resumes
-            folder, saved = checkpoint_state(run_folder, run.resumes_from)
-            check_resumed(folder, saved, config, ranks)
-            check_models(folder, saved, config)
+            check_resumed(*checkpoint_state(run_folder, run.resumes_from), config, ranks)
         return False
     holder, lengths = "the finished run", list(other_length(run, done))
     others = list(other_settings(done, config, "same", "output", ranks=ranks, holder=holder))
@@ -237,16 +227,6 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
         raise InputError("\n".join([*others, *lengths, f"{run_folder}: another run is finished here; {hint}"]))
     log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, done["steps"])
     return True
-
-
-def check_models(folder: Path, saved: Mapping[str, Any], config: StageConfig) -> None:
-    """Raise InputError where start models are not those of a checkpoint, before anything is computed with them."""
-    now = {name: model_fingerprint(path) for name, path in config.start_paths.items()}
-    if any(saved.get("fingerprints", {}).get(name, content) != content for name, content in now.items()):
-        models = {name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()}
-        refuse(
-            folder, list(changed_contents(config, saved.get("inputs", {}), models, "the checkpoint")), SAME, force=False
-        )
 
 
 def changed_contents(config: StageConfig, before: dict[str, Any], now: Mapping[str, Any], holder: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline import dist
-from pipeline.checkpoints.fingerprint import check_rows
+from pipeline.checkpoints.fingerprint import check_models, check_rows
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import WIDTH, terminal_width
 from pipeline.data.cache import StageData, load_or_build
@@ -41,7 +41,8 @@ def prepare_stage(
         seq2seq: see `data_of`.
 
     Raises:
-        InputError: see `prepare_data`; --keep_best where no row is held out; rows that are not those of the checkpoint.
+        InputError: see `prepare_data`; --keep_best where no row is held out; rows or start models that are not those of
+            the checkpoint.
     """
     data = data_of(run.stage, config, seq2seq=seq2seq)
     built = [prepare_data(options, tokenizer) for options in data]
@@ -49,6 +50,7 @@ def prepare_stage(
         check_held_out(len(built[0].eval))
 
     def check_and_show() -> None:
+        check_models(run.folder, config)
         check_rows(run.folder, config, (rows.train for rows in built))
         shown = list(zip(data, built, strict=True))
         samples = samples_of(config, shown, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq)
