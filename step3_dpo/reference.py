@@ -1,6 +1,7 @@
 """Log-probabilities of all responses under the reference, the model that training starts from: computed once, and kept.
 
 They are in the run's folder before the first step, so that the reference is in memory only until the policy is loaded.
+What is known is written once a minute: a run that ends before goes on there.
 Shapes: M rows of K responses each: 2 of a pair, else 1.
 """
 
@@ -9,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.data.batching import balanced_slices
 from pipeline.data.loader import sequence_lengths, to_device
 from pipeline.engine.build import compute_dtype, frozen_engine, load_policy
+from pipeline.engine.engine import FrozenEngine
 from pipeline.files import flush, model_fingerprint
 from pipeline.heartbeat import beat
 from pipeline.models.source import ModelSource
@@ -35,6 +37,8 @@ from step3_dpo.config import DPOConfig
 log = logging.getLogger(__name__)
 
 FILE = "reference.safetensors"
+PART = 64  # micro-batches of a rank between two looks at the time
+WRITE_EVERY_S = 60.0
 COLUMNS = {"chosen_ids": ("chosen_reference", "rejected_reference"), "ids": ("reference",)}
 
 
@@ -70,9 +74,12 @@ def reference_log_probs(
         for name, one in judged.items()
     }
     if count := sum(len(one.numbers) for one in missing.values()):
-        began = time.monotonic()
-        for name, found in computed(run, config, source, collate, missing).items():
-            tables[name][missing[name].numbers] = found
+        began, written = time.monotonic(), dist.on_main(time.monotonic)
+        for name, numbers, found in computed(run, config, source, collate, missing):
+            tables[name][numbers] = found
+            if (now := dist.on_main(time.monotonic)) - written >= WRITE_EVERY_S:
+                on_each_storage(lambda: write_known(path, key, tables))
+                written = now
         on_each_storage(lambda: write_known(path, key, tables))
         seconds = time.monotonic() - began
         if run.world.is_main:
@@ -92,28 +99,40 @@ def with_columns(rows: Dataset, table: np.ndarray) -> Dataset:
 
 def computed(
     run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged]
-) -> dict[str, np.ndarray]:
-    """Return name -> (n, K) fp64 of the rows of these numbers, by the start model, which is released. A collective."""
+) -> Iterator[tuple[str, list[int], np.ndarray]]:
+    """Yield (name, n numbers, (n, K) fp64) of the rows of these numbers, in parts, by the start model. A collective.
+
+    The model is released at the end.
+    """
     engine = frozen_engine(run, load_policy, source, config.model, name="reference")
-    world, size, tables = run.world, config.optimizer.per_device_eval_batch_size, dict[str, np.ndarray]()
+    size = config.optimizer.per_device_eval_batch_size
     for name, one in judged.items():
-        rows, numbers = one.rows, one.numbers
-        found = torch.zeros(one.lengths.shape, dtype=torch.float64, device=world.device)
-        ranks = {"world_size": world.size, "rank": world.rank}
-        for part in balanced_slices(numbers, one.lengths.max(1).tolist(), **ranks, micro_batch_size=size):
-            beat("start", 0)
-            batch = to_device(collate([None if row is None else [rows[row]] for row in part]), world.device)
-            values = response_log_probs(engine, batch).double().view(found.shape[1], -1).T
-            for row, value in zip(part, values, strict=True):
-                if row is not None:
-                    found[row] = value
-        tables[name] = dist.sum_over_ranks(found).cpu().numpy()[numbers]
+        step = PART * run.world.size * size
+        for start in range(0, len(one.numbers), step):
+            numbers = one.numbers[start : start + step]
+            yield name, numbers, judged_part(run, engine, collate, one, numbers, size)
     engine.discard()
     del engine
     gc.collect()
-    if world.device.type == "cuda":
+    if run.world.device.type == "cuda":
         torch.cuda.empty_cache()
-    return tables
+
+
+def judged_part(
+    run: Run, engine: FrozenEngine, collate: Collate, judged: Judged, numbers: list[int], micro_batch_size: int
+) -> np.ndarray:
+    """Return (n, K) fp64 of the rows of n numbers. A collective."""
+    world, places = run.world, {row: place for place, row in enumerate(numbers)}
+    found = torch.zeros((len(numbers), judged.lengths.shape[1]), dtype=torch.float64, device=world.device)
+    sizes = {"world_size": world.size, "rank": world.rank, "micro_batch_size": micro_batch_size}
+    for part in balanced_slices(numbers, judged.lengths.max(1).tolist(), **sizes):
+        beat("start", 0)
+        batch = to_device(collate([None if row is None else [judged.rows[row]] for row in part]), world.device)
+        values = response_log_probs(engine, batch).double().view(found.shape[1], -1).T
+        for row, value in zip(part, values, strict=True):
+            if row is not None:
+                found[places[row]] = value
+    return dist.sum_over_ranks(found).cpu().numpy()
 
 
 def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int) -> str:

@@ -28,10 +28,9 @@ def loaded(*args, **named):
     return engine
 
 def watched(*args, **named):
-    tables = computed(*args, **named)
+    yield from computed(*args, **named)
     note.append(elements())
     pathlib.Path(sys.argv[1]).write_text(" ".join(map(str, note)))
-    return tables
 
 note, computed, frozen_engine = [], reference.computed, reference.frozen_engine
 reference.computed, reference.frozen_engine = watched, loaded
