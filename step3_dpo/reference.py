@@ -110,7 +110,7 @@ def computed(
         step = PART * run.world.size * size
         for start in range(0, len(one.numbers), step):
             numbers = one.numbers[start : start + step]
-            yield name, numbers, judged_part(run, engine, collate, one, numbers, size)
+            yield name, numbers, judged_part(run, engine, collate, one, numbers, micro_batch_size=size)
     engine.discard()
     del engine
     gc.collect()
@@ -119,7 +119,7 @@ def computed(
 
 
 def judged_part(
-    run: Run, engine: FrozenEngine, collate: Collate, judged: Judged, numbers: list[int], micro_batch_size: int
+    run: Run, engine: FrozenEngine, collate: Collate, judged: Judged, numbers: list[int], *, micro_batch_size: int
 ) -> np.ndarray:
     """Return (n, K) fp64 of the rows of n numbers. A collective."""
     world, places = run.world, {row: place for place, row in enumerate(numbers)}
