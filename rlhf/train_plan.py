@@ -90,7 +90,8 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     method = ["--method", config.method] if "method" in dict(scan(own)) else []
     for kind in chosen.values():
         # What is given for one stage is stronger.
-        weaker = [*shared, *(method if config.method in kind.methods else [])]
+        takes_method = config.method in kind.methods and "method" in Names(kind.config).known
+        weaker = [*shared, *(method if takes_method else [])]
         overrides[kind.section] = overridden(kind, weaker, overrides[kind.section])
     stages: dict[int, PlannedStage] = {}
     for number, kind in sorted(kinds.items()):
