@@ -122,16 +122,16 @@ def judged_part(
     run: Run, engine: FrozenEngine, collate: Collate, judged: Judged, numbers: list[int], *, micro_batch_size: int
 ) -> np.ndarray:
     """Return (n, K) fp64 of the rows of n numbers. A collective."""
-    world, places = run.world, {row: place for place, row in enumerate(numbers)}
-    found = torch.zeros((len(numbers), judged.lengths.shape[1]), dtype=torch.float64, device=world.device)
+    world, lengths = run.world, judged.lengths[numbers]
+    found = torch.zeros(lengths.shape, dtype=torch.float64, device=world.device)
     sizes = {"world_size": world.size, "rank": world.rank, "micro_batch_size": micro_batch_size}
-    for part in balanced_slices(numbers, judged.lengths.max(1).tolist(), **sizes):
+    for part in balanced_slices(range(len(numbers)), lengths.max(1).tolist(), **sizes):
         beat("start", 0)
-        batch = to_device(collate([None if row is None else [judged.rows[row]] for row in part]), world.device)
-        values = response_log_probs(engine, batch).double().view(found.shape[1], -1).T
-        for row, value in zip(part, values, strict=True):
-            if row is not None:
-                found[places[row]] = value
+        rows = [None if place is None else [judged.rows[numbers[place]]] for place in part]
+        values = response_log_probs(engine, to_device(collate(rows), world.device)).double()
+        for place, value in zip(part, values.view(found.shape[1], -1).T, strict=True):
+            if place is not None:
+                found[place] = value
     return dist.sum_over_ranks(found).cpu().numpy()
 
 
