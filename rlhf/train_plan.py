@@ -90,8 +90,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     method = ["--method", config.method] if "method" in dict(scan(own)) else []
     for kind in chosen.values():
         # What is given for one stage is stronger.
-        takes_method = config.method in kind.methods and "method" in Names(kind.config).known
-        weaker = [*shared, *(method if takes_method else [])]
+        weaker = [*shared, *(method if takes_method(kind, config.method) else [])]
         overrides[kind.section] = overridden(kind, weaker, overrides[kind.section])
     stages: dict[int, PlannedStage] = {}
     for number, kind in sorted(kinds.items()):
@@ -119,6 +118,11 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
     argv = planned.argv if resolved is planned.resolved else argv
     return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
+
+
+def takes_method(stage: Stage, method: str) -> bool:
+    """Return True if a stage has a flag for this value of --method; one with a single method need not."""
+    return method in stage.methods and "method" in Names(stage.config).known
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:
@@ -203,7 +207,7 @@ def plan_stage(
     """Return one planned stage; `before` are the stages whose output it may read."""
     names = Names(stage.config).known
     in_file = read_yaml(config_file, stage.section, SECTIONS)[0] if config_file else {}
-    method = {"method": config.method} if config.method in stage.methods and "method" in names else {}
+    method = {"method": config.method} if takes_method(stage, config.method) else {}
     given = method | {names.get(name, name): value for name, value in in_file.items()}
     given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
     starts = stage.starts_given(given)

@@ -74,7 +74,7 @@ def reference_log_probs(
         for name, one in judged.items()
     }
     if count := sum(len(one.numbers) for one in missing.values()):
-        began, written = time.monotonic(), dist.on_main(time.monotonic)
+        began = written = dist.on_main(time.monotonic)
         for name, numbers, found in computed(run, config, source, collate, missing):
             tables[name][numbers] = found
             if (now := dist.on_main(time.monotonic)) - written >= WRITE_EVERY_S:

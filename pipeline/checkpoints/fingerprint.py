@@ -43,16 +43,14 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
 def check_models(run_folder: Path, config: StageConfig) -> None:
     """Raise InputError where start models are not those of the checkpoint to go on from; not with --force_resume.
 
-    It is for a time before anything is computed with them. What `check_rows` leaves to the loading of a checkpoint is
-    left to it here too.
+    What `check_rows` leaves to the loading of a checkpoint is left to it here too.
     """
     folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
     if config.run.force_resume or "inputs" not in saved:
         return
     now = {name: model_fingerprint(path) for name, path in config.start_paths.items()}
     if any(saved["fingerprints"].get(name, content) != content for name, content in now.items()):
-        models = {name: model_fingerprint(path) for name, path in values_by_rule(config, "model").items()}
-        lines = list(changed_contents(config, saved["inputs"], models, "the checkpoint"))
+        lines = list(changed_contents(config, saved["inputs"], input_contents(config), "the checkpoint"))
         refuse(folder, lines, SAME, force=False)
 
 
