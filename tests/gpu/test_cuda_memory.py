@@ -137,6 +137,6 @@ def test_the_cache_stays_where_updates_were_seen_to_have_memory_beside_it():
 def test_want_of_device_memory_is_read_from_torchs_own_words():
     with pytest.raises(torch.OutOfMemoryError) as error:
         torch.empty(2**41, dtype=torch.uint8, device="cuda")
-    assert re.fullmatch(
-        r"out of memory: 2048\.00 GiB asked for, [\d.]+ \wiB free of [\d.]+ GiB on the device", memory_line(error.value)
-    )
+    others = r"(, [\d.]+ GiB used by other processes)?"  # tests beside this one
+    line = rf"out of memory: 2048\.00 GiB asked for, [\d.]+ \wiB free of [\d.]+ GiB on the device{others}"
+    assert re.fullmatch(line, memory_line(error.value))
