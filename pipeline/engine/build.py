@@ -112,6 +112,7 @@ def value_model_engine(
     *,
     name: str = "model",
     new_head: bool = False,
+    head_std: float | None = None,
     normalised: bool = False,
 ) -> TrainingEngine:
     """Load a model with a scalar head and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
@@ -119,13 +120,14 @@ def value_model_engine(
     Args:
         name: the engine's in `engine_jsons`.
         new_head: start from a language model, with a head drawn from the run's seed.
+        head_std: of a new head's weights, as for `initialise_head`.
         normalised: as for `start_value_model`.
     """
     ds_json = engine_jsons(run)[name]
     with partitioned_loading(ds_json, source):
         loaded = start_value_model(source, model, weights_dtype(run), new_head=new_head, normalised=normalised)
     if new_head:
-        initialise_head(loaded.model.score, seed=run.resolved.config.run.seed)
+        initialise_head(loaded.model.score, seed=run.resolved.config.run.seed, std=head_std)
     return training_engine(run, loaded, model, ds_json)
 
 

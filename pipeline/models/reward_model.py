@@ -193,11 +193,15 @@ def check_score_class(config: PretrainedConfig, path: str) -> None:
         )
 
 
-def initialise_head(head: Any, *, seed: int) -> None:
-    """Draw the head's weight from N(0, 1 / (H + 1)) with a generator of its own, the same on every rank."""
+def initialise_head(head: Any, *, seed: int, std: float | None = None) -> None:
+    """Draw the head's weight from N(0, std^2) with a generator of its own, the same on every rank.
+
+    Args:
+        std: by default (H + 1)^-0.5, so that the scores of different rows differ from the start.
+    """
     generator = torch.Generator().manual_seed(seed)
     with gathered([head.weight], writer=True):
-        std = (head.in_features + 1) ** -0.5
+        std = (head.in_features + 1) ** -0.5 if std is None else std
         drawn = torch.randn(head.out_features, head.in_features, generator=generator) * std
         head.weight.data.copy_(drawn) if head.weight.numel() else None
 

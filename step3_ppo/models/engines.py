@@ -185,12 +185,17 @@ def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Rol
 
 
 def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:
-    """Load a model that learns; a critic starts as the reward model, on the scale of the normalised reward."""
+    """Load a model that learns; a critic starts as the reward model, on the scale of the normalised reward.
+
+    A new head is zero: values that are as large as the rewards and know nothing of them would be noise in every
+    advantage, for as long as the critic takes to unlearn them.
+    """
     flags = config.flags_of(role)
     if role.has_values:
         new_head = config.may_begin_head(role) and not has_score_head(source)
-        settings = {"new_head": new_head, "normalised": config.ppo.normalise_scores and config.has_reward_model}
-        return value_model_engine(run, source, flags, name=role.title, **settings)
+        normalised = config.ppo.normalise_scores and config.has_reward_model
+        scale = {"new_head": new_head, "normalised": normalised}
+        return value_model_engine(run, source, flags, name=role.title, head_std=0.0, **scale)
     return language_model_engine(run, source, flags, name=role.title)
 
 

@@ -86,8 +86,8 @@ def compared(groups: Sequence[Sequence[Pair]], gold: str) -> Found:
     return Found(cut, tokens[0] / tokens[1], float(wins.mean()), rate, low, high)
 
 
-def pairs_of(runs: Sequence[Sequence[Answer]], sft: Sequence[Answer], half: int) -> list[list[Pair]]:
-    """Return for each prompt of a half the pairs of all runs: a run's answer n with SFT's answer n."""
+def pairs_of(runs: Sequence[Sequence[Answer]], sft: Sequence[Answer], half: int | None) -> list[list[Pair]]:
+    """Return for each prompt of a half, or of both, the pairs of all runs: a run's answer n with SFT's answer n."""
     before, after = by_prompt(sft, half), [by_prompt(answers, half) for answers in runs]
     return [[pair for run in after for pair in zip(run[prompt], before[prompt], strict=False)] for prompt in before]
 
@@ -114,8 +114,56 @@ def best_of_rows(sft: list[Answer]) -> list[list[str]]:
     return rows
 
 
-def written(kept: list[dict[str, Any]]) -> str:
-    """Return the Markdown of all tables: best-of-n, the recipes on the first half, the chosen one on the second."""
+def beside_rows(kept: list[dict[str, Any]], base: str) -> list[list[str]]:
+    """Return a row for each recipe that adds to `base`: how it differs from the base's run of the same seed.
+
+    Means over seeds with their standard errors. The last two columns compare answers to the same prompt of the two
+    runs, by each gold, at equal length: above 0.5 the recipe is better.
+    """
+    of_recipe = defaultdict[str, dict[int, dict[str, Any]]](dict)
+    for line in kept:
+        of_recipe[line["recipe"]][line["seed"]] = line
+    rows = []
+    for name in (name for name in of_recipe if name.startswith(f"{base}, ")):
+        columns = defaultdict[str, list[float]](list)
+        for seed in of_recipe[name].keys() & of_recipe[base].keys():
+            line, other = of_recipe[name][seed], of_recipe[base][seed]
+            answers, others = answers_of(line), answers_of(other)
+            both = pairs_of([answers], others, None)
+            for gold in GOLDS:
+                columns[gold].append(compared(both, gold).at_equal_length)
+            columns["KL"].append(line["kl"] - other["kl"])
+            columns["cut"].append(100 * (share_cut(answers) - share_cut(others)))
+            columns["tokens"].append(100 * (tokens_of(answers) / tokens_of(others) - 1))
+        seeds = len(columns["KL"])
+        cells = [with_error(columns[key], form) for key, form in BESIDE.items()]
+        rows.append([name.removeprefix(f"{base}, "), str(seeds), *cells])
+    return rows
+
+
+# What a recipe is beside another one: points of a percent for `cut` and `tokens`.
+BESIDE = {"KL": "+.2f", "cut": "+.1f", "tokens": "+.1f", **dict.fromkeys(GOLDS, ".3f")}
+
+
+def share_cut(answers: Sequence[Answer]) -> float:
+    return 1 - sum(answer["finished"] for answer in answers) / len(answers)
+
+
+def tokens_of(answers: Sequence[Answer]) -> float:
+    return sum(answer["tokens"] for answer in answers) / len(answers)
+
+
+def with_error(values: Sequence[float], form: str) -> str:
+    """Return the mean and the standard error of the mean over seeds."""
+    mean, spread = estimates.mean_and_spread(values)
+    return f"{mean:{form}} +- {spread / len(values) ** 0.5:{form.removeprefix('+')}}"
+
+
+def written(kept: list[dict[str, Any]], *, base: str = "") -> str:
+    """Return the Markdown of all tables: best-of-n, the recipes on the first half, the chosen one on the second.
+
+    base: a recipe beside which those that add to it are shown, seed by seed.
+    """
     sft = next(answers_of(line) for line in kept if line["recipe"] == "sft")
     runs, kls = defaultdict[str, list[list[Answer]]](list), defaultdict[str, list[float]](list)
     for line in kept:
@@ -128,9 +176,8 @@ def written(kept: list[dict[str, Any]]) -> str:
         for gold in GOLDS
         for half in range(2)
     }
-    tokens, cut = sum(a["tokens"] for a in sft) / len(sft), 1 - sum(a["finished"] for a in sft) / len(sft)
     parts = [
-        f"SFT: {tokens:.1f} tokens an answer, {cut:.1%} cut at {MAX_ANSWER}.\n",
+        f"SFT: {tokens_of(sft):.1f} tokens an answer, {share_cut(sft):.1%} cut at {MAX_ANSWER}.\n",
         "## Best of eight answers of SFT\n",
         table(["score", "slope a token", *HEAD], best_of_rows(sft)),
     ]
@@ -146,6 +193,9 @@ def written(kept: list[dict[str, Any]]) -> str:
                 for name in runs
             ]
             parts += [f"## The half for {title}, by {gold}\n", table(["recipe", "seeds", "KL", *HEAD], rows)]
+    if base:
+        head = ["beside the same seed of it", "seeds", *(f"wins by {key}" if key in GOLDS else key for key in BESIDE)]
+        parts += [f"## Beside {base}\n", table(head, beside_rows(kept, base))]
     seeds = {name: len(of_seeds) for name, of_seeds in runs.items()}
     return "\n".join([*parts, verdict([name for name in runs if seeds[name] == max(seeds.values())], found)])
 

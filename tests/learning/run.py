@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kept", type=Path, default=Path("output/learning/quality.jsonl.gz"), help="numbers of quality"
     )
+    parser.add_argument("--beside", default="", help="a recipe beside which quality_report shows what adds to it")
     parser.add_argument("--num_samples", type=int, default=64, help="answers to each prompt for best-of-n (64)")
     parser.add_argument("--gpus", type=int, default=None, help="GPUs to use; by default all")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time on each GPU (1)")
@@ -81,7 +82,9 @@ def main() -> int:
         report.write(work, given.output, given.title)
         return 0
     if given.command == "quality_report":
-        given.output.write_text(quality_report.written(quality.read_kept(given.kept)), encoding="utf-8")
+        given.output.write_text(
+            quality_report.written(quality.read_kept(given.kept), base=given.beside), encoding="utf-8"
+        )
         return 0
     if given.command in ("all", "models"):
         rows.make(given.data, work / "data")

@@ -105,6 +105,8 @@ def test_a_new_head_has_the_published_spread_and_no_global_generator(tiny_folder
     assert not head.weight.equal(first)
     initialise_head(head, seed=7)
     assert head.weight.equal(first)
+    initialise_head(head, seed=7, std=0.0)
+    assert not head.weight.any()
 
 
 def test_a_language_model_gets_a_head_only_on_request(causal_folder):

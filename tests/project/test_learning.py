@@ -209,6 +209,28 @@ def test_a_recipe_gains_where_its_interval_at_equal_length_lies_above_a_half_on_
     assert text == quality_report.written(lines), "the same to the last digit"
 
 
+def test_a_piece_is_compared_with_the_same_seed_of_what_it_adds_to():
+    def line(recipe: str, seed: int, kl: float, tokens: int, finished: str, golds: str) -> dict[str, object]:
+        answers = [[n, tokens, int(f), int(g), 5] for n, (f, g) in enumerate(zip(finished, golds, strict=True))]
+        return {
+            "recipe": recipe, "seed": seed, "kl": kl, "columns": ["prompt", "tokens", "finished", "gold", "gold-2"],
+            "rows": answers,
+        }  # fmt: skip
+
+    kept = [
+        line("other", 1, 0.0, 1, "1", "1"),
+        line("base, more", 3, 9.0, 9, "0000", "9999"),  # of a seed that the base has not
+        line("base, more", 2, 5.0, 110, "1010", "5252"),
+        line("base", 1, 1.0, 100, "1111", "4444"),
+        line("base, more", 1, 2.0, 110, "1110", "5552"),
+        line("base", 2, 2.0, 100, "1111", "3333"),
+        line("base, more, still", 1, 1.0, 100, "1111", "4444"),
+    ]
+    more, still = quality_report.beside_rows(kept, "base")
+    assert more == ["more", "2", "+2.00 +- 1.00", "+37.5 +- 12.5", "+10.0 +- 0.0", "0.625 +- 0.125", "0.500 +- 0.000"]
+    assert still == ["more, still", "1", "+0.00 +- nan", "+0.0 +- nan", "+0.0 +- nan", "0.500 +- nan", "0.500 +- nan"]
+
+
 def write(file: Path, lines: list[dict[str, object]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wt", encoding="utf-8") as out:
@@ -246,10 +268,18 @@ def test_rows_with_instructions_are_what_the_box_can_check(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["quality_smollm2_h200_202611.md", "missing_eos_smollm2_h100_202611.md"])
-def test_the_report_of_recipes_is_that_of_the_kept_numbers(page):
+@pytest.mark.parametrize(
+    ("page", "base"),
+    [
+        ("quality_smollm2_h200_202611.md", ""),
+        ("missing_eos_smollm2_h100_202611.md", ""),
+        ("pieces_smollm2_h200_202611.md", f"balanced pairs, {recipes.KEEPS_LENGTH}"),
+    ],
+)
+def test_the_report_of_recipes_is_that_of_the_kept_numbers(page, base):
     file = ROOT / "docs/benchmarks" / page
-    lines = quality_report.written(quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.gz")).splitlines()
+    kept = quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.gz")
+    lines = quality_report.written(kept, base=base).splitlines()
     page = file.read_text().splitlines()
     tables = [line for line in lines if line.startswith("|")]
     assert len(tables) > 30 and [line for line in tables if line not in page] == []

@@ -106,6 +106,9 @@ def test_functions_alone_reward_with_each_method(folder, tmp_path, method):
     assert all(line["reward/odd"] == 1.0 for line in lines if line["reward/odd"] is not None)
     folders = {"actor", "runs"} | ({"critic"} if method == "ppo" else set())
     assert {path.name for path in tmp_path.iterdir()} == folders
+    if method == "ppo":  # a critic that knows nothing says 0, which explains nothing and adds no noise
+        explained = [line["value/explained_variance"] for line in lines]
+        assert explained[0] == 0.0 and all(explained[1:])
 
 
 def test_a_wrong_value_ends_the_run_with_2_and_all_saved(folder, tmp_path, capsys):
