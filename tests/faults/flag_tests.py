@@ -231,7 +231,7 @@ TWINS: dict[str, Twin] = {
     "sft.explain": Twin("true", "files"),
     "sft.show_data": Twin(2, "files"),
     "sft.target": Twin("1xH100-80GB", "files"),
-    "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3}, spy=FETCH),
+    "sft.zero3_gather": Twin("layers", "calls", both={"zero_stage": 3, "reduce_bucket_size": 10_000}, spy=FETCH),
 }  # fmt: skip
 TWINS |= shared_twins(TWINS)
 
