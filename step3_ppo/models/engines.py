@@ -194,8 +194,8 @@ def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -
     if role.has_values:
         new_head = config.may_begin_head(role) and not has_score_head(source)
         normalised = config.ppo.normalise_scores and config.has_reward_model
-        scale = {"new_head": new_head, "normalised": normalised}
-        return value_model_engine(run, source, flags, name=role.title, head_std=0.0, **scale)
+        start = {"new_head": new_head, "normalised": normalised}
+        return value_model_engine(run, source, flags, name=role.title, head_std=0.0, **start)
     return language_model_engine(run, source, flags, name=role.title)
 
 

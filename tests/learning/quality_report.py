@@ -70,8 +70,7 @@ def compared(groups: Sequence[Sequence[Pair]], gold: str) -> Found:
     """Compare the pairs of each prompt; the interval is of 95 %, by drawing prompts with replacement."""
 
     pairs = [pair for group in groups for pair in group]
-    wins = np.array([(a[gold] > b[gold]) + (a[gold] == b[gold]) / 2 for a, b in pairs])
-    apart = np.array([a["tokens"] - b["tokens"] for a, b in pairs], dtype=float)
+    wins, apart = wins_and_lengths(pairs, gold)
     ends = np.cumsum([len(group) for group in groups])
     places = [np.arange(end - len(group), end) for group, end in zip(groups, ends, strict=True)]
     random = np.random.default_rng(0)
@@ -80,10 +79,16 @@ def compared(groups: Sequence[Sequence[Pair]], gold: str) -> Found:
     )
     drawn = sorted(estimates.rate_at_equal_length(wins[draw], apart[draw]) for draw in draws)
     rate = estimates.rate_at_equal_length(wins, apart)
-    tokens = [sum(pair[side]["tokens"] for pair in pairs) for side in (0, 1)]
-    cut = 1 - sum(a["finished"] for a, _ in pairs) / len(pairs)
+    answers, others = zip(*pairs, strict=True)
+    longer = tokens_of(answers) / tokens_of(others)
     low, high = drawn[RESAMPLES // 40], drawn[-1 - RESAMPLES // 40]
-    return Found(cut, tokens[0] / tokens[1], float(wins.mean()), rate, low, high)
+    return Found(share_cut(answers), longer, float(wins.mean()), rate, low, high)
+
+
+def wins_and_lengths(pairs: Sequence[Pair], gold: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N,) wins of the first of each of N pairs, 0, 1/2 or 1, and how many tokens longer it is."""
+    wins = [(a[gold] > b[gold]) + (a[gold] == b[gold]) / 2 for a, b in pairs]
+    return np.array(wins), np.array([a["tokens"] - b["tokens"] for a, b in pairs], dtype=float)
 
 
 def pairs_of(runs: Sequence[Sequence[Answer]], sft: Sequence[Answer], half: int | None) -> list[list[Pair]]:
@@ -129,15 +134,14 @@ def beside_rows(kept: list[dict[str, Any]], base: str) -> list[list[str]]:
         for seed in of_recipe[name].keys() & of_recipe[base].keys():
             line, other = of_recipe[name][seed], of_recipe[base][seed]
             answers, others = answers_of(line), answers_of(other)
-            both = pairs_of([answers], others, None)
+            pairs = [pair for group in pairs_of([answers], others, None) for pair in group]
             for gold in GOLDS:
-                columns[gold].append(compared(both, gold).at_equal_length)
+                columns[gold].append(estimates.rate_at_equal_length(*wins_and_lengths(pairs, gold)))
             columns["KL"].append(line["kl"] - other["kl"])
             columns["cut"].append(100 * (share_cut(answers) - share_cut(others)))
             columns["tokens"].append(100 * (tokens_of(answers) / tokens_of(others) - 1))
-        seeds = len(columns["KL"])
         cells = [with_error(columns[key], form) for key, form in BESIDE.items()]
-        rows.append([name.removeprefix(f"{base}, "), str(seeds), *cells])
+        rows.append([name.removeprefix(f"{base}, "), str(len(columns["KL"])), *cells])
     return rows
 
 
