@@ -78,7 +78,6 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
         "dpo, sampled pairs": Recipe((balanced,), method="dpo", pairs=SAMPLED),
         "dpo, balanced pairs": Recipe(method="dpo", pairs="proxy", changes={"balance_lengths": "true"}),
         "dpo, all pairs": Recipe(method="dpo", pairs="proxy"),
-        "balanced pairs, half of the length out, twice the steps": Recipe((balanced,), 0.5, steps=2.0),
         # Settings of PPO, with two proxies.
         f"balanced pairs, {shallow} layers": Recipe((f"balanced-{shallow}",)),
         **{
@@ -89,6 +88,9 @@ def recipes(depths: list[int]) -> dict[str, Recipe]:
             }.items()
             for setting, changes in settings.items()
         },
+        f"balanced pairs, {KEEPS_LENGTH}, twice the steps": Recipe(
+            (balanced,), steps=2.0, changes=settings[KEEPS_LENGTH]
+        ),
         **{
             f"balanced pairs, {KEEPS_LENGTH}, {piece}": Recipe(
                 (balanced,), changes=settings[KEEPS_LENGTH] | changes, sampler_bits=bits
