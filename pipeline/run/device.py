@@ -46,7 +46,7 @@ class DeviceConstants:
 
     def __str__(self) -> str:
         speeds = f"{self.tflops:.0f} TFLOP/s, {self.tb_per_s:.3g} TB/s, {self.host_gb_per_s:.3g} GB/s from the host"
-        return f"{self.name}, measured {self.day}: {speeds}, {self.context / GIB:.2f} GiB of CUDA's own"
+        return f"{self.name}, measured {self.day}: {speeds}, {bytes_of_cuda(self, 1)[0] / GIB:.2f} GiB of CUDA's own"
 
 
 def query_gpu(*fields: str) -> list[str]:
@@ -86,8 +86,11 @@ def keep_constants(constants: DeviceConstants) -> None:
 
 
 def bytes_of_cuda(measured: DeviceConstants | None, ranks: int) -> tuple[int, int]:
-    """Return what CUDA and, with several ranks, NCCL take of a GPU; expected and high."""
+    """Return what CUDA and, with several ranks, NCCL take of a GPU; expected and high.
+
+    A figure above what either ever took is not believed: other processes took of the GPU while it was measured.
+    """
     figures = (measured.context, measured.nccl) if measured else (0, 0)
     parts = list(zip(figures, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
-    expected = sum(figure or known[0] for figure, known in parts)
+    expected = sum(figure if 0 < figure <= known[1] else known[0] for figure, known in parts)
     return expected, expected + sum(known[1] - known[0] for _, known in parts)

@@ -1,6 +1,6 @@
 """The recipes trained, and each policy's answers to the held-out prompts judged by two gold models."""
 
-import gzip
+import bz2
 import json
 import shutil
 from collections import defaultdict
@@ -185,11 +185,11 @@ def keep(folder: Path, depths: list[int]) -> Iterator[dict[str, Any]]:
 def write_kept(file: Path, lines: Iterator[dict[str, Any]]) -> None:
     """Write one policy a line, compressed; the same lines are the same bytes."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+    file.write_bytes(bz2.compress(text.encode()))
 
 
 def read_kept(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return [json.loads(line) for line in bz2.decompress(file.read_bytes()).splitlines()]
 
 
 def _number(value: float) -> float:

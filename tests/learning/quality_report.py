@@ -214,5 +214,10 @@ def verdict(names: Sequence[str], found: dict[tuple[str, str, int], Found]) -> s
         return "No recipe keeps SFT's length on the half for choosing.\n"
     chosen = max(keeping, key=lambda name: found[name, GOLDS[0], 0].low)
     shown = [gold for gold in GOLDS if found[chosen, gold, 1].gains]
-    says = f"gains quality by {' and '.join(shown)}" if shown else "gains nothing by either gold"
+    says, reached = "gains nothing by either gold", found[chosen, GOLDS[0], 1]
+    if shown:
+        says = f"gains quality by {' and '.join(shown)}"
+    elif not reached.keeps_length:
+        cut, longer, *_ = reached.cells
+        says = f"is not at SFT's length: {cut} cut, {longer} tokens"
     return f"Chosen: {chosen}. On the half for showing it {says}.\n"

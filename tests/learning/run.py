@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quality_steps", type=int, default=120, help="of each run of the recipes (120)")
     parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes; by default all")
     parser.add_argument(
-        "--kept", type=Path, default=Path("output/learning/quality.jsonl.gz"), help="numbers of quality"
+        "--kept", type=Path, default=Path("output/learning/quality.jsonl.bz2"), help="numbers of quality"
     )
     parser.add_argument("--beside", default="", help="a recipe beside which quality_report shows what adds to it")
     parser.add_argument("--num_samples", type=int, default=64, help="answers to each prompt for best-of-n (64)")

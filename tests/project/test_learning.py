@@ -173,21 +173,22 @@ def test_a_rounded_sampler_reads_rounded_matrices_and_training_its_own(monkeypat
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "given back"
 
 
-def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[str, object]]:
-    """What is kept of SFT, of two runs of a recipe whose answers are better by `gain` and longer by a factor, and of
-    two recipes of one run each: one is as long as SFT and the best of all."""
+def kept_lines(gain: float, longer: float, finished: bool = True, more: float = 0.0) -> list[dict[str, object]]:
+    """What is kept of SFT, of two runs of a recipe whose answers are better by `gain` and longer by a factor (by `more`
+    of it to the prompts for showing), and of two recipes of one run each: one is as long as SFT and the best of all."""
     random, columns = Random(1), ["prompt", "tokens", "finished", "gold", "gold-2", "proxy-2"]
 
-    def line(recipe: str, seed: int, gain: float, longer: float, count: int) -> dict[str, object]:
+    def line(recipe: str, seed: int, gain: float, longer: float, count: int, more: float = 0.0) -> dict[str, object]:
         found = []
         for prompt in range(60):
             for _ in range(count):
                 tokens = random.randrange(40, 160)
                 gold = gain + random.gauss(0, 1) + 0.02 * tokens
-                found.append([prompt, round(tokens * longer), int(finished), gold, gold, gold])
+                length = round(tokens * (longer + more * (prompt % 2)))
+                found.append([prompt, length, int(finished), gold, gold, gold])
         return {"recipe": recipe, "seed": seed, "kl": 2.0, "columns": columns, "rows": found}
 
-    runs = [line("good", seed, gain, longer, 4) for seed in (1, 2)]
+    runs = [line("good", seed, gain, longer, 4, more) for seed in (1, 2)]
     return [line("sft", 0, 0.0, 1.0, 16), *runs, line("long", 1, 3.0, 2.0, 4), line("once", 1, 3.0, 1.0, 4)]
 
 
@@ -196,6 +197,7 @@ def kept_lines(gain: float, longer: float, finished: bool = True) -> list[dict[s
     [
         (kept_lines(1.0, 1.0), "Chosen: good. On the half for showing it gains quality by gold and gold-2."),
         (kept_lines(0.0, 1.1), "Chosen: good. On the half for showing it gains nothing by either gold."),
+        (kept_lines(1.0, 1.0, more=0.3), "it is not at SFT's length: 0.0% cut, +32.1% tokens."),
         (kept_lines(1.0, 1.3), "No recipe keeps SFT's length"),
         (kept_lines(1.0, 1.0, finished=False), "No recipe keeps SFT's length"),
     ],
@@ -274,11 +276,12 @@ def test_rows_with_instructions_are_what_the_box_can_check(tmp_path):
         ("quality_smollm2_h200_202611.md", ""),
         ("missing_eos_smollm2_h100_202611.md", ""),
         ("pieces_smollm2_h200_202611.md", f"balanced pairs, {recipes.KEEPS_LENGTH}"),
+        ("steps_smollm2_h200_202611.md", f"balanced pairs, {recipes.KEEPS_LENGTH}"),
     ],
 )
 def test_the_report_of_recipes_is_that_of_the_kept_numbers(page, base):
     file = ROOT / "docs/benchmarks" / page
-    kept = quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.gz")
+    kept = quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.bz2")
     lines = quality_report.written(kept, base=base).splitlines()
     page = file.read_text().splitlines()
     tables = [line for line in lines if line.startswith("|")]
@@ -312,7 +315,7 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     assert "\n| no missing-EOS penalty | 1 | " in text and text.count("within noise") + text.count("beyond noise") == 1
     assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
     assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
-    kept = tmp_path / "kept.jsonl.gz"
+    kept = tmp_path / "kept.jsonl.bz2"
     wanted = ("length out", "dpo, sampled pairs", "grpo, balanced pairs")
     learning(
         "quality", *given, "--seeds", 1, "--quality_steps", 1, "--recipes", *wanted, "--kept", kept, *few, *small[:4]

@@ -1,6 +1,7 @@
 """Constants of a GPU are measured once, kept by device, torch and driver, and read again; nvidia-smi is a stand-in."""
 
 import json
+from dataclasses import replace
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,15 @@ from support.two_ranks import run_two_ranks
 
 from pipeline import dist
 from pipeline.run import measure_device
-from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants
+from pipeline.run.device import (
+    CONTEXT,
+    NCCL,
+    DeviceConstants,
+    bytes_of_cuda,
+    constants_file,
+    keep_constants,
+    kept_constants,
+)
 
 CPU = torch.device("cpu")
 ADDED = """
@@ -68,6 +77,23 @@ def test_speeds_and_what_the_device_lost_meanwhile_are_measured(gpu):
     assert found.context == 512 * 2**20 and found.day == str(date.today())
     assert 1e-4 < found.tflops < 1e4 and 1e-4 < found.tb_per_s < 10 and 0.1 < found.host_gb_per_s < 1e4
     assert measure_device.measure(CPU, 2**50).context == 0, "less is in use than before"
+
+
+@pytest.mark.parametrize(
+    ("context", "nccl", "expected"),
+    [
+        (512 * 2**20, 900 * 2**20, 1412 * 2**20),
+        (2**31, 900 * 2**20, CONTEXT[0] + 900 * 2**20),
+        (512 * 2**20, 2**31, 512 * 2**20 + NCCL[0]),
+        (0, 0, CONTEXT[0] + NCCL[0]),
+    ],
+)
+def test_what_cuda_never_takes_was_taken_by_other_processes(context: int, nccl: int, expected: int):
+    measured = replace(H200, context=context, nccl=nccl)
+    assert bytes_of_cuda(measured, 2)[0] == expected
+    alone = bytes_of_cuda(measured, 1)[0]
+    assert alone == expected - bytes_of_cuda(replace(measured, context=0), 2)[0] + CONTEXT[0]
+    assert str(measured).endswith(f", {alone / 2**30:.2f} GiB of CUDA's own")
 
 
 def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monkeypatch, capsys):
