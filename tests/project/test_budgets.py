@@ -14,6 +14,7 @@ MAX_TEST_FILE_LINES = 400
 MAX_FILES = 14  # Python files of a folder
 MAX_FUNCTION_LINES = 80
 MAX_POSITIONAL = 5
+MAX_RAW_BYTES = 2_000_000  # of what is kept of measurements
 # A loss over two sequences of tensors: names would not make it clearer.
 WIDE = {"step2_reward/loss.py per_token_loss"}
 
@@ -48,6 +49,11 @@ def test_no_file_is_too_long():
 def test_no_test_file_is_too_long():
     sizes = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in source_files("tests")}
     assert {name: size for name, size in sizes.items() if size > MAX_TEST_FILE_LINES} == {}
+
+
+def test_what_is_kept_of_measurements_is_small():
+    sizes = [path.stat().st_size for path in (ROOT / "docs/benchmarks/raw").iterdir()]
+    assert len(sizes) > 50 and sum(sizes) < MAX_RAW_BYTES
 
 
 def test_each_package_has_its_folder_of_tests():
