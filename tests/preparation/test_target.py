@@ -350,12 +350,12 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     assert re.search(r" s: not measured; by the device's speeds and shares", times[0])
     assert times[1].endswith("% of these times; not measured")
     speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
-    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, 3 * GIB))
+    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, GIB))
     found = page("1xH200")
     assert found["device"] == "  device   measured here on 2026-11-22"
     assert seconds(found) == pytest.approx(2 * seconds(sheet), rel=0.06)
     low, expected, high = (float(found[name].split()[1]) for name in ("low", "expected", "high"))
-    assert expected == pytest.approx(1.04 * low + 3, abs=0.02) and high == pytest.approx(1.09 * low + 3.6, abs=0.02)
+    assert expected == pytest.approx(1.04 * low + 1, abs=0.02) and high == pytest.approx(1.09 * low + 1.6, abs=0.02)
     assert " of 139.00 GiB " in found["verdict"] and "data sheet" in page("1xA100-80GB")["device"]
 
 
