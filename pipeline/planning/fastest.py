@@ -267,11 +267,13 @@ def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: 
     """Return the rows of an evaluation batch.
 
     It has as many tokens as a scoring pass, but no more rows than surely take less than an update's. In stage 3, which
-    plans no evaluation, it is the default, but not above `at_once`, the prompts of a rollout that are sampled at once
-    (0: not known); or an update's.
+    plans no evaluation, it is the default or an update's, but not above what a rollout samples at once: an evaluation's
+    rows are sampled in as many slots. at_once: prompts of a rollout that are (0: as many as the flag says).
     """
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
     if not passes:
-        return max(micro_batch, min(rows, at_once or rows))
+        prompts = at_once or resolved.config.rollout_size(planner.target.num_gpus).at_once
+        slots = prompts * resolved.config.sampling.num_samples_per_prompt
+        return min(slots, max(micro_batch, min(rows, prompts)))
     tokens = sum(one.rows * one.length for one in passes) // rows
     return max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch))

@@ -22,7 +22,7 @@ KL_COEF = 0.05
 NUM_SAMPLES = {"sft": 16, "run": 4}  # answers to each held-out prompt
 KEPT_COLUMNS = ("prompt", "tokens", "finished")  # of an answer, besides its scores
 # Of the runs on pairs; a rate that is common for full fine-tuning of a small model. Pairs are about as many as PPO has
-# rows, and what is sampled is a quarter of that, read three times.
+# rows, and what is sampled is a quarter of that, read several times.
 DPO: dict[str, Any] = {
     "data_split": "none", "enable_tensorboard": "false", "keep_checkpoints": 0, "eval_fraction": 0.0,
     "max_seq_len": PPO["max_prompt_seq_len"] + MAX_ANSWER, "per_device_train_batch_size": 32, "learning_rate": 5e-6,
