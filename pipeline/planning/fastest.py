@@ -91,7 +91,8 @@ class Candidate:
         """The choice, and what it gives."""
         time = f"{seconds_text(self.seconds)} a step and " if self.seconds else ""
         memory = " to ".join(f"{n / GIB:.1f}" for n in self.plan.reserved())
-        return f"{choice_in_words(self.resolved) or 'the defaults'} ({time}{memory} GiB by the plan)"
+        lacks = ", more than there is" if self.lacks else ""
+        return f"{choice_in_words(self.resolved) or 'the defaults'} ({time}{memory} GiB by the plan{lacks})"
 
 
 def auto_flags(resolved: Resolved) -> list[str]:

@@ -37,7 +37,9 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
             shown = AUTO if table[name].auto and not resolved.is_given(name) else value
             print(f"  {name:<34} {shown!s:<30} {resolved.origins[name]}")
         if not all(resolved.is_given(name) for name, flag in table.items() if flag.auto):
-            print("  (in what follows flags that are auto are as on a CPU; on GPUs the plan chooses them)")
+            print(
+                "  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)"
+            )
         for name, content in engine_jsons(stage, resolved, ranks=ranks).items():
             print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 

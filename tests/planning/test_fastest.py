@@ -205,6 +205,24 @@ def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_siz
     assert at_once("--train_batch_size", 32, "--per_device_generation_batch_size", 8) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "slots", "evaluated"),
+    [
+        ("", 32, 32),
+        ("--per_device_generation_batch_size 8 --rollout_batch_size 32", 8, 8),
+        ("--per_device_generation_batch_size 2 --rollout_batch_size 32 --num_samples_per_prompt 4", 8, 8),
+        ("--per_device_generation_batch_size 16 --generation_batches 2 --rollout_batch_size 32", 16, 16),
+        ("--generation_batches 4 --rollout_batch_size 32", 8, 8),
+        ("--per_device_generation_batch_size 8 --rollout_batch_size 32 --per_device_eval_batch_size 16", 16, 16),
+    ],
+)
+def test_no_more_rows_are_sampled_at_once_than_a_flag_says(models, words, slots, evaluated):
+    """An evaluation's rows are sampled in as many slots: it has no more, unless a flag says that too."""
+    words = ["--train_batch_size", 32, "--per_device_train_batch_size", 32, *words.split()]
+    best = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(8 * GIB), {}))
+    assert best.plan.slots == slots and best.resolved.config.optimizer.per_device_eval_batch_size == evaluated
+
+
 def test_rows_that_ranks_do_not_divide_are_cut_to_the_nearest_number(models):
     choice = fastest(*stage_planner(SFT, given(SFT, models, "--train_batch_size", 64, ranks=6), gpu(4 * GIB, 6), {}))
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (11, 1)
@@ -253,6 +271,12 @@ def test_a_choice_of_the_defaults_is_said_too(models):
     assert choose(SFT, *stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {})).line.startswith(
         "the defaults ("
     )
+
+
+def test_a_choice_that_does_not_fit_says_so(models):
+    settings = given(SFT, models, "--train_batch_size", 32)
+    lines = [choose(SFT, *stage_planner(SFT, settings, gpu(gib * GIB), {})).line for gib in (0.6, 8)]
+    assert [line.endswith(" GiB by the plan, more than there is)") for line in lines] == [True, False]
 
 
 def test_the_choice_is_said_with_what_it_gives(models):
