@@ -83,6 +83,20 @@ def test_two_ranks_follow_one(trained: Trained) -> None:
     assert trained.losses("zero 3")[:3] == pytest.approx(trained.losses("whole")[:3], abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stage"), [("whole", 2), ("ipo", 1)])
+def test_neither_the_order_of_rows_nor_the_zero_stage_changes_a_step(trained: Trained, name: str, stage: int) -> None:
+    """Of all rows, from a file in which they stand the other way round, on two ranks."""
+    rows = (trained.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (trained.folder / "reversed.jsonl").write_text("".join(reversed(rows)))
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "zero_stage": stage}
+    other = f"{name} reversed"
+    flags = WAYS[name][1] | cut | {"data_path": trained.folder / "reversed.jsonl"}
+    ended = run_command("step3_dpo", words(trained.folder, other, **flags), folder=trained.folder, ranks=2)
+    assert ended.code == 0, ended.stderr
+    assert trained.losses(other)[:3] == pytest.approx(trained.losses(name)[:3], abs=1e-5)
+
+
 def test_evaluations_begin_at_the_reference(trained: Trained) -> None:
     first, last = (line for line in read_metrics(trained.run("whole")) if "eval_loss" in line)
     assert first["eval_loss"] == pytest.approx(0.693147, abs=1e-4) and abs(first["eval_margin"]) < 1e-4
