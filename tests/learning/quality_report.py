@@ -7,6 +7,7 @@ by both. Policies are compared with SFT answer by answer; the seeds of a recipe 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,10 +164,39 @@ def with_error(values: Sequence[float], form: str) -> str:
     return f"{mean:{form}} +- {spread / len(values) ** 0.5:{form.removeprefix('+')}}"
 
 
-def written(kept: list[dict[str, Any]], *, base: str = "") -> str:
+def draw(file: Path, names: Sequence[str], found: dict[tuple[str, str, int], Found]) -> None:
+    """Draw each recipe's win rate at equal length on the half for showing, with its interval; a colour for each gold.
+
+    A point is filled where the recipe is at SFT's length.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.34 * len(names)), dpi=80)
+    names = sorted(names, key=lambda name: found[name, GOLDS[0], 1].at_equal_length)
+    for number, gold in enumerate(GOLDS):
+        for place, name in enumerate(names):
+            one, height = found[name, gold, 1], place - 0.2 * number
+            axes.plot([one.low, one.high], [height, height], color=f"C{number}")
+            axes.plot(one.at_equal_length, height, "o", color=f"C{number}",
+                      fillstyle="full" if one.keeps_length else "none", label=None if place else gold)  # fmt: skip
+    axes.axvline(0.5, color="grey", linewidth=1)
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_xlabel("win rate over SFT at equal length", fontsize="small")
+    figure.suptitle("On the half for showing; filled: at SFT's length", fontsize="small")
+    axes.legend(fontsize="small", loc="lower right")
+    axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def written(kept: list[dict[str, Any]], *, base: str = "", plot: Path | None = None) -> str:
     """Return the Markdown of all tables: best-of-n, the recipes on the first half, the chosen one on the second.
 
-    base: a recipe beside which those that add to it are shown, seed by seed.
+    base: a recipe beside which those that add to it are shown, seed by seed. plot: file for the picture of the rates.
     """
     sft = next(answers_of(line) for line in kept if line["recipe"] == "sft")
     runs, kls = defaultdict[str, list[list[Answer]]](list), defaultdict[str, list[float]](list)
@@ -180,6 +210,8 @@ def written(kept: list[dict[str, Any]], *, base: str = "") -> str:
         for gold in GOLDS
         for half in range(2)
     }
+    if plot:
+        draw(plot, list(runs), found)
     parts = [
         f"SFT: {tokens_of(sft):.1f} tokens an answer, {share_cut(sft):.1%} cut at {MAX_ANSWER}.\n",
         "## Best of eight answers of SFT\n",

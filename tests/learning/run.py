@@ -11,6 +11,7 @@ Flags behind `--` go to all of this project's commands.
 import argparse
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def main() -> int:
         report.write(work, given.output, given.title)
         return 0
     if given.command == "quality_report":
-        given.output.write_text(
-            quality_report.written(quality.read_kept(given.kept), base=given.beside), encoding="utf-8"
-        )
+        plot = given.output.with_suffix(".png") if find_spec("matplotlib") else None
+        text = quality_report.written(quality.read_kept(given.kept), base=given.beside, plot=plot)
+        given.output.write_text(text, encoding="utf-8")
         return 0
     if given.command in ("all", "models"):
         rows.make(given.data, work / "data")
