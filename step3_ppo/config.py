@@ -240,12 +240,6 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _policy_is_trained(self) -> Self:
-        if self.run.max_steps:
-            self.ppo.check_steps(self.run.max_steps)
-        return self
-
-    @model_validator(mode="after")
     def _weights_are_numbers(self) -> Self:
         for entry in self.rewards.more_reward_models:
             folder_and_weight(entry, "more_reward_models")

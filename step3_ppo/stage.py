@@ -86,7 +86,12 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
 
 
 def look(config: PPOConfig, columns: Collection[str]) -> None:
-    """Load the reward functions, if any, in a process of their own. Raises InputError for those that are wrong."""
+    """Load the reward functions, if any, in a process of their own, and compare the critic's warm-up with the steps.
+
+    Raises InputError for functions that are wrong, and where --max_steps leaves no step to the policy.
+    """
+    if config.run.max_steps:
+        config.ppo.check_steps(config.run.max_steps)
     if functions := config.reward_functions:
         from pipeline.rewards.pool import RewardPool
 

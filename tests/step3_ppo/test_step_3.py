@@ -209,7 +209,14 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
     assert any(sample["response"] for sample in samples)
 
 
-@pytest.mark.parametrize(("flags", "steps"), [({"max_steps": 2}, 2), ({"max_steps": 0, "num_train_epochs": 0.1}, 4)])
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({"max_steps": 2}, 2),
+        ({"max_steps": 2, "dry_run": "true"}, 2),
+        ({"max_steps": 0, "num_train_epochs": 0.1}, 4),
+    ],
+)
 def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, monkeypatch, capsys, flags, steps) -> None:
     """Nothing would train the policy. No model is loaded before that is said."""
     monkeypatch.setattr("step3_ppo.build.make_models", None)
