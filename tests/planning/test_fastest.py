@@ -211,8 +211,8 @@ def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_siz
         ("", 32, 32),
         ("--per_device_generation_batch_size 8 --rollout_batch_size 32", 8, 8),
         ("--per_device_generation_batch_size 2 --rollout_batch_size 32 --num_samples_per_prompt 4", 8, 8),
-        ("--per_device_generation_batch_size 16 --generation_batches 2 --rollout_batch_size 32", 16, 16),
-        ("--generation_batches 4 --rollout_batch_size 32", 8, 8),
+        ("--per_device_generation_batch_size 16 --generation_batches 2", 16, 16),
+        ("--per_device_generation_batch_size 8 --generation_batches 4", 8, 8),
         ("--per_device_generation_batch_size 8 --rollout_batch_size 32 --per_device_eval_batch_size 16", 16, 16),
     ],
 )
