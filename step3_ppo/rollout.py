@@ -154,10 +154,7 @@ def generation_options(config: PPOConfig, ranks: int) -> GenerationOptions:
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,
-        min_slots=max(
-            config.rollout_size(ranks).at_once * sampling.num_samples_per_prompt,
-            config.optimizer.per_device_eval_batch_size,
-        ),
+        min_slots=max(config.rollout_size(ranks).slots, config.optimizer.per_device_eval_batch_size),
     )
 
 

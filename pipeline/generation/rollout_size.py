@@ -62,6 +62,11 @@ class RolloutSize:
         return min(self.per_device_generation_batch_size, max(1, self.prompts // self.ranks))
 
     @property
+    def slots(self) -> int:
+        """Responses that a rank samples at once."""
+        return self.at_once * self.num_samples_per_prompt
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of a rollout, in all its epochs."""
         return self.responses // self.step_rows * self.ppo_epochs

@@ -9,7 +9,7 @@ A CPU has their defaults. The ladder (`ladder.py`) goes the other way: it change
 import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from math import inf
@@ -273,8 +273,8 @@ def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: 
     """
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
     if not passes:
-        prompts = at_once or resolved.config.rollout_size(planner.target.num_gpus).at_once
-        slots = prompts * resolved.config.sampling.num_samples_per_prompt
-        return min(slots, max(micro_batch, min(rows, prompts)))
+        size = resolved.config.rollout_size(planner.target.num_gpus)
+        size = replace(size, per_device_generation_batch_size=at_once) if at_once else size
+        return min(size.slots, max(micro_batch, min(rows, size.at_once)))
     tokens = sum(one.rows * one.length for one in passes) // rows
     return max(1, min(SCORING_TOKENS // tokens, ROWS_WITHOUT_GRADIENTS * micro_batch))

@@ -80,19 +80,19 @@ def test_speeds_and_what_the_device_lost_meanwhile_are_measured(gpu):
 
 
 @pytest.mark.parametrize(
-    ("context", "nccl", "expected"),
+    ("context", "nccl", "alone", "beside"),
     [
-        (512 * 2**20, 900 * 2**20, 1412 * 2**20),
-        (2**31, 900 * 2**20, CONTEXT[0] + 900 * 2**20),
-        (512 * 2**20, 2**31, 512 * 2**20 + NCCL[0]),
-        (0, 0, CONTEXT[0] + NCCL[0]),
+        (512 * 2**20, 900 * 2**20, 512 * 2**20, 900 * 2**20),
+        (2**31, 900 * 2**20, CONTEXT[0], 900 * 2**20),
+        (512 * 2**20, 2**31, 512 * 2**20, NCCL[0]),
+        (0, 0, CONTEXT[0], NCCL[0]),
     ],
 )
-def test_what_cuda_never_takes_was_taken_by_other_processes(context: int, nccl: int, expected: int):
+def test_what_cuda_never_takes_was_taken_by_other_processes(context: int, nccl: int, alone: int, beside: int):
+    """Expected bytes of one rank, and those that NCCL takes beside them."""
     measured = replace(H200, context=context, nccl=nccl)
-    assert bytes_of_cuda(measured, 2)[0] == expected
-    alone = bytes_of_cuda(measured, 1)[0]
-    assert alone == expected - bytes_of_cuda(replace(measured, context=0), 2)[0] + CONTEXT[0]
+    assert bytes_of_cuda(measured, 2)[0] == alone + beside
+    assert bytes_of_cuda(measured, 1)[0] == alone
     assert str(measured).endswith(f", {alone / 2**30:.2f} GiB of CUDA's own")
 
 
