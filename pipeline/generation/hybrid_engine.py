@@ -27,6 +27,9 @@ from pipeline.tensor_ops import pad_rows
 if TYPE_CHECKING:  # it imports triton, which the eager backend does without
     from pipeline.generation.generator import Generator
 
+# An update that leaves more than this share of what it took has made the optimizer's states. Chosen by hand.
+LEFT_SHARE = 0.1
+
 
 class HybridEngine:
     """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only.
@@ -49,8 +52,9 @@ class HybridEngine:
         self._check_swap_buffers()
         self._generator: Generator | None = None
         self._open = False
-        # Bytes that were allocated when the last rollout ended, and the most that an update took above them.
-        self._rollout_bytes = self._update_bytes = 0
+        # Bytes that were allocated when the last rollout or update ended, and the most that an update took above them.
+        self._held_bytes = self._update_bytes = 0
+        self._left_states = False
 
     def _check_swap_buffers(self) -> None:
         """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
@@ -85,7 +89,7 @@ class HybridEngine:
             if self.backend not in OF_MODULES and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
             if self._device.type == "cuda":
-                self._rollout_bytes = torch.cuda.memory_allocated(self._device)
+                self._held_bytes = torch.cuda.memory_allocated(self._device)
 
     @property
     def holds_buffers(self) -> bool:
@@ -97,10 +101,16 @@ class HybridEngine:
         self._generator, self.options = None, replace(self.options, release_cache=True)
 
     def note_update(self) -> None:
-        """Measure what an update took above what was held when its rollout ended; called after passes of it."""
+        """Measure what an update took above what was held before it; called after passes of it.
+
+        One that leaves the optimizer's states, as the first step may, takes more than those to come, and counts only
+        until the next one.
+        """
         if self._device.type == "cuda":
-            taken = torch.cuda.max_memory_allocated(self._device) - self._rollout_bytes
-            self._update_bytes = max(self._update_bytes, taken)
+            before, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._device)
+            taken = torch.cuda.max_memory_allocated(self._device) - before
+            self._update_bytes = max(taken, 0 if self._left_states else self._update_bytes)
+            self._left_states = self._held_bytes - before > LEFT_SHARE * taken
 
     def _update_lacks_memory(self) -> bool:
         """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""

@@ -200,6 +200,31 @@ def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays
     assert calls == [(7, 9, 0), (7, 9, 5)]
 
 
+@pytest.mark.parametrize(
+    ("noted", "expected"),
+    [
+        pytest.param([(38, 65, 58)], 27, id="first step with its states"),
+        pytest.param([(38, 65, 58), (39, 51, 39)], 12, id="then one of the next rollout"),
+        pytest.param([(38, 65, 58), (None, 70, 58)], 12, id="then one of the same rollout"),
+        pytest.param([(38, 40, 38), (None, 65, 58)], 27, id="a pass before it"),
+        pytest.param([(38, 40, 38), (None, 65, 58), (39, 41, 39)], 2, id="a pass of the next rollout alone"),
+        pytest.param([(38, 40, 38), (None, 65, 58), (39, 41, 39), (None, 51, 39)], 12, id="and its update"),
+        pytest.param([(39, 51, 39), (39, 46, 39)], 12, id="the largest"),
+        pytest.param([(39, 51, 40), (None, 47, 40)], 12, id="what is left is little"),
+    ],
+)
+def test_what_updates_take_does_not_hold_the_optimizers_states(monkeypatch, noted, expected):
+    """Bytes as on one GPU, each update by what is allocated before it (None: as after the last), at most, and after."""
+    hybrid = hybrid_of(engine_of(opt(), 0))
+    hybrid._device = torch.device("cuda")
+    for before, most, after in noted:
+        hybrid._held_bytes = hybrid._held_bytes if before is None else before
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, most=most: most)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, after=after: after)
+        hybrid.note_update()
+    assert hybrid._update_bytes == expected
+
+
 def test_training_goes_on_after_a_rollout_that_was_broken_off():
     engine = engine_of(opt(), 3)
     hybrid = hybrid_of(engine)
