@@ -27,9 +27,6 @@ from pipeline.tensor_ops import pad_rows
 if TYPE_CHECKING:  # it imports triton, which the eager backend does without
     from pipeline.generation.generator import Generator
 
-# An update that leaves more than this share of what it took has made the optimizer's states. Chosen by hand.
-LEFT_SHARE = 0.1
-
 
 class HybridEngine:
     """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only.
@@ -52,9 +49,9 @@ class HybridEngine:
         self._check_swap_buffers()
         self._generator: Generator | None = None
         self._open = False
-        # Bytes that were allocated when the last rollout or update ended, and the most that an update took above them.
-        self._held_bytes = self._update_bytes = 0
-        self._left_states = False
+        # The most bytes allocated in updates since the last rollout, and the most that earlier ones took beside what
+        # they left: the first makes the optimizer's states, at ZeRO stage 0.
+        self._peak_bytes = self._update_bytes = 0
 
     def _check_swap_buffers(self) -> None:
         """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
@@ -70,6 +67,9 @@ class HybridEngine:
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
+        if self._peak_bytes:
+            self._update_bytes = max(self._update_bytes, self._peak_bytes - torch.cuda.memory_allocated(self._device))
+            self._peak_bytes = 0
         # The fused backend copies weights layer by layer; the others need whole modules.
         with self.engine.generation(gather=self.backend != "fused"):
             if self._generator is not None:
@@ -88,8 +88,6 @@ class HybridEngine:
                 self._open = False
             if self.backend not in OF_MODULES and (self.options.release_cache or self._update_lacks_memory()):
                 self._generator = None
-            if self._device.type == "cuda":
-                self._held_bytes = torch.cuda.memory_allocated(self._device)
 
     @property
     def holds_buffers(self) -> bool:
@@ -101,16 +99,9 @@ class HybridEngine:
         self._generator, self.options = None, replace(self.options, release_cache=True)
 
     def note_update(self) -> None:
-        """Measure what an update took above what was held before it; called after passes of it.
-
-        One that leaves the optimizer's states, as the first step may, takes more than those to come, and counts only
-        until the next one.
-        """
+        """Note the most that was allocated; called after passes of an update, before another phase begins."""
         if self._device.type == "cuda":
-            before, self._held_bytes = self._held_bytes, torch.cuda.memory_allocated(self._device)
-            taken = torch.cuda.max_memory_allocated(self._device) - before
-            self._update_bytes = max(taken, 0 if self._left_states else self._update_bytes)
-            self._left_states = self._held_bytes - before > LEFT_SHARE * taken
+            self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def _update_lacks_memory(self) -> bool:
         """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""

@@ -201,28 +201,34 @@ def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays
 
 
 @pytest.mark.parametrize(
-    ("noted", "expected"),
+    ("cycles", "expected"),
     [
-        pytest.param([(38, 65, 58)], 27, id="first step with its states"),
-        pytest.param([(38, 65, 58), (39, 51, 39)], 12, id="then one of the next rollout"),
-        pytest.param([(38, 65, 58), (None, 70, 58)], 12, id="then one of the same rollout"),
-        pytest.param([(38, 40, 38), (None, 65, 58)], 27, id="a pass before it"),
-        pytest.param([(38, 40, 38), (None, 65, 58), (39, 41, 39)], 2, id="a pass of the next rollout alone"),
-        pytest.param([(38, 40, 38), (None, 65, 58), (39, 41, 39), (None, 51, 39)], 12, id="and its update"),
-        pytest.param([(39, 51, 39), (39, 46, 39)], 12, id="the largest"),
-        pytest.param([(39, 51, 40), (None, 47, 40)], 12, id="what is left is little"),
+        pytest.param([(38, [])], 0, id="no update yet"),
+        pytest.param([(38, []), (53, [65])], 12, id="the first update leaves its states"),
+        pytest.param([(38, []), (53, [65]), (53, [60])], 12, id="the largest of two rollouts"),
+        pytest.param([(38, []), (53, [40, 65, 60])], 12, id="the largest of one"),
+        pytest.param([(38, []), (53, [65]), (53, [69])], 16, id="a later one is the largest"),
+        pytest.param([(38, []), (38, [65, 60])], 27, id="states come from the host for each update"),
+        pytest.param([(38, []), (53, [65]), (53, [])], 12, id="an evaluation between"),
     ],
 )
-def test_what_updates_take_does_not_hold_the_optimizers_states(monkeypatch, noted, expected):
-    """Bytes as on one GPU, each update by what is allocated before it (None: as after the last), at most, and after."""
+def test_what_an_update_takes_is_counted_without_what_it_leaves(monkeypatch, cycles, expected):
+    """Bytes as on one GPU: for each rollout, those held when it begins and the most that updates before it held."""
+    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (1, 1))
+    calls: list[int] = []
+    monkeypatch.setattr(
+        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: bool(calls.append(taken)) or True
+    )
     hybrid = hybrid_of(engine_of(opt(), 0))
-    hybrid._device = torch.device("cuda")
-    for before, most, after in noted:
-        hybrid._held_bytes = hybrid._held_bytes if before is None else before
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, most=most: most)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, after=after: after)
-        hybrid.note_update()
-    assert hybrid._update_bytes == expected
+    for held, peaks in cycles:
+        hybrid._device = torch.device("cuda")
+        for peak in peaks:
+            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, peak=peak: peak)
+            hybrid.note_update()
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, held=held: held)
+        hybrid._device = torch.device("cpu")
+        rollout(hybrid)
+    assert calls[-1] == expected
 
 
 def test_training_goes_on_after_a_rollout_that_was_broken_off():

@@ -116,11 +116,11 @@ def test_the_cache_stays_where_updates_were_seen_to_have_memory_beside_it():
         free = torch.cuda.mem_get_info()[0]  # other processes may be at work beside this one
 
         def holds_after_a_rollout(ballast: float) -> bool:
-            held = torch.empty(int(ballast * free), dtype=torch.uint8, device="cuda")
             with hybrid.generation():
                 hybrid.generate(
                     random_prompts((3, 1)), num_samples=1, sampling=Sampling(3), key=RandomKey(3, "rollout")
                 )
+                held = torch.empty(int(ballast * free), dtype=torch.uint8, device="cuda")
             del held
             return hybrid.holds_buffers
 
