@@ -156,7 +156,7 @@ METHODS = (
 
 
 def preferred(name: str, words: str, *, rows: str, lengths: str) -> PlannedRun:
-    """A run of stage 3 by DPO or IPO, see `held_out`; its reference is gone before the policy is loaded."""
+    """A run of stage 3 by DPO, IPO or KTO, see `held_out`; its reference is gone before the policy is loaded."""
     return replace(held_out(name, "dpo", words, rows=rows, lengths=lengths), kernels_of_then=False)
 
 
@@ -172,6 +172,11 @@ PREFERENCES = (
     preferred("DPO, Mistral-7B int8 LoRA 16, ZeRO-0, checkpointing, 3 pairs of 768",
               "--model_name_or_path mistral-7b --zero_stage 0 --lora_dim 16 --quantization int8 "
               "--gradient_checkpointing true", rows="3 4", lengths="768"),
+    preferred("KTO, OLMo-2-1B, ZeRO-1, 14 rows of 384", "--method kto --model_name_or_path olmo2-1b --zero_stage 1",
+              rows="14 2", lengths="384"),
+    preferred("KTO, Qwen2.5-1.5B LoRA 16, ZeRO-0, checkpointing, 22 rows of 896",
+              "--method kto --model_name_or_path qwen2.5-1.5b --zero_stage 0 --lora_dim 16 "
+              "--gradient_checkpointing true", rows="22 3", lengths="896"),
 )  # fmt: skip
 RUNS = (
     PlannedRun("SFT, OPT-350M, ZeRO-0", "sft", sft("350m", 0, 16)),
