@@ -38,6 +38,8 @@ DEVICES = {
 # links the reduction of 1 GB in 3.2 ms. Times are planned by sheets: what was measured counts as such a share of one.
 PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
 SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
+SAME_SIZE = 0.02  # and of one that was measured from USABLE of what the driver says
+SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in a target in words
 TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
 LIMIT = 1_000_000  # of each number of a description, and of all its GPUs: what is above is a slip
@@ -116,6 +118,13 @@ class Target:
     @property
     def is_uneven(self) -> bool:
         return len(set(self.slots)) > 1
+
+    def is_same(self, words: str) -> bool:
+        """Tell whether `words`, another target's string, are of this hardware, its memory measured or not yet."""
+        own, other = SIZE.split(str(self)), SIZE.split(words)
+        if len(own) == len(other) == 3 and own[::2] == other[::2]:
+            return abs(float(other[1]) / float(own[1]) - 1) < SAME_SIZE
+        return own == other
 
     def hosts_of(self, ranks: int) -> int:
         """Return on how many machines a group of so many neighbouring ranks is, of the groups the one on most."""

@@ -34,15 +34,13 @@ from pipeline.configuration.global_batch import (
 from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
+from pipeline.planning.duration import GIVEN_BACK_S
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
 # Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
-# Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
-# an H100 (docs/experiments.md, "What today's shapes take").
-GIVEN_BACK_S = 0.3
 # Rows of a pass without gradients that take less than one of a pass with them, also where its layers are recomputed.
 ROWS_WITHOUT_GRADIENTS = 4
 FEWEST_PROMPTS = 8  # that are sampled at once: a decode step of fewer takes hardly less time
@@ -73,7 +71,6 @@ class Candidate:
         plan, needs = planner.memory(settings), planner.needs(settings)
         lacks = sum(lacking(plan, planner.target, high=True))
         seconds = 0.0 if lacks else sum(planner.seconds(settings, plan)[0].values())
-        seconds += GIVEN_BACK_S if seconds and plan.slots and not plan.keeps_rollout else 0.0
         return cls(flags, settings, plan, seconds / needs.steps_each, lacks)
 
     @property

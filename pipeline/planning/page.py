@@ -12,7 +12,7 @@ from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
-from pipeline.planning.duration import phase_seconds, states_seconds, waiting_seconds
+from pipeline.planning.duration import GIVEN_BACK_S, phase_seconds, states_seconds, waiting_seconds
 from pipeline.planning.exchange import exchange_seconds
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
@@ -79,6 +79,8 @@ class StagePlanner:
         computed = dict(phase_seconds(needs, engines, plan, dtype, target))
         if computed and needs.idle_states_leave:
             computed["generate"] += states_seconds(needs, plan, target)
+        if computed and plan.slots and not plan.keeps_rollout:
+            computed["generate"] += GIVEN_BACK_S
         waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
         return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in computed.items()}, exchanged
 

@@ -53,9 +53,9 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
-    origin = f"{CHOSEN}{planner.target}"
+    target, origin = planner.target, f"{CHOSEN}{planner.target}"
     before = {} if planner.target.described else chosen_before(stage, resolved)
-    if same := {name: value for name, (value, hardware) in before.items() if hardware == origin}:
+    if same := {name: value for name, (value, found) in before.items() if target.is_same(found.removeprefix(CHOSEN))}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, planner.target):

@@ -207,3 +207,27 @@ def test_a_micro_batch_is_remembered_for_its_limit(inputs, tmp_path):
         return int(largest_micro_batch(SFT, given, here, tries, file)["per_device_train_batch_size"])
 
     assert [found("0", 8), found("24", 4), found("0", 1), found("24", 1)] == [8, 4, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({}, True),
+        ({"memory": int(79.1 * GIB)}, True),  # measured: 81,559 MiB by the driver are 78.5 GiB for a process
+        ({"memory": int(80.6 * GIB)}, False),
+        ({"slots": (1, 1)}, False),
+        ({"name": "NVIDIA H100 NVL"}, False),
+        ({"memory": 0}, False),
+        ({"memory": int(78.4 * GIB), "is_limited": True}, False),
+    ],
+    ids=str,
+)
+def test_hardware_is_the_same_before_and_after_it_was_measured(other, same):
+    here = Target("NVIDIA H100 80GB HBM3", int(78.45 * GIB), described=False)
+    assert here.is_same(str(replace(here, **other))) == replace(here, **other).is_same(str(here)) == same
+
+
+def test_hardware_with_another_limit_is_not_the_same():
+    limited = Target("NVIDIA H100 80GB HBM3", 40 * GIB, described=False, is_limited=True)
+    other = replace(limited, memory=int(40.2 * GIB))
+    assert limited.is_same(str(limited)) and not limited.is_same(str(other))

@@ -1,6 +1,7 @@
 """Runs whose flags are `auto`, of ranks that were told of a GPU and compute on the CPU: as the same flags by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,11 @@ def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_
     monkeypatch.setattr("pipeline.planning.fastest.micro_batches", lambda resolved, names: [4])
     again = "--per_device_train_batch_size 8 --per_device_eval_batch_size 32 (as the run began)"
     assert goes_on(GPU, 3) == ([8, 1], again)
-    other, said = goes_on(Target("GPU", 6 * GIB, described=False), 4)
-    assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.0 GiB each")
-    given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 5, "--per_device_train_batch_size", 2)
+    # Its memory was measured in between.
+    assert goes_on(replace(GPU, memory=int(8.1 * GIB)), 4) == ([8, 1], again)
+    other, said = goes_on(Target("GPU", 6 * GIB, described=False), 5)
+    assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.1 GiB each")
+    given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 6, "--per_device_train_batch_size", 2)
     assert given == [2, 4]
 
 
