@@ -12,6 +12,7 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
 from pipeline.launching.target import GIB, Target
+from pipeline.planning.fastest import Candidate
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
@@ -128,6 +129,33 @@ def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_
     assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.1 GiB each")
     given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 6, "--per_device_train_batch_size", 2)
     assert given == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_every_value_that_was_chosen_is_held_when_a_run_goes_on(folder, tmp_path, monkeypatch, stage):
+    monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
+
+    def chosen(name: str, steps: int) -> dict[str, Any]:
+        settings = run(stage, folder, tmp_path / name, max_steps=steps)
+        return {flag: one["value"] for flag, one in settings.items() if str(one["from"]).startswith("chosen for ")}
+
+    first = chosen("held", 2)
+    # Another version of the plan would choose each of them otherwise.
+    monkeypatch.setattr("pipeline.preparation.plans.fastest", another_choice(first))
+    other = chosen("other", 2)
+    assert first.keys() == other.keys() and not first.items() & other.items()
+    assert chosen("held", 3) == first
+    assert len(first) >= (6 if stage == "ppo" else 4)
+
+
+def another_choice(values: dict[str, Any]) -> Any:
+    """A plan that chooses another value of each of these flags: half the rows, the other truth value."""
+    others = {
+        name: not value if isinstance(value, bool) else max(1, value // 2) if value > 1 else 2
+        for name, value in values.items()
+    }
+    return lambda planner, resolved: Candidate.of(planner, resolved, others)
 
 
 def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets(folder, tmp_path, monkeypatch):
