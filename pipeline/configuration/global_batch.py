@@ -128,14 +128,13 @@ def is_by_hand(resolved: Resolved, name: str) -> bool:
 
 def says_rollout(resolved: Resolved) -> bool:
     """Tell whether a flag of stage 3 says the size of its rollouts; prompts at once do in a new run alone."""
-    sampling = resolved.config.sampling
-    return bool(sampling.rollout_batch_size or sampling.generation_batches)
+    return resolved.is_given(ROLLOUT) or bool(resolved.config.sampling.generation_batches)
 
 
 def is_product(resolved: Resolved) -> bool:
     """Tell whether --generation_batches follow from prompts at once that are given by hand, and nothing else is."""
     origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
-    is_free = origin in ("default", f"--{GENERATED}") and not resolved.config.sampling.rollout_batch_size
+    is_free = origin in ("default", f"--{GENERATED}") and not resolved.is_given(ROLLOUT)
     return is_free and is_by_hand(resolved, GENERATED)
 
 

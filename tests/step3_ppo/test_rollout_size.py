@@ -59,6 +59,7 @@ def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected)
         (4, "--rollout_batch_size 64", (64, 16, 1)),
         (2, f"--rollout_batch_size 64 {GENERATED} 5", (64, 5, 2)),
         (2, f"--rollout_batch_size 32 {GENERATED} 100", (32, 16, 1)),
+        (2, f"--rollout_batch_size 0 {GENERATED} 5", (32, 5, 1)),
         (2, "--rollout_batch_size 64 --num_samples_per_prompt 4", (16, 8, 2)),
     ],
 )
