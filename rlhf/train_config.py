@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
-from pipeline.configuration.flags import load_yaml, scan
+from pipeline.configuration.flags import TRAIN, load_yaml, parse, scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
@@ -119,8 +120,24 @@ def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[
     return own, overrides
 
 
-def idle_flags(overrides: Mapping[str, Iterable[str]], chosen: Collection[str]) -> Iterator[str]:
-    """Yield a line for each flag of a stage, section -> words, that is not `chosen`; later ones read its folder."""
+def stages_alone(own: Iterable[str]) -> TrainConfig:
+    """Return the defaults with --step and --method of these words, where those are right."""
+    kept = [word for name, given in scan(own) if name in ("step", "method") for word in (f"--{name}", *given)]
+    with suppress(InputError):
+        return parse(TrainConfig, kept, section=TRAIN).config
+    return TrainConfig()
+
+
+def idle_flags(
+    overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a line for each flag of a stage, section -> words, that is not `chosen`; later ones read its folder.
+
+    given: flags of `rlhf train` itself.
+    """
+    of_reward_models = "reward_zero_stage"
+    if of_reward_models in given and not {"reward", "ppo"} & set(chosen):
+        yield f"--{of_reward_models} changes nothing: no stage that runs has a reward model or a critic"
     for section in (section for section in overrides if section not in chosen):
         for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name != "output_dir"):
             yield f"--{section}.{name} changes nothing: {section} is not among the stages that run"

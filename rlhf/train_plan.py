@@ -18,7 +18,7 @@ from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
 from pipeline.run.earlier_runs import automatic_words
 from pipeline.run.settled import leaves_share, resolve_splits
-from rlhf.stages import METHODS, SECTIONS, stages_of_method, word_of
+from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
@@ -28,6 +28,7 @@ from rlhf.train_config import (
     known_model,
     split_common,
     split_overrides,
+    stages_alone,
     train_help,
     with_reward_model,
 )
@@ -84,7 +85,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     config, given, errors = train_config(own, config_file, prog)
     kinds = stages_of_method(config.method)
     chosen = {number: kinds[number] for number in sorted(set(config.step))}
-    problems = [why_not_common(flag[0], kinds, chosen) for flag in common]
+    problems = [why_not_common(flag[0], chosen) for flag in common]
     errors += filter(None, problems)
     shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
     method = ["--method", config.method] if "method" in dict(scan(own)) else []
@@ -103,7 +104,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    for line in idle_flags(overrides, {kind.section for kind in chosen.values()}):
+    for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given):
         print(f"note: {line}")
     resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
@@ -133,7 +134,7 @@ def is_common(name: str, stages: Collection[Names]) -> bool:
     return all(i or (flag and not (several and flag.per_stage)) for i, flag in zip(ignored, flags, strict=True))
 
 
-def why_not_common(word: str, kinds: Mapping[int, Stage], chosen: Mapping[int, Stage]) -> str:
+def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
     """Return the reason why a flag without a section is not for all `chosen` stages, or ""."""
     given = word.partition("=")[0]
     name, stages = normalise(given[2:]), {kind.section: Names(kind.config) for kind in chosen.values()}
@@ -153,7 +154,7 @@ def why_not_common(word: str, kinds: Mapping[int, Stage], chosen: Mapping[int, S
     right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
     if right:
         return f"{given}: unknown flag; here it is {' or '.join(right)}"
-    others = [(number, kind.section, Names(kind.config).known) for number, kind in kinds.items()]
+    others = [(kind.number, kind.section, Names(kind.config).known) for kind in STAGES]
     if right := [f"--{section}.{known[name]}, of stage {number}" for number, section, known in others if name in known]:
         return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
     valid = [f"--{flag}" for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
@@ -163,7 +164,7 @@ def why_not_common(word: str, kinds: Mapping[int, Stage], chosen: Mapping[int, S
 def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
     """Return (own configuration, flags that were given, error lines).
 
-    The defaults if there are errors, so that the stages can be checked.
+    The defaults with --step and --method if there are errors, so that the stages can be checked.
 
     Raises:
         InputError: the --config file is not usable, which each stage would report again.
@@ -183,7 +184,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
-    return with_reward_model(TrainConfig() if errors else config), given, errors
+    return with_reward_model(stages_alone(own) if errors else config), given, errors
 
 
 def has_sections(config_file: str) -> bool:

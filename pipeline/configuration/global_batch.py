@@ -66,7 +66,7 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     config: Any = validated(type(resolved.config), values, origins) if follows else resolved.config
     # But for --rollout_batch_size rollouts are counted on a device, and divide on any number of them.
     rollout = config.rollout_size(ranks or 1)
-    if rollout and rollout.fault and (ranks or not rollout.rollout_batch_size):
+    if rollout and rollout.fault and (ranks or not (rollout.rollout_batch_size or target)):
         raise ContradictionError(rollout.fault)
     return replace(resolved, config=config, origins=origins, notes=tuple(dict.fromkeys([*resolved.notes, *notes])))
 

@@ -121,10 +121,10 @@ class Target:
 
     def is_same(self, words: str) -> bool:
         """Tell whether `words`, another target's string, are of this hardware, its memory measured or not yet."""
-        own, other = SIZE.split(str(self)), SIZE.split(words)
-        if len(own) == len(other) == 3 and own[::2] == other[::2]:
-            return abs(float(other[1]) / float(own[1]) - 1) < SAME_SIZE
-        return own == other
+        here, other = SIZE.split(str(self)), SIZE.split(words)
+        if len(here) == len(other) == 3 and here[::2] == other[::2]:
+            return abs(float(other[1]) / float(here[1]) - 1) < SAME_SIZE
+        return here == other
 
     def hosts_of(self, ranks: int) -> int:
         """Return on how many machines a group of so many neighbouring ranks is, of the groups the one on most."""

@@ -7,9 +7,9 @@ models are planned.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
+from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError
@@ -33,10 +33,12 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
     resolved = with_ranks(resolved, ranks)
     if resolved.config.run.explain:
         table = flag_table(type(resolved.config))
+        free = {name for name, flag in table.items() if flag.auto and not resolved.is_given(name)}
+        if MICRO in free and resolved.origins[STEPS].startswith(("--", DEFAULT)):  # it follows
+            free.add(STEPS)
         for name, value in flat_items(resolved.config):
-            shown = AUTO if table[name].auto and not resolved.is_given(name) else value
-            print(f"  {name:<34} {shown!s:<30} {resolved.origins[name]}")
-        if not all(resolved.is_given(name) for name, flag in table.items() if flag.auto):
+            print(f"  {name:<34} {AUTO if name in free else value!s:<30} {resolved.origins[name]}")
+        if free:
             print(
                 "  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)"
             )

@@ -55,7 +55,7 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     """
     target, origin = planner.target, f"{CHOSEN}{planner.target}"
     before = {} if planner.target.described else chosen_before(stage, resolved)
-    if same := {name: value for name, (value, found) in before.items() if target.is_same(found.removeprefix(CHOSEN))}:
+    if same := {name: value for name, (value, text) in before.items() if target.is_same(text.removeprefix(CHOSEN))}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, planner.target):

@@ -25,12 +25,14 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]:
-    """Return the first and the last evaluation of a run in words, of how many rows; and by what it ends worse.
+    """Return the first evaluation of a run and its last of as many rows in words; and by what it ends worse.
 
     `held-out perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps
     its best model ends well.
     """
     lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
+    num_rows = lines[-1].get("eval_rows") if lines else None
+    lines = [line for line in lines if line.get("eval_rows", num_rows) == num_rows]  # others are of other rows
     titles = read_object(meaning_file(run_dir)).get("titles", {})
     for name, better in stage.reached.items():
         title = titles.get(name, name)

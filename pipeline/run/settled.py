@@ -17,6 +17,7 @@ from pipeline.configuration.resume_rules import PROMPTS, defaults_of
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
+from pipeline.errors import InputError
 from pipeline.files import read_object
 from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
 from pipeline.run.evaluations import run_flags
@@ -87,6 +88,10 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
             notes[group[0]] = NOTE.format(met[0].section, met[0].split)
         split = split or (split_among(group) if len(group) > 1 else ALL_ROWS)
         readers |= {stage: readers[stage]._replace(split=split) for stage in group}
+    for stage, reader in readers.items():
+        if reader.split != ALL_ROWS and not has_share(stage, stages[stage], reader.split):
+            fault = f"found {reader.split}, which has no row for stage {stage.number}"
+            raise InputError(f"--data_split: {fault}; give it a share above 0, or {ALL_ROWS} for all rows")
     with_splits = {
         stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
     }

@@ -306,6 +306,10 @@ class PPOCoefficients(Group):
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss != "cispo":
             reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
+        else:
+            reasons["policy_clip"] = "policy_loss cispo caps ratios at ratio_cap"
+        if self.lambda_alpha and self.returns_lambda >= 0:
+            reasons["gae_lambda"] = "lambda_alpha is the policy's and returns_lambda the critic's"
         if not self.kl_target:
             reasons["kl_horizon"] = "only kl_target has one"
         if weights == "none":
@@ -320,5 +324,6 @@ class PPOCoefficients(Group):
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> Self:
         if self.kl_in_loss and self.kl_estimator == "k1":
-            raise ValueError("kl_in_loss: k1 has no useful gradient as a loss; use --kl_estimator k2 or k3")
+            why = "which has no useful gradient as a loss (kl_in_loss, which method grpo sets)"
+            raise ValueError(f"kl_estimator: found k1, {why}; use k2 or k3, or --kl_in_loss false")
         return self

@@ -254,7 +254,10 @@ def test_choices_name_the_nearest():
 
 def test_checks_over_several_fields_keep_their_message():
     (line,) = errors_of("--kl_in_loss", config_class=PPOConfig)
-    assert line == "kl_in_loss: k1 has no useful gradient as a loss; use --kl_estimator k2 or k3"
+    assert line == (
+        "kl_estimator: found k1, which has no useful gradient as a loss (kl_in_loss, which method grpo sets); use k2 "
+        "or k3, or --kl_in_loss false"
+    )
     own = ("--actor_offload_optimizer", "cpu")
     parse(PPOConfig, ["--offload_optimizer_during_rollout", *own], section="ppo")  # the critic's still move
     (line,) = errors_of("--offload_optimizer_during_rollout", "--offload", config_class=PPOConfig)

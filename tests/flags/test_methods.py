@@ -85,6 +85,8 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--method grpo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--method rloo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--ratio_cap 6", "ratio_cap", "cispo"),
+        ("--policy_loss cispo --policy_clip 0.3", "policy_clip", "ratio_cap"),
+        ("--lambda_alpha 0.05 --gae_lambda 0.9 --returns_lambda 1", "gae_lambda", "returns_lambda the critic's"),
         ("--policy_loss cispo --ratio_cap 0.9", "ratio_cap", "1"),
         (
             "--kl_coef 0 --kl_target 3",
@@ -168,6 +170,10 @@ def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_rea
         "note: --dpo.beta changes nothing: dpo is not among the stages that run",
     ]
     assert plan.stages[3].argv[2:4] == ["--actor_model_name_or_path", "mine"]
+    unread = ["note: --reward_zero_stage changes nothing: no stage that runs has a reward model or a critic"]
+    for method, notes in (("dpo", unread), ("ppo", [])):
+        make_plan([*words[:4], "--method", method, "--reward-zero-stage", "2"], prog="python train.py")
+        assert capsys.readouterr().out.splitlines() == notes
 
 
 @pytest.mark.parametrize(
@@ -207,3 +213,16 @@ def test_a_method_on_the_command_line_is_stronger_than_a_file(tmp_path: Path, wo
     (planned,) = make_plan(argv, prog="train.py").chosen
     config = planned.resolved.config
     assert (planned.stage.section, config.method if section == "dpo" else config.ppo.method) == (section, found)
+
+
+def test_a_flag_of_another_method_of_stage_3_is_named_with_its_section(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--step", "3", "--actor-model", "tiny", "--method", "kto", "--max_seq_len", "64"]
+    with pytest.raises(InputError) as error:
+        make_plan([*words, "--rollout_batch_size", "16"], prog="python train.py")
+    assert str(error.value) == (
+        "--rollout_batch_size: no flag of the stages that run; here it is --ppo.rollout_batch_size, of stage 3"
+    )
+    with pytest.raises(InputError) as error:
+        make_plan([*words, "--deployment-type", "foo"], prog="python train.py")
+    assert "foo" in str(error.value) and "max_seq_len" not in str(error.value), "it is a flag of this method's stage"

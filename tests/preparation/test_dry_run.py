@@ -123,4 +123,5 @@ def test_a_preset_keeps_its_batch_on_fewer_gpus(tmp_path, num_gpus):
     print(done.stdout)
     rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert rows.count(["per_device_train_batch_size", "auto", "default"]) == 3
+    assert [row[1] for row in rows if row[:1] == ["gradient_accumulation_steps"]] == ["auto"] * 3, "it follows"
     assert ["rollout_batch_size", "0", "default"] in rows and ["generation_batches", "0", "default"] in rows

@@ -176,6 +176,22 @@ def test_a_run_that_goes_on_holds_its_split(split, held, done):
         assert splits("2", *COMMON, *words) == {"reward": held}
 
 
+@pytest.mark.parametrize(
+    ("steps", "words", "error"),
+    [
+        ("123", ("--data_split", "2,4,0"), "found 2,4,0, which has no row for stage 3"),
+        ("2", ("--data_split", "1,0,1"), "found 1,0,1, which has no row for stage 2"),
+        ("123", ("--method", "kto", "--data_split", "2,4,0"), "found 2,4,0, which has no row for stage 3"),
+        ("12", ("--data_split", "2,4"), "'2,4'"),
+    ],
+)
+def test_a_split_without_a_row_for_a_stage_is_refused_before_any_starts(steps, words, error):
+    with pytest.raises(InputError) as found:
+        splits(steps, *COMMON, *words)
+    assert error in str(found.value) and "data_split" in str(found.value) and "\n" not in str(found.value)
+    assert splits("13", *COMMON, "--method", "kto", "--data_split", "2,4,0")["dpo"] == "2,4,0", "it has stage 2's too"
+
+
 def test_a_command_takes_the_split_of_another_stage_on_its_source(capsys):
     """So a stopped command goes on with other steps."""
     save_run("sft", "2,4,4")

@@ -103,6 +103,15 @@ def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp
     assert again == on(ranks, words)
 
 
+def test_batches_of_prompts_are_compared_with_the_rows_of_a_step_that_are_given():
+    assert counts(1, f"--train_batch_size 8 --generation_batches 2 {GENERATED} 4") == (8, 4, 1)
+    assert counts(2, f"--train_batch_size 8 --generation_batches 3 {GENERATED} 4") == (24, 4, 3)
+    assert counts(1, "--train_batch_size 32 --generation_batches 2 --old_log_probs sampler") == (32, 16, 1)
+    with pytest.raises(InputError, match="no multiple of an optimizer step's 12; .* or --rollout_batch_size 12 "):
+        on(1, f"--train_batch_size 12 --generation_batches 2 {GENERATED} 4")
+    assert on(None, f"--train_batch_size 12 --generation_batches 2 {GENERATED} 4"), "ranks are not known yet"
+
+
 def test_prompts_at_once_of_a_preset_are_not_given_by_hand(tmp_path):
     preset = tmp_path / "preset.yaml"
     text = "per_device_generation_batch_size: 16\nper_device_train_batch_size: 8\ntrain_batch_size: 128\n"

@@ -1,5 +1,6 @@
 """The page of a stage: what it is called, its samples, and the lines of a command."""
 
+import json
 import logging
 import shlex
 import subprocess
@@ -61,6 +62,21 @@ def test_what_was_reached_is_said_in_words(tmp_path):
         "held-out score 0.5 -> 0.25, eval_objective/kl 0 -> 2",
         "held-out score",
     )
+
+
+def test_evaluations_of_other_rows_are_not_compared(tmp_path):
+    """A run that goes on may evaluate fewer rows: their score is no fall."""
+    stage = stage_of("ppo")
+    config = parse(stage.config, [], section="ppo").config
+    scores = [(0.5, 6), (0.75, 6), (0.25, 2), (0.125, 2)]
+    lines = [json.dumps({"eval_objective/scores": score, "eval_rows": rows}) + "\n" for score, rows in scores]
+    for number, found in [
+        (2, ("eval_objective/scores 0.5 -> 0.75 (6 responses)", "")),
+        (3, ("eval_objective/scores 0.25 -> 0.25 (2 responses)", "")),
+        (4, ("eval_objective/scores 0.25 -> 0.125 (2 responses)", "eval_objective/scores")),
+    ]:
+        (tmp_path / "metrics.jsonl").write_text("".join(lines[:number]))
+        assert reached(tmp_path, stage, config) == found
 
 
 def test_a_command_of_several_lines_is_one_command_to_a_shell():
