@@ -37,7 +37,7 @@ STEP_TRAFFIC = 54 / 12
 # Seconds that a kernel adds to a decode step, besides reading at the speed of copies: OPT-1.3B, 64 rows.
 DECODE_KERNEL_S = 4e-6
 # Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
-# an H100 (docs/experiments.md, "What today's shapes take").
+# an H100 (docs/experiments.md, "What it costs to give the KV cache back").
 GIVEN_BACK_S = 0.3
 # Seconds of DeepSpeed's Python on the host: to run the hook of a gradient (GPT2-XL, ZeRO-2 and 3), to gather a layer
 # around a pass (zero3.py), and to check a gradient at stage 0 (GPT2-XL). The device waits for the last two.
