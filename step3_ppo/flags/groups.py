@@ -28,6 +28,12 @@ class PromptDataConfig(DataConfig):
     )
     unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
 
+    @model_validator(mode="after")
+    def _weight_is_of_a_loss(self) -> Self:
+        if not self.unsupervised_data_path and self.unsup_coef != type(self).model_fields["unsup_coef"].default:
+            raise ValueError("unsup_coef: only unsupervised_data_path has a ptx loss; leave it out")
+        return self
+
 
 class SamplingConfig(Group):
     """Rollout"""
@@ -312,6 +318,8 @@ class PPOCoefficients(Group):
             reasons["gae_lambda"] = "lambda_alpha is the policy's and returns_lambda the critic's"
         if not self.kl_target:
             reasons["kl_horizon"] = "only kl_target has one"
+        if not self.enable_ema:
+            reasons["ema_decay"] = "only enable_ema has an average"
         if weights == "none":
             reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "off_policy_weights is none")
         if not weights.endswith("_mask"):

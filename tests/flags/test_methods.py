@@ -85,6 +85,8 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--method grpo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--method rloo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
         ("--ratio_cap 6", "ratio_cap", "cispo"),
+        ("--ema_decay 0.5", "ema_decay", "only enable_ema"),
+        ("--unsup_coef 3", "unsup_coef", "only unsupervised_data_path"),
         ("--policy_loss cispo --policy_clip 0.3", "policy_clip", "ratio_cap"),
         ("--lambda_alpha 0.05 --gae_lambda 0.9 --returns_lambda 1", "gae_lambda", "returns_lambda the critic's"),
         ("--policy_loss cispo --ratio_cap 0.9", "ratio_cap", "1"),
