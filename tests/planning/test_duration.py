@@ -211,6 +211,17 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand():
         assert said in next(line for line in verdict_lines(needs, plan, known) if "KV cache" in line)
 
 
+def test_a_cache_that_is_given_back_takes_three_tenths_of_a_second_more():
+    kept, released = (
+        planner.seconds(resolved, planner.memory(resolved))[0]
+        for planner, resolved in (
+            planner_of("ppo", ppo(OPT, 32, 2, 2, f"--release_inference_cache {released}"), "1xH200")
+            for released in ("false", "true")
+        )
+    )
+    assert released == kept | {"generate": pytest.approx(kept["generate"] + 0.3)}
+
+
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(TIMED)))])
 def test_times_are_within_20_percent_of_those_measured(number):
     """And so says the page's table."""

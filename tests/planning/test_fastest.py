@@ -15,7 +15,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.fastest import ALIKE, GIVEN_BACK_S, Candidate, choice_in_words, fastest
+from pipeline.planning.fastest import ALIKE, Candidate, choice_in_words, fastest
 from pipeline.planning.page import StagePlanner, fits, lacking
 from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
@@ -57,7 +57,6 @@ def by_hand(
     planner, resolved = stage_planner(stage, given(stage, models, *words, *flag_words(flags), ranks=ranks), target, {})
     plan, needs = planner.memory(resolved), planner.needs(resolved)
     seconds = sum(planner.seconds(resolved, plan)[0].values())
-    seconds += GIVEN_BACK_S if plan.slots and not plan.keeps_rollout else 0.0
     return seconds / needs.steps_each, plan.reserved()[0], sum(lacking(plan, target, high=True))
 
 
@@ -333,5 +332,4 @@ def test_the_seconds_are_those_of_one_of_a_rollouts_steps(models):
     planner, resolved = stage_planner(PPO, given(PPO, models, *words), gpu(4 * GIB), {})
     choice = fastest(planner, resolved)
     whole = sum(planner.seconds(choice.resolved, choice.plan)[0].values())
-    whole += GIVEN_BACK_S if choice.plan.slots and not choice.plan.keeps_rollout else 0.0
     assert not choice.lacks and choice.seconds == pytest.approx(whole / 4)
