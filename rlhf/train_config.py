@@ -129,7 +129,7 @@ def stages_alone(own: Iterable[str]) -> TrainConfig:
 
 
 def idle_flags(
-    overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str] = ()
+    overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str]
 ) -> Iterator[str]:
     """Yield a line for each flag of a stage, section -> words, that is not `chosen`; later ones read its folder.
 

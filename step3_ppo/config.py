@@ -274,8 +274,8 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _rollouts_of_a_device_divide(self) -> Self:
         # With --train_batch_size an optimizer step's rows are known with the ranks (`with_ranks`).
-        counted = self.sampling.generation_batches and not self.optimizer.train_batch_size
-        if counted and (fault := self.rollout_size(1).fault):
+        is_known = self.sampling.generation_batches and not self.optimizer.train_batch_size
+        if is_known and (fault := self.rollout_size(1).fault):
             raise ValueError(fault)
         return self
 

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from pipeline.checkpoints.shared_names import code, data_name, fenced, table
-from pipeline.run.evaluations import evaluations, metrics_lines, samples
+from pipeline.run.evaluations import comparable, evaluations, metrics_lines, samples
 from pipeline.run.run import Run
 
 MAX_POINTS = 10
@@ -20,8 +20,8 @@ OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval
 
 
 def evaluated(run: Run, step: int) -> list[dict[str, Any]]:
-    """Return the first and the last evaluation up to `step`; [] without any."""
-    lines = [line for line in evaluations(run.folder) if line["step"] <= step]
+    """Return the first and the last evaluation up to `step` that are comparable; [] without any."""
+    lines = comparable([line for line in evaluations(run.folder) if line["step"] <= step])
     return [lines[0], lines[-1]] if lines else []
 
 

@@ -53,19 +53,20 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
-    target, origin = planner.target, f"{CHOSEN}{planner.target}"
-    before = {} if planner.target.described else chosen_before(stage, resolved)
+    target = planner.target
+    origin = f"{CHOSEN}{target}"
+    before = {} if target.described else chosen_before(stage, resolved)
     if same := {name: value for name, (value, text) in before.items() if target.is_same(text.removeprefix(CHOSEN))}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
-            if fits(began.plan, planner.target):
+            if fits(began.plan, target):
                 return Choice(same, origin, f"{choice_in_words(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
     hardware = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
     why = "began with other flags" if same else f"began on {hardware}"
     line = f"{best.line}{f'; anew, as the run {why}' if before else ''}"
-    return Choice(best.flags, origin, line, expected(best, planner.target))
+    return Choice(best.flags, origin, line, expected(best, target))
 
 
 def expected(candidate: Candidate, target: Target) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Imports no torch.
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,22 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics_lines(run_dir) if '"eval_' in line]
 
 
+def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the evaluations of as many held-out rows as the last one: others, before other flags, are of other rows.
+
+    One that does not say its number counts as one of these.
+    """
+    num_rows = lines[-1].get("eval_rows") if lines else None
+    return [line for line in lines if line.get("eval_rows", num_rows) == num_rows]
+
+
 def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]:
     """Return the first evaluation of a run and its last of as many rows in words; and by what it ends worse.
 
     `held-out perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps
     its best model ends well.
     """
-    lines, figures, worse = evaluations(run_dir), list[str](), list[str]()
-    num_rows = lines[-1].get("eval_rows") if lines else None
-    lines = [line for line in lines if line.get("eval_rows", num_rows) == num_rows]  # others are of other rows
+    lines, figures, worse = comparable(evaluations(run_dir)), list[str](), list[str]()
     titles = read_object(meaning_file(run_dir)).get("titles", {})
     for name, better in stage.reached.items():
         title = titles.get(name, name)

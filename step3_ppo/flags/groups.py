@@ -1,5 +1,6 @@
 """The groups of flags that only stage 3 has: prompts, rollouts, coefficients of its methods."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -9,6 +10,13 @@ from pipeline.configuration.groups import DataConfig, Group
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
 from step3_ppo.flags.methods import METHODS, MethodName
+
+
+def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
+    """Raise ValueError for a flag that is not at its default, with the reason why nothing reads it."""
+    for name, reason in reasons.items():
+        if getattr(group, name) != type(group).model_fields[name].default:
+            raise ValueError(f"{name}: {reason}; leave it out")
 
 
 class PromptDataConfig(DataConfig):
@@ -30,8 +38,8 @@ class PromptDataConfig(DataConfig):
 
     @model_validator(mode="after")
     def _weight_is_of_a_loss(self) -> Self:
-        if not self.unsupervised_data_path and self.unsup_coef != type(self).model_fields["unsup_coef"].default:
-            raise ValueError("unsup_coef: only unsupervised_data_path has a ptx loss; leave it out")
+        if not self.unsupervised_data_path:
+            refuse_unread(self, {"unsup_coef": "only unsupervised_data_path has a ptx loss"})
         return self
 
 
@@ -324,9 +332,7 @@ class PPOCoefficients(Group):
             reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "off_policy_weights is none")
         if not weights.endswith("_mask"):
             reasons["off_policy_low"] = "only off_policy_weights with a mask have a lower limit"
-        for name, reason in reasons.items():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name}: {reason}; leave it out")
+        refuse_unread(self, reasons)
         return self
 
     @model_validator(mode="after")

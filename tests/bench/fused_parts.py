@@ -93,9 +93,8 @@ def liger_parts() -> dict[str, Part]:
         return {}
 
     def loss(reduction: str, *given: Tensor) -> Tensor:
-        values: Tensor = head.LigerFusedLinearCrossEntropyFunction.apply(*given, None, None, -100, 0.0, 0.0, reduction)[
-            0
-        ]
+        compute = head.LigerFusedLinearCrossEntropyFunction.apply
+        values: Tensor = compute(*given, None, None, -100, 0.0, 0.0, reduction)[0]
         return values
 
     return {

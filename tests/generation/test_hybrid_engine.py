@@ -217,7 +217,7 @@ def test_what_an_update_takes_is_counted_without_what_it_leaves(monkeypatch, cyc
     monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (1, 1))
     calls: list[int] = []
     monkeypatch.setattr(
-        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: bool(calls.append(taken)) or True
+        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: calls.append(taken) or True
     )
     hybrid = hybrid_of(engine_of(opt(), 0))
     for held, peaks in cycles:
