@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.files import has_config, read_object
 from pipeline.reporting.records import RunRecord, is_number
-from pipeline.run.evaluations import comparable, without_rounding
+from pipeline.run.evaluations import without_rounding
 
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes there
 SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
@@ -44,10 +44,10 @@ class Change:
 
 
 def changes(run: RunRecord, names: Sequence[str]) -> list[Change]:
-    """Return the numbers of these names at the first and the last comparable evaluation, as metrics.jsonl has them."""
+    """Return the numbers of these names at the first and the last evaluation of a run, as metrics.jsonl has them."""
     evaluations, found = run.evaluations, list[Change]()
     for name in names:
-        lines = comparable([line for line in evaluations if name in line])
+        lines = [line for line in evaluations if name in line]
         values = [line[name] if is_number(line[name]) else None for line in lines]
         if values:
             metric, last = run.metric(name), values[-1] if len(values) > 1 else None
