@@ -2,6 +2,10 @@
 
 cuDNN spends 0.1 s on an execution plan for each new shape, and micro-batches of real lengths have dozens of shapes. A
 shape that recurs is worth the plan; until then flash attention is used, which needs none.
+
+The first plan of all on a machine also compiles cuDNN's kernels: 1.2 s in the forward pass and 1.7 s in the backward
+pass, measured on an H100 with GRPO of Qwen2.5-1.5B, 128 rows of 512 + 512 tokens, whose third step took 7.9 s for 5.0.
+CUDA keeps what was compiled, so in the next run on that machine the same step took 5.2 s.
 """
 
 from collections import Counter

@@ -260,7 +260,8 @@ def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
     # Of a gate one kernel is left of two, and backwards of three; of rotary positions two of ten, and of more.
     assert sum(of_norms.kernels.values()) - sum(fused.kernels.values()) >= layers * (1 + 2 + 8 + 8)
     gate, up = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
-    assert all(a is b for a, b in zip(KeepsGate.apply(gate, up).grad_fn.saved_tensors, (gate, up), strict=True))
+    out = KeepsGate.apply(gate, up)  # torch 2.11 frees what is saved with the output
+    assert all(a is b for a, b in zip(out.grad_fn.saved_tensors, (gate, up), strict=True))
     with PassCounter([gate, up]) as counter:
         KeepsGate.apply(gate, up).backward(torch.ones(3, 4))
     # Forwards it reads two tensors and writes one, backwards it reads three and writes two.
