@@ -126,7 +126,7 @@ def test_these_variants_change_something(found: Found, variant: str) -> None:
 @pytest.mark.parametrize("stage", slow_but([0], [0, 3]))
 def test_with_the_samplers_log_probs_trainer_and_sampler_are_compared(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} sampler"):
-        assert len(mine["first_ratio_error"]) == 2 and all(0 < error < 1e-4 for error in mine["first_ratio_error"])
+        assert len(mine["first_ratio_error"]) == 2 and max(mine["first_ratio_error"]) < 1e-4
 
 
 @pytest.mark.parametrize("stage", slow_but([0], [0, 3]))
