@@ -93,7 +93,7 @@ def start(*, timeout_s: int) -> World:
     rank, size, local_rank = read_environment()
     device = pick_device(local_rank)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size()))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size()))
     if not dist.is_initialized():
         join(device, timedelta(seconds=timeout_s))
     return World(rank, size, device)

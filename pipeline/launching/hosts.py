@@ -147,8 +147,6 @@ def take_cpu_without_gpu(request: LaunchRequest) -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(chosen_devices(request)))))
-    # Threads that wait would else spin, each on a core that the others need where something else is busy too.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def ranks_by_host(request: LaunchRequest) -> list[int]:

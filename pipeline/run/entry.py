@@ -54,6 +54,7 @@ def enter(
         write_report: (folder of the run, flags) is what rank 0 does last where no supervisor does it.
     """
     outlive_console()
+    let_threads_sleep()
     if WAITS in os.environ:
         stage.loop()  # started early, to import it now
         if not has_word():
@@ -86,6 +87,14 @@ def enter(
     if own_rank() == 0 and supervisor_name() is None:
         write_report(run_dir, resolved)
     return code
+
+
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait, unless OMP_WAIT_POLICY is set. Read once, when torch is imported.
+
+    By default they spin, each on a core that the others need where something else is busy too.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def check_supervised(run: RunConfig) -> None:
@@ -171,6 +180,7 @@ def run_command(work: Callable[[], None]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
     try:
         outlive_console(needs_output=True)
+        let_threads_sleep()
         check_environment()
         raise_on_interrupt()
         work()
