@@ -29,8 +29,10 @@ unexport PYTHONDONTWRITEBYTECODE
 test test-slow test-faults test-hosts: export DS_ACCELERATOR = cpu
 test test-slow test-faults test-hosts: export CUDA_VISIBLE_DEVICES =
 
+# All folders, or some of them: make test FOLDERS="tests/engine tests/kernels"
+FOLDERS ?=
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not slow and not faults and not hosts and not gpu"
+	$(PYTEST) -m "not slow and not faults and not hosts and not gpu" $(FOLDERS)
 
 # Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/5`.
 SHARDS ?= 1/5 2/5 3/5 4/5 5/5

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from pipeline.errors import InputError
+from pipeline.run.entry import let_threads_sleep
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")
@@ -34,6 +35,7 @@ def say(text: str) -> None:
 def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     """All of the demo with one seed; returns what was measured."""
     started = time.monotonic()
+    let_threads_sleep()
     import transformers  # here, with what imports torch: `--help` is quick
 
     from demo.make import make_data, make_model

@@ -28,7 +28,7 @@ from step1_sft.config import SFTConfig
 Words = tuple[object, ...]
 
 ROWS_PER_STEP = 8
-# Adam's first step is rate * g / (|g| + eps). Gradients that were summed in another order differ by rounding, weights by
+# Adam's first step is rate * g / (|g| + eps). Gradients summed in another order differ by rounding, and weights by
 # at most rate / eps times as much: with this eps by no more than gradients. (With 1e-6 it was 2,000 times as much.)
 RATE = 2e-3
 PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
