@@ -1,4 +1,7 @@
-"""The metrics of stage 3 by DPO, IPO or KTO; an implicit reward is beta times a log-ratio to the reference."""
+"""The metrics of stage 3 by DPO, IPO or KTO; an implicit reward is beta times a log-ratio to the reference.
+
+The log-ratio is a response's, summed over its tokens; of IPO with the log-ratios `mean` it is their mean.
+"""
 
 from pipeline.training.metrics import SUPERVISED, Metric
 
@@ -11,13 +14,17 @@ METRICS: dict[str, Metric] = SUPERVISED | {
         title="accuracy",
     ),
     "margin": Metric(
-        "mean reward of chosen minus that of rejected responses",
+        "mean implicit reward of chosen minus that of rejected responses; of ipo with ipo_log_ratios mean per token",
         "nats",
         better=1,
         title="margin of chosen over rejected",
     ),
-    "mean_chosen_reward": Metric("mean implicit reward of chosen responses", better=0, title="reward of chosen"),
-    "mean_rejected_reward": Metric("mean implicit reward of rejected responses", better=0, title="reward of rejected"),
+    "mean_chosen_reward": Metric(
+        "mean implicit reward of chosen responses, as in margin", better=0, title="reward of chosen"
+    ),
+    "mean_rejected_reward": Metric(
+        "mean implicit reward of rejected responses, as in margin", better=0, title="reward of rejected"
+    ),
     "kl": Metric(
         "mean over the tokens of all responses of log pi - log pi_ref (k1); they are the data's, not the policy's: "
         "below 0 where the policy leaves them",

@@ -42,23 +42,38 @@ METRICS: dict[str, Metric] = SHARED | {
         "policy",
         better=1,
     ),
-    "policy/weights_cut": Metric("share of tokens whose off-policy weight was cut or is 0", "share", "policy"),
-    "policy/weights_rejected": Metric("share of responses whose off-policy weights are all 0", "share", "policy"),
+    "policy/weights_cut": Metric(
+        "share of tokens whose off-policy weight was cut or is 0; absent with old_log_probs sampler", "share", "policy"
+    ),
+    "policy/weights_rejected": Metric(
+        "share of responses whose off-policy weights are all 0; absent with old_log_probs sampler", "share", "policy"
+    ),
     "policy/clipfrac": Metric(
-        "share of tokens whose clipped objective is the smaller", "share", "policy", better=0, title="clipped tokens"
+        "share of tokens to which the policy loss gives no gradient: their ratio is beyond the clip range or above "
+        "dual_clip; of cispo share of those whose ratio is above ratio_cap, which keep theirs",
+        "share",
+        "policy",
+        better=0,
+        title="clipped tokens",
     ),
     "policy/approx_kl": Metric(
         "estimate of KL(old || new) per token", "nats", "policy", better=0, title="KL of the update"
     ),
     "loss/policy": Metric(
-        "clipped policy loss per response token, without the other terms below", "number", better=0, title="policy loss"
+        "policy loss in the mean of loss_aggregation, times off-policy weights, without the other terms below",
+        "number",
+        better=0,
+        title="policy loss",
     ),
-    "loss/kl": Metric("KL of the loss (kl_in_loss) per response token, times kl_coef", better=0),
+    "loss/kl": Metric("KL of the loss (kl_in_loss) in the mean of loss_aggregation, times kl_coef", better=0),
     "loss/entropy_bonus": Metric(
-        "entropy that the loss is less by, per response token, times entropy_coef", better=0, title="entropy bonus"
+        "entropy that the loss is less by, in the mean of loss_aggregation, times entropy_coef",
+        better=0,
+        title="entropy bonus",
     ),
     "loss/positive_nll": Metric(
-        "negative log-likelihood per token of right responses, times positive_nll_coef; 0 where none is",
+        "negative log-likelihood of right responses, in the mean of loss_aggregation over them, times "
+        "positive_nll_coef; 0 where none is",
         title="loss of right responses",
     ),
     "loss/value": Metric("value loss per response token", "squared score", title="value loss"),

@@ -132,7 +132,9 @@ class RewardConfig(Group):
         needs="a reward model",
     )
     reward_scaling: Literal["none", "batch", "running"] = flag(
-        "none", "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum"
+        "none",
+        "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum; a reward "
+        "model's takes the place of its stored std, and reward_clip cuts the quotient",
     )
     eval_samples_per_prompt: int = flag(
         1,
@@ -167,7 +169,9 @@ class PPOCoefficients(Group):
         "clipped", "PPO's clipped loss, or cispo: each token keeps a gradient, its ratio is capped"
     )
     policy_ratio: Literal["token", "sequence"] = flag(
-        "token", "The probability ratio: of a token, or the geometric mean of its response's (GSPO)"
+        "token",
+        "The probability ratio: of a token, or the geometric mean of its response's (GSPO, published with "
+        "loss_aggregation sequence_mean and a policy_clip of about 3e-4)",
     )
     policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange epsilon")
     policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as policy_clip", ge=0)
@@ -177,15 +181,16 @@ class PPOCoefficients(Group):
     ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = flag(
         "token_mean",
-        "Mean of the policy loss: over all tokens, over responses of the mean of each, or constant: sums of responses "
-        "over max_answer_seq_len (Dr. GRPO)",
+        "Mean of the policy loss and its further terms: over all tokens, over responses of the mean of each, or "
+        "constant: sums of responses over max_answer_seq_len (Dr. GRPO)",
     )
     off_policy_weights: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = flag(
         "auto",
-        "Weigh the loss by the trainer's over the sampler's probability of a token, a response or its mean token, cut "
-        "at a cap or 0 beyond limits; auto: token_truncate for adapters that are merged in 16 bits, else none",
+        "Weigh the policy loss, not its further terms, by the trainer's over the sampler's probability of a token, a "
+        "response or its mean token, cut at a cap or 0 beyond limits; auto: token_truncate for adapters that are "
+        "merged in 16 bits, else none",
         before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest of these weights", gt=0)

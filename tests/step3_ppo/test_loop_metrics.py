@@ -77,6 +77,15 @@ def test_a_first_update_without_a_reward_has_no_ratio(world, trained_folders, tm
     assert loop.state.skipped_updates == 1
 
 
+def test_shares_of_off_policy_weights_are_of_the_trainers_pass(world, trained_folders, tmp_path):
+    """Without that pass, with the sampler's log-probabilities, they are absent, and not 0."""
+    shares = {"policy/weights_cut", "policy/weights_rejected"}
+    for old, found in (("trainer", shares), ("sampler", set())):
+        settings = {"off_policy_weights": "token_truncate", "accumulation": 2, "old_log_probs": old}
+        loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **settings))
+        assert shares & set(loop.iterate()[0]) == found
+
+
 def test_rates_and_mfu_count_the_real_tokens_of_each_step(world, trained_folders, tmp_path, fast_device):
     """Three prompts fill three quarters of a rollout of four; the text of the ptx loss is trained on as well."""
     text = TextLoader()
