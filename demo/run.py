@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from pipeline.errors import InputError
-from pipeline.run.entry import let_threads_sleep
+from pipeline.processes import let_threads_sleep
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = Path("output/demo")

@@ -104,6 +104,14 @@ def is_of_train() -> bool:
     return os.environ.get(PARENT) == str(os.getppid())
 
 
+def let_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait, unless OMP_WAIT_POLICY is set. Read once, when torch is imported.
+
+    By default they spin, each on a core that the others need where something else is busy too.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def has_word() -> bool:
     """Wait for the word of the process that started this one early; False where that ends, or closes the pipe, instead.
 

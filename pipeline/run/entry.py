@@ -27,7 +27,7 @@ from pipeline.errors import (
     print_error,
 )
 from pipeline.hub import check_push
-from pipeline.processes import WAITS, has_word
+from pipeline.processes import WAITS, has_word, let_threads_sleep
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -87,14 +87,6 @@ def enter(
     if own_rank() == 0 and supervisor_name() is None:
         write_report(run_dir, resolved)
     return code
-
-
-def let_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait, unless OMP_WAIT_POLICY is set. Read once, when torch is imported.
-
-    By default they spin, each on a core that the others need where something else is busy too.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def check_supervised(run: RunConfig) -> None:
