@@ -30,7 +30,8 @@ from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
-from rlhf.train_config import TrainConfig, known_model
+from rlhf.starts import base_of, start_lines
+from rlhf.train_config import TrainConfig
 from rlhf.train_plan import (
     Plan,
     PlannedStage,
@@ -84,18 +85,17 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
     return missing
 
 
-def base_of(planned: PlannedStage) -> str:
-    """Return the model that the first trained model of a stage starts from."""
-    prefix = next(iter(planned.stage.starts))
-    return str(dict(flat_items(planned.resolved.config))[planned.stage.path_flag(prefix)])
-
-
 def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
     """Raise InputError if a stage needs a model that does not exist and that no stage of this run makes."""
     errors = []
     for flag, source in missing_inputs(plan).items():
         make = command_for(source.stage.number, argv, prog)
-        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}")
+        hint = (
+            "; --actor-model MODEL starts from that"
+            if source.stage.makes_chat_model and "actor_model" not in plan.given
+            else ""
+        )
+        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}{hint}")
     if errors:
         raise InputError("\n".join(errors))
 
@@ -214,10 +214,8 @@ def run(argv: list[str], prog: str) -> int:
     dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     if dry_run:
         outlive_console(needs_output=True)
-    for name in sorted({next(iter(planned.stage.starts.values())).follows for planned in plan.chosen}):
-        if known_model(model := getattr(plan.config, f"{name}_model")) is None:
-            note = "no preset; the built-in defaults hold where --config and flags say nothing"
-            print(f"note: --{name}-model {model}: {note}", flush=True)
+    for line in start_lines(plan):
+        print(f"note: {line}", flush=True)
     if {2, 3} <= {*plan.config.step}:
         read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
         if plan.stages[2].model_dir not in map(Path, read):

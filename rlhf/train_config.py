@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,8 @@ from rlhf.stages import METHODS, NUMBERS, STAGES
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
 OPT = "facebook/opt-"
+# Most weights of a model folder -> the preset of its size; bounds between the sizes of families, chosen by hand.
+PRESETS_BY_SIZE = {50e6: "", 0.8e9: "small", 2.4e9: "1b", 5e9: "3b", 10e9: "8b"}
 # Launchers put names of hosts into command lines of other machines: nothing that a shell or ssh would act on.
 HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
 
@@ -131,7 +134,9 @@ def stages_alone(own: Iterable[str]) -> TrainConfig:
 def idle_flags(
     overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str]
 ) -> Iterator[str]:
-    """Yield a line for each flag of a stage, section -> words, that is not `chosen`; later ones read its folder.
+    """Yield a line for each flag of a stage, section -> words, that is not `chosen`.
+
+    No line for its folder and the start of stage 1, which later ones may read.
 
     given: flags of `rlhf train` itself.
     """
@@ -139,7 +144,8 @@ def idle_flags(
     if of_reward_models in given and not {"reward", "ppo"} & set(chosen):
         yield f"--{of_reward_models} changes nothing: no stage that runs has a reward model or a critic"
     for section in (section for section in overrides if section not in chosen):
-        for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name != "output_dir"):
+        read = ("output_dir", "model_name_or_path") if section == STAGES[0].section else ("output_dir",)
+        for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name not in read):
             yield f"--{section}.{name} changes nothing: {section} is not among the stages that run"
 
 
@@ -180,7 +186,7 @@ def model_families() -> list[dict[str, list[Any]]]:
 
 
 def known_model(model: str) -> KnownModel | None:
-    """Return what is known of a base model by its name or hub id; None for a folder or any other hub id.
+    """Return what is known of a base model by its name or hub id, of a folder by its number of weights; None: nothing.
 
     Raises:
         InputError: it looks like the name of a known model, or is near one; or it is a preset of stage 1 alone.
@@ -201,13 +207,25 @@ def known_model(model: str) -> KnownModel | None:
             f"launch/presets/{model}.{STAGES[0].section}.yaml"
         )
     if "/" in model or Path(model).exists():
-        return None
+        preset = preset_of_size(Path(model))
+        return KnownModel(preset, model, model) if preset else None
     hint = nearest(model, [*SIZES, *names])
     if hint or re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model):
         raise InputError(
             f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder{hint}"
         )
     return None
+
+
+def preset_of_size(folder: Path) -> str:
+    """Return the preset for models of as many weights as those in a folder; "" for none, or for no model."""
+    from pipeline.models.weight_files import read_header  # with what reads tensors
+
+    count = 0
+    with suppress(InputError):  # the check of the model reports it
+        for file in folder.expanduser().glob("model*.safetensors"):
+            count += sum(map(prod, read_header(file)[0].values()))
+    return next((preset for most, preset in PRESETS_BY_SIZE.items() if count <= most), "")
 
 
 def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, load_yaml, parse, read_yaml, scan
+from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, load_yaml, parse, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
-from pipeline.configuration.stage import Stage, Start
+from pipeline.configuration.stage import Stage
 from pipeline.errors import ContradictionError, InputError, nearest
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
@@ -19,6 +19,7 @@ from pipeline.launching.target import Target, parse_target
 from pipeline.run.earlier_runs import automatic_words
 from pipeline.run.settled import leaves_share, resolve_splits
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
+from rlhf.starts import chained_flags, given_values, outputs_of, preset_of_run, takes_method, with_named_start
 from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
@@ -97,7 +98,13 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     for number, kind in sorted(kinds.items()):
         try:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
-            stages[number] = plan_stage(kind, config, config_file=file, override=override, before=stages)
+            in_file, values = given_values(kind, config, file, override)
+            config = with_named_start(config, kind.starts_given(values), values, given)
+            named = with_reward_model(config)
+            outputs = outputs_of(stages, named, given)
+            stages[number] = plan_stage(
+                kind, named, values, outputs, stages, config_file=file, in_file=in_file, override=override
+            )
         except InputError as error:
             if isinstance(error, ContradictionError) and number > max(chosen):
                 continue  # it does not run, and no stage that runs reads what it would write
@@ -108,7 +115,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
         print(f"note: {line}")
     resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
-    return Plan(config, stages, given)
+    return Plan(with_reward_model(config), stages, given)
 
 
 def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
@@ -119,11 +126,6 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
     argv = planned.argv if resolved is planned.resolved else argv
     return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
-
-
-def takes_method(stage: Stage, method: str) -> bool:
-    """Return True if a stage has a flag for this value of --method; one with a single method need not."""
-    return method in stage.methods and "method" in Names(stage.config).known
 
 
 def is_common(name: str, stages: Collection[Names]) -> bool:
@@ -184,7 +186,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
-    return with_reward_model(stages_alone(own) if errors else config), given, errors
+    return stages_alone(own) if errors else config, given, errors
 
 
 def has_sections(config_file: str) -> bool:
@@ -203,32 +205,43 @@ def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
 
 
 def plan_stage(
-    stage: Stage, config: TrainConfig, *, config_file: str, override: list[str], before: Mapping[int, PlannedStage]
+    stage: Stage,
+    config: TrainConfig,
+    given: Mapping[str, object],
+    outputs: Mapping[str, str],
+    before: Mapping[int, PlannedStage],
+    *,
+    config_file: str,
+    in_file: Collection[str],
+    override: list[str],
 ) -> PlannedStage:
-    """Return one planned stage; `before` are the stages whose output it may read."""
-    names = Names(stage.config).known
-    in_file = read_yaml(config_file, stage.section, SECTIONS)[0] if config_file else {}
-    method = {"method": config.method} if takes_method(stage, config.method) else {}
-    given = method | {names.get(name, name): value for name, value in in_file.items()}
-    given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
+    """Return one planned stage; `before` are the stages whose `outputs` it may read. See `given_values`."""
     starts = stage.starts_given(given)
-    follows = next(iter(starts.values())).follows
-    known = known_model(config.reward_model if follows == "reward" else config.actor_model)
-    argv = []
-    if known and (preset := launch_file(f"presets/{known.preset}.{stage.section}.yaml")).is_file():
-        argv = ["--preset", path_from_here(preset)]
-    if config_file:
-        argv += ["--config", config_file]
-    outputs = {planned.stage.section: planned.model_dir for planned in before.values()}
+    first, start = next(iter(starts.items()))
+    model = config.reward_model if start.follows == "reward" else config.actor_model
+    known = known_model(model)
+    method = {"method": config.method} if takes_method(stage, config.method) else {}
     of_method = {} if method == {"method": METHODS[0]} else method
     following = chained_flags(stage, starts, Path(config.output_dir), outputs, given) | of_method
-    following |= known.flags if known else {}
-    replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
-    for name, value in (replaceable | inherited_flags(starts, config)).items():
-        argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
-    argv = overridden(stage, argv, override)
+
+    def words_of(preset: str, flags: Mapping[str, str]) -> list[str]:
+        file = launch_file(f"presets/{preset}.{stage.section}.yaml")
+        argv = ["--preset", path_from_here(file)] if preset and file.is_file() else []
+        if config_file:
+            argv += ["--config", config_file]
+        replaceable = {name: value for name, value in (following | flags).items() if name not in in_file}
+        for name, value in (replaceable | inherited_flags(starts, config)).items():
+            argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
+        return overridden(stage, argv, override)
+
+    argv = words_of(known.preset, known.flags) if known else words_of("", {})
     resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     run_dir = stage.run_folder(resolved.config.run)
+    # A run that began before a model's preset was found by its folder or by this flag has the one that it began with.
+    is_found = Path(model).is_dir() or model == given.get(stage.path_flag(first))
+    if is_found and (began := preset_of_run(stage, resolved.config.run)) not in (None, known.preset if known else ""):
+        argv = words_of(began or "", {})
+        resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
     chosen = automatic_words(resolved, run_dir) or []
     for number, flag in stage.gives_up.items():
         other = before[number].run_dir if number in before else None
@@ -257,23 +270,6 @@ def path_from_here(path: Path) -> str:
     """Return `path` as a user in the working folder would type it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
-
-
-def chained_flags(
-    stage: Stage, starts: Mapping[str, Start], out: Path, outputs: Mapping[str, Path], given: Mapping[str, object]
-) -> dict[str, str]:
-    """Return the folders that follow from the stages before; a --config file or an override (`given`) may name others.
-
-    A model that starts as the stage's first one does, a critic as its actor, follows what is given for that one.
-    """
-    first = next(iter(starts))
-    by_hand = given.get(Stage.path_flag(first))
-    folders = {
-        Stage.path_flag(prefix): str(by_hand if by_hand and start == starts[first] else outputs.get(start.section, out))
-        for prefix, start in starts.items()
-        if start.section
-    }
-    return folders | {"output_dir": str(out / stage.folder)}
 
 
 def as_override(line: str, section: str) -> str:
