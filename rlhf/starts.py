@@ -1,7 +1,8 @@
-"""What stages start from: folders of stages before them, or a base model, and whose preset a start brings."""
+"""What stages start from, whose preset that brings, and on which GPUs of this machine they start."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,9 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, Start
 from pipeline.errors import InputError
 from pipeline.files import has_config, read_object
-from pipeline.run.earlier_runs import earlier_settings
+from pipeline.launching.free_gpus import choose_gpus
+from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
+from pipeline.run.layout import done_file, environment_file
 from rlhf.stages import SECTIONS
 from rlhf.train_config import TrainConfig, known_model
 
@@ -128,3 +131,32 @@ def start_lines(plan: "Plan") -> Iterator[str]:
                 yield f"{section} starts from {path}, which stage {source.stage.number} made"
             elif path == base_of(source) and not source.model_dir.exists():
                 yield f"{section} starts from {path} itself: there is no {source.model_dir}"
+
+
+def on_free_gpus(plan: "Plan", *, starts: bool) -> "Plan":
+    """Return the plan with the launcher's flags for free GPUs (--deployment-type auto), and print which these are.
+
+    starts: False for a dry run. Raises EnvironmentFault: too few are free.
+    """
+    config, flags, line = plan.config, {"deployment_type": "single_node"}, ""
+    if config.deployment_type != "auto":
+        return plan
+    if not (config.include or config.exclude):
+        had, has_ended = ranks_before(plan)
+        flags, line = choose_gpus(config.num_gpus, had, starts=starts and not has_ended)
+    if line:
+        print(f"note: {line}", flush=True)
+    return replace(plan, config=config.model_copy(update=flags))
+
+
+def ranks_before(plan: "Plan") -> tuple[int, bool]:
+    """Return the ranks of the last chosen stage whose run is there (0: none), and True where all have ended."""
+    had, has_ended = 0, True
+    for planned in plan.chosen:
+        run = planned.resolved.config.run
+        saved = checkpoint_state(planned.run_dir, run.resumes_from)[1]
+        done = read_object(done_file(planned.run_dir)) if run.resumes_from == "auto" else {}
+        last = read_object(environment_file(planned.run_dir)).get("num_ranks", 0) if done else 0
+        had = saved.get("world_size", last) or had
+        has_ended = has_ended and bool(done) and run.max_steps <= done.get("steps", 0)
+    return had, has_ended

@@ -30,7 +30,7 @@ from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
-from rlhf.starts import base_of, start_lines
+from rlhf.starts import base_of, on_free_gpus, start_lines
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import (
     Plan,
@@ -201,6 +201,9 @@ def run(argv: list[str], prog: str) -> int:
     plan = make_plan(argv, prog=prog)
     if shows_data(planned.resolved for planned in plan.chosen):
         return show_rows(plan)
+    dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
+    if target_of(plan) is None:
+        plan = on_free_gpus(plan, starts=not dry_run)
     check_stages(plan)
     bases = dict[str, str]()  # folders that a plan for another machine takes as if they were there -> their start
     if target_of(plan) is None:
@@ -211,7 +214,6 @@ def run(argv: list[str], prog: str) -> int:
         bases = {str(planned.model_dir): base_of(planned) for planned in sources}
     check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
-    dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     if dry_run:
         outlive_console(needs_output=True)
     for line in start_lines(plan):

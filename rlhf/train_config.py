@@ -52,8 +52,8 @@ class TrainConfig(Group):
     )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
     method: Literal[METHODS] = flag(METHODS[0], f"of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]
-    deployment_type: Literal["single_gpu", "single_node", "multi_node"] = flag(
-        "single_gpu", "single_gpu, single_node or multi_node"
+    deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = flag(
+        "auto", "auto: all free GPUs here; single_gpu, single_node, multi_node"
     )
     actor_model: str = flag("1.3b", "66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
     reward_model: str = flag("auto", "auto: 350m, or of the actor's family", kind="path")

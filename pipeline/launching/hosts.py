@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.launching.machine import check_device_count, count_gpus, count_present_gpus
+from pipeline.launching.machine import check_device_count, count_gpus, count_present_gpus, visible_gpus
 from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
 from pipeline.rendezvous import LOOPBACK
@@ -131,12 +131,10 @@ def chosen_devices(request: LaunchRequest) -> list[str]:
         hosts = {"localhost": count_present_gpus()}
         chosen = chosen_gpus(hosts, included=request.include, excluded=request.exclude)
         return [str(number) for number in chosen.get("localhost", [0])]
-    if not (visible := count_gpus()):
+    if not (visible := visible_gpus()):
         return [str(number) for number in range(request.num_gpus or 1)]
     check_device_count(request.num_gpus)
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(visible)))
-    count = request.num_gpus or (1 if request.deployment == "single_gpu" else visible)
-    return [name.strip() for name in names.split(",") if name.strip()][:count]
+    return visible[: request.num_gpus or (1 if request.deployment == "single_gpu" else None)]
 
 
 def take_cpu_without_gpu(request: LaunchRequest) -> None:

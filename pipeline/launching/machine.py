@@ -48,6 +48,13 @@ def count_gpus() -> int:
     return min(count, present)
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them, else by number. See `count_gpus`."""
+    count = count_gpus()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in names.split(",") if name.strip()][:count]
+
+
 def device_kind() -> Literal["cpu", "cuda"]:
     """Return torch's name for the devices of this machine; AMD's GPUs are cuda to it too."""
     return "cuda" if count_gpus() else "cpu"

@@ -6,7 +6,7 @@ import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,25 @@ def write_program(path: Path, text: str) -> Path:
     return path
 
 
-def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, str]:
-    """An environment in which launch scripts meet the stubs; notes go to `folder`/log.jsonl."""
+def nvidia_smi(gpus: int, held: Mapping[int, str]) -> str:
+    """A stand-in for nvidia-smi: so many GPUs, of which some are held: number -> process, or "" for one unseen."""
+    table = [f"{i}, GPU-{i}, {9000 if i in held else 3}, Disabled" for i in range(gpus)]
+    apps = [f"GPU-{i}, {pid}" for i, pid in held.items() if pid]
+    answers = {"--query-gpu=index*": table, "--query-compute-apps*": apps}
+    answers["*"] = [f"GPU {i}: NVIDIA (UUID: GPU-{i})" for i in range(gpus)]
+    cases = "\n".join(f"{words}) cat <<'END'\n{chr(10).join([*rows, 'END'])}\n;;" for words, rows in answers.items())
+    return f"#!/bin/sh\ncase $1 in\n{cases}\nesac\n[ {gpus} -gt 0 ]\n"
+
+
+def stub_environment(
+    folder: Path, *, gpus: int = 0, held: Mapping[int, str] | None = None, **more: str
+) -> dict[str, str]:
+    """An environment in which launch scripts meet the stubs; notes go to `folder`/log.jsonl. held: see `nvidia_smi`."""
     bin_dir = folder / "bin"
     python = write_program(bin_dir / "python", PYTHON_STUB.format(python=shlex.quote(sys.executable)))
     rank = write_program(folder / "site/rank.py", RANK_STUB)
     write_program(folder / "site/sitecustomize.py", SITE_STUB.format(stub=str(rank)))
-    listing = "\n".join(f"echo 'GPU {i}: NVIDIA (UUID: GPU-{i})'" for i in range(gpus))
-    write_program(bin_dir / "nvidia-smi", f"#!/bin/sh\n{listing}\n[ {gpus} -gt 0 ]\n")
+    write_program(bin_dir / "nvidia-smi", nvidia_smi(gpus, held or {}))
     hidden = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONWARNINGS", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     path = f"{bin_dir}:{os.environ['PATH']}"
@@ -138,10 +149,12 @@ def stub_environment(folder: Path, *, gpus: int = 0, **more: str) -> dict[str, s
     return {**kept, "PATH": path, **stubs, **more}
 
 
-def train(folder: Path, *words: str, gpus: int = 2, **more: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, *words: str, gpus: int = 2, held: Mapping[int, str] | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
     """The finished process of `python train.py WORDS`, run in `folder`; forked, which is sooner than a fresh one."""
     files = output_files(folder)
-    process = forks.start(train_child, words, folder, stub_environment(folder, gpus=gpus, **more), files)
+    process = forks.start(train_child, words, folder, stub_environment(folder, gpus=gpus, held=held, **more), files)
     done = ended([process], files)
     return subprocess.CompletedProcess(words, done.code, done.stdout, done.stderr)
 
