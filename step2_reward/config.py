@@ -42,7 +42,7 @@ class RewardConfig(SupervisedConfig):
 
 
 class RewardEvalConfig(Group):
-    """Evaluate a reward model on held-out pairs: accuracy, margins, calibration, and what trivial rules reach."""
+    """Evaluate a reward model on pairs: accuracy, margins, calibration, and what trivial rules reach."""
 
     model: str = flag(
         "output/reward",
@@ -52,13 +52,18 @@ class RewardEvalConfig(Group):
         positional=True,
         ignored=TOKEN_FLAGS,
     )
-    data_path: list[str] = flag(..., "Pairs; the held-out rows are scored", min_length=1, kind="path")
+    data_path: list[str] = flag(..., "Pairs to score", min_length=1, kind="path")
+    eval_split: Literal["auto", "all", "held_out"] = flag(
+        "auto",
+        "all: all pairs; held_out: those that a run with these paths holds out; auto: all, or held_out with "
+        "--eval_fraction",
+    )
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(
         512, "Tokens, at most the model's positions; longer pairs lose the left of their prompt", ge=8
     )
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data_seed: it chooses the held-out prompts", ge=0)
-    eval_data_path: list[str] = flag([], "Pairs that are all scored, not those held out of --data_path", kind="path")
+    eval_data_path: list[str] = flag([], "Pairs that are all scored, in place of --data_path", kind="path")
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

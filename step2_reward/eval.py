@@ -1,4 +1,4 @@
-"""Evaluate a reward model on held-out pairs: `python -m step2_reward.eval output/reward --data_path ...`.
+"""Evaluate a reward model on pairs: `python -m step2_reward.eval output/reward --data_path ...`.
 
 The flags are read, and `--help` answered, before torch is imported.
 """
@@ -17,15 +17,18 @@ from step2_reward.config import RewardEvalConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Evaluate the reward model of a folder on held-out pairs; returns the exit code."""
+    """Evaluate the reward model of a folder on pairs; returns the exit code."""
 
     def work() -> None:
         words = sys.argv[1:] if argv is None else argv
-        options = command_flags(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval").config
+        resolved = command_flags(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval")
+        options = resolved.config
+        by_fraction = options.eval_split == "auto" and resolved.is_given("eval_fraction")
         check_reward_model(options.model, "--model")
         from step2_reward.pair_scores import evaluate_folder, lines
 
-        found = evaluate_folder(options)
+        is_split = not options.eval_data_path and (options.eval_split == "held_out" or by_fraction)
+        found = evaluate_folder(options, "split" if is_split else "all")
         print(json.dumps(found) if options.json_output else "\n".join(lines(found)))
 
     return run_command(work)

@@ -1,10 +1,10 @@
-"""Scores of held-out pairs, and what they say."""
+"""Scores of pairs, and what they say."""
 
 import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -12,9 +12,10 @@ import transformers
 from pipeline import dist
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
+from pipeline.data.counts import Counts
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
-from pipeline.errors import InputError
+from pipeline.errors import InputError, counted
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
@@ -108,13 +109,15 @@ def score_statistics(scores: PairScores) -> tuple[float, float]:
     return measured_constants(torch.cat([scores.chosen, scores.rejected]))
 
 
-def report(scores: PairScores, texts: tuple[list[str], list[str]]) -> dict[str, Any]:
-    """Everything that the command prints, as JSON values."""
+def report(scores: PairScores, texts: tuple[list[str], list[str]], counts: Counts) -> dict[str, Any]:
+    """Everything that the command prints, as JSON values; counts: of the rows that were read."""
     chosen, rejected = scores.chosen.tolist(), scores.rejected.tolist()
     lengths = scores.chosen_lengths.int().tolist(), scores.rejected_lengths.int().tolist()
     mean, std = score_statistics(scores)
     return {
         "pairs": len(chosen),
+        "pairs_given": len(chosen) + counts.fates["left out"] + counts.fates["dropped"],
+        "not_scored": [line for line in counts.lines() if line.split()[1] not in ("cut:", "kept:")],
         "accuracy": asdict(accuracy(chosen, rejected)),
         "margin": asdict(mean_margin(chosen, rejected)),
         "score_mean": mean,
@@ -162,11 +165,13 @@ def lines(found: dict[str, Any]) -> list[str]:
     said, gain = found["verdict"], found["verdict"]["gain"]
     error = "" if gain["standard_error"] is None else f" +- {gain['standard_error']:.3f}"
     word = "better" if said["is_better"] else "NOT shown to be better"
-    return [*shown, f"verdict: {word} than '{said['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs"]
+    shown.append(f"verdict: {word} than '{said['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs")
+    given, why = found["pairs_given"], found["not_scored"]
+    return [*shown, "; ".join([f"scored {found['pairs']} of {counted(given, 'pair')}", *why])]
 
 
-def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
-    """Score the held-out pairs of `--data_path` with the model of `--model` on this machine's device."""
+def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) -> dict[str, Any]:
+    """Score the pairs of `--data_path`, all or those held out, with the model of `--model` on this machine's device."""
     transformers.logging.disable_progress_bar()
     tokenizer, source = load_tokenizer(options.model), ModelSource(options.model)
     if tokenizer.chat_template is None:
@@ -177,12 +182,11 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         rows="pairs",
         shares=(1,),
         title="reward",
-        data_path=tuple(options.data_path),
+        data_path=tuple(options.eval_data_path or options.data_path),
         data_split="none",
-        held_out_only=True,
+        held_out_only=scored,
         eval_fraction=options.eval_fraction,
         seed=options.data_seed,
-        eval_data_path=tuple(options.eval_data_path),
         column_map=parse_column_map(options.column_map),
         template="tokenizer",
         max_seq_len=max_seq_len,
@@ -191,8 +195,8 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
     data = load_or_build(settings, tokenizer)
     if not len(rows := data.eval):
         paths = " ".join(options.eval_data_path or options.data_path)
-        kinds = "; ".join(data.counts.lines()) or "no row is held out; --eval_fraction 1 takes all"
-        raise InputError(f"{paths}: no pair to score: {kinds}")
+        kinds = [*data.counts.lines(), *(["--eval_split all takes all"] if scored == "split" else [])]
+        raise InputError(f"{paths}: no pair to score: {'; '.join(kinds)}")
     if max_seq_len < options.max_seq_len:
         print(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions", file=sys.stderr)
     for line in data.counts.lines():
@@ -207,7 +211,7 @@ def evaluate_folder(options: RewardEvalConfig) -> dict[str, Any]:
         world_size=1,
         rank=0,
     )
-    return report(score_pairs(model, batches, device), response_texts(rows, tokenizer))
+    return report(score_pairs(model, batches, device), response_texts(rows, tokenizer), data.counts)
 
 
 def pair_collator(pad_id: int) -> Callable[[list[Any]], PairBatch]:

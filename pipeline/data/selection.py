@@ -43,7 +43,7 @@ class DataOptions(TokenizationOptions):
     data_split: sizes 'a,b,c' of the three shares, or 'none' (every share is all records).
     eval_fraction: share of prompts to evaluate on, used if neither eval_data_path nor a source's own split says so.
     balance_lengths: pairs to train on are left out until length says nothing about which response is chosen.
-    held_out_only: True for no row to train on.
+    held_out_only: for no row to train on: split: those held out alone; all: every row counts as held out.
     seed: the seed of all choices.
     column_map: our name of a column -> the sources'.
     template: the chat template, a name that `set_template` takes.
@@ -60,7 +60,7 @@ class DataOptions(TokenizationOptions):
     data_split: str = "2,4,4"
     eval_fraction: float = 0.1
     balance_lengths: bool = False
-    held_out_only: bool = False
+    held_out_only: Literal[False, "split", "all"] = False
     seed: int = 1234
     column_map: Mapping[str, str] = field(default_factory=dict)
     template: str = "auto"
@@ -160,6 +160,7 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
     if options.kind.one_per_prompt:
         evaluation = _distinct_prompts(evaluation, records, counts)
     if options.held_out_only:
+        _count(train, "left out", "not held out", records, counts)
         return Selected(train[:0], evaluation)
     is_evaluated = np.isin(records.prompt_ids(train), records.prompt_ids(evaluation))
     _count(train[is_evaluated], "left out", "prompt is also an evaluation prompt", records, counts)
@@ -192,6 +193,8 @@ def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) ->
     if options.eval_data_path:
         _count(kept[is_held_out], "left out", "test row (eval_data_path is given)", records, counts)
         return Selected(kept[~is_held_out], kept[:0])
+    if options.held_out_only == "all":
+        return Selected(kept[:0], kept)
     if not is_held_out.any():
         is_held_out = _drawn(kept, records, lambda name: uniform("eval", options.seed, name) < options.eval_fraction)
     return Selected(kept[~is_held_out], kept[is_held_out])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.tiny_run import write_lines
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.data.batching import PairBatch, pair_batch
+from pipeline.data.counts import Counts
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 from step2_reward.config import RewardConfig
@@ -136,10 +138,16 @@ def test_the_command_reports_on_held_out_pairs(judge, tmp_path, capsys, as_json)
     assert "Loading weights" not in err
     if not as_json:
         assert "accuracy" in shown and "shorter response" not in shown
-        assert shown.splitlines()[-1].startswith("verdict: NOT shown to be better than 'longer wins': accuracy -")
+        verdict, last = shown.splitlines()[-2:]
+        assert verdict.startswith("verdict: NOT shown to be better than 'longer wins': accuracy -")
+        assert re.fullmatch(rf"scored \d+ of {NUM_PAIRS} pairs; \d+ left out: not held out \(first: .*\)", last)
         return
     found = json.loads(shown)
-    assert 10 <= found["pairs"] <= 30 and found["trivial_rules"]["longer wins"]["mean"] == 1.0
+    assert (
+        10 <= found["pairs"] <= 30
+        and found["pairs_given"] == NUM_PAIRS
+        and found["trivial_rules"]["longer wins"]["mean"] == 1.0
+    )
     assert lines(found)[0].split()[0] == "accuracy"
     weighted = [v["mean"] * v["count"] for v in found["accuracy_by_length"].values()]
     assert sum(weighted) / found["pairs"] == pytest.approx(found["accuracy"]["mean"])
@@ -153,7 +161,7 @@ def test_a_model_of_length_is_told_what_helps(num_right, is_told):
     chosen = torch.tensor([1.0] * num_right + [-1.0] * (40 - num_right))
     lengths = torch.tensor([5.0] * 40), torch.tensor([9.0] * 40)
     scores = PairScores(chosen, -chosen, *lengths, 0.0)
-    shown = "\n".join(lines(report(scores, (["short"] * 40, ["much longer"] * 40))))
+    shown = "\n".join(lines(report(scores, (["short"] * 40, ["much longer"] * 40), Counts())))
     assert ("takes the longer response for the better one: train it with --balance_lengths true" in shown) == is_told
 
 
@@ -163,12 +171,30 @@ def test_a_model_of_length_is_told_what_helps(num_right, is_told):
         "--data_path data/test_x.jsonl --eval_data_path data/test_x.jsonl",
         "--data_path data/test_x.jsonl --eval_fraction 1.0",
         "--data_path data",
+        "--data_path rows.jsonl",
+        "--data_path none.jsonl --eval_data_path rows.jsonl",
     ],
 )
-def test_all_rows_of_a_file_can_be_scored(judge, tmp_path, capsys, monkeypatch, words):
+def test_all_rows_of_a_file_are_scored(judge, tmp_path, capsys, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "data" / "test_x.jsonl").read_text())
     assert main(["--path", judge, *words.split(), "--max_seq_len", "128", "--json_output"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == NUM_PAIRS
+
+
+def test_the_last_line_counts_all_rows_that_were_given(judge, tmp_path, capsys):
+    """Of a source with test rows of its own all are scored too, unless the held-out ones are asked for by name."""
+    rows = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(6)]
+    (tmp_path / "both").mkdir()
+    write_lines(tmp_path / "both" / "train.jsonl", rows[:4])
+    write_lines(tmp_path / "both" / "test.jsonl", [*rows[4:], {"prompt": "Why?", "chosen": "", "rejected": "No."}])
+    argv = [judge, "--data_path", str(tmp_path / "both"), "--max_seq_len", "128"]
+    last = []
+    for words in ((), ("--eval_split", "held_out"), ("--eval_split", "all", "--eval_fraction", "0.1")):
+        assert main([*argv, *words]) == 0
+        last.append(capsys.readouterr().out.splitlines()[-1])
+    assert last[0] == last[2] and last[0].startswith("scored 6 of 7 pairs; 1 dropped: "), last
+    assert last[1].startswith("scored 2 of 7 pairs; 4 left out: not held out (first: ") and "; 1 dropped: " in last[1]
 
 
 def test_pairs_are_as_long_as_the_models_positions_at_most(judge, tmp_path, capsys):
