@@ -23,6 +23,7 @@ from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
 from pipeline.run.earlier_runs import chosen_before
 from pipeline.run.evaluations import memory_peaks, run_flags
 from pipeline.run.layout import environment_file
+from pipeline.training.steps import warmup_note
 
 
 def stage_planner(
@@ -121,6 +122,8 @@ def plan_stages(
     print(*map(wrapped, table(plans)), sep="\n")
     errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
+        if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):
+            print(wrapped(f"  note: {section}: {note}"))
         if plan.resolved.config.run.explain:
             lines = [f"parts of the plan of {section}", *stage_page(plan), *data[section]]
             lines += measured_lines(of_section[section], plan)

@@ -29,6 +29,7 @@ from pipeline.run.layout import environment_file
 from pipeline.run.run import PROJECT, Run
 from pipeline.training.inputs import fates_line
 from pipeline.training.progress import duration
+from pipeline.training.steps import warmup_note
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
     }
     show(f"{run.stage.title_of(config)}, stage {run.stage.number}", lines)
+    if note := warmup_note(config.optimizer, total_steps):
+        log.warning("%s", note)
 
 
 def show_end(run: Run, seconds: float) -> None:

@@ -18,7 +18,7 @@ from pipeline import dist
 from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import gradient_bytes
-from pipeline.errors import DivergedError, Interrupted
+from pipeline.errors import DivergedError, Interrupted, counted
 from pipeline.files import tolerated
 from pipeline.run.run import Run
 
@@ -89,6 +89,16 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
         return floor + (1.0 - floor) * float(shape(step))
 
     return factor
+
+
+def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
+    """Return a note where the warm-up lasts as long as a run of so many steps (0: not known), or longer; else ""."""
+    if not 0 < total_steps <= optimizer.num_warmup_steps:
+        return ""
+    return (
+        f"--num_warmup_steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}, so that its "
+        "learning rate only rises; give less, or more steps"
+    )
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:

@@ -1,0 +1,184 @@
+"""What a stage of `rlhf train` starts from where no earlier one is, and whose preset it takes; lines that say both."""
+
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.launch_stub import TINY, make_model, started, train
+from support.tiny_run import make_folder
+
+from pipeline.configuration.flag_table import flat_items
+from pipeline.errors import InputError
+from rlhf import preflight
+from rlhf.starts import start_lines
+from rlhf.train import main
+from rlhf.train_config import preset_of_size
+from rlhf.train_plan import Plan, make_plan
+
+RULE = ("--ppo.reward_function", "length")
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(*words: str) -> Plan:
+    return make_plan(list(words), prog="train.py")
+
+
+def values(plan: Plan, number: int = 3) -> dict[str, object]:
+    return dict(flat_items(plan.stages[number].resolved.config))
+
+
+def preset(plan: Plan, number: int = 3) -> str:
+    return Path(plan.stages[number].resolved.preset).name
+
+
+def weights(folder: Path, shapes: Mapping[str, list[int]]) -> str:
+    """A folder with a file of int8 weights of these shapes, which takes no disk."""
+    folder.mkdir(parents=True)
+    header, first = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "I8", "shape": shape, "data_offsets": [first, first := first + prod(shape)]}
+    words = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        file.truncate(8 + len(words) + first)
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+# --- the start of stage 3 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (RULE, ("actor_model_name_or_path", "critic_model_name_or_path")),
+        (("--method", "grpo", *RULE), ("actor_model_name_or_path",)),
+        (("--method", "dpo"), ("model_name_or_path",)),
+        (("--method", "kto"), ("model_name_or_path",)),
+    ],
+    ids=["ppo", "grpo", "dpo", "kto"],
+)
+def test_stage_3_starts_from_the_named_model_where_no_stage_1_is(words, flags):
+    model = "Qwen/Qwen2.5-0.5B"
+    plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
+    section = plan.chosen[0].stage.section
+    assert [values(plan)[flag] for flag in flags] == [model] * len(flags)
+    assert f"{section} starts from {model} itself: there is no output/sft" in list(start_lines(plan))
+    make_model(Path("output/sft"))
+    plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
+    assert [values(plan)[flag] for flag in flags] == ["output/sft"] * len(flags)
+    assert f"{section} starts from output/sft, which stage 1 made" in list(start_lines(plan))
+    assert preset(plan) == f"small.{section}.yaml"
+
+
+def test_a_size_names_the_start_of_its_preset_and_a_critic_waits_for_its_reward_model():
+    actor = values(planned("--step", "3", "--actor-model", "125m"))
+    assert actor["actor_model_name_or_path"] == "facebook/opt-125m"
+    assert actor["critic_model_name_or_path"] == "output/reward"
+
+
+@pytest.mark.parametrize("words", [("--step", "1", "3"), ("--step", "3", "--output-dir", "begun"), ("--step", "3")])
+def test_stage_3_waits_for_a_stage_1_that_runs_or_has_begun_or_where_no_model_is_named(words, tmp_path):
+    (tmp_path / "begun/runs/sft/checkpoints").mkdir(parents=True)
+    named = () if words == ("--step", "3") else ("--actor-model", "tiny")
+    out = "begun" if "begun" in words else "output"
+    assert values(planned(*words, *named, *RULE))["actor_model_name_or_path"] == f"{out}/sft"
+
+
+def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
+    words = ("--step", "3", "--method", "grpo", *RULE)
+    done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0")
+    assert done.returncode == 0, done.stderr
+    assert "note: ppo starts from output/demo/base itself: there is no output/sft\n" in done.stdout
+    (ranks,) = started(tmp_path)
+    assert ranks[ranks.index("--actor_model_name_or_path") + 1] == "output/demo/base"
+    unnamed = train(tmp_path / "other", *words)
+    assert unnamed.returncode == 2 and unnamed.stderr.endswith("; --actor-model MODEL starts from that\n")
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_a_stages_flag_names_brings_its_own_preset():
+    for path, name in (("Qwen/Qwen3-0.6B", "small.ppo.yaml"), ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1b.ppo.yaml")):
+        plan = planned("--step", "3", "--ppo.actor_model_name_or_path", path)
+        assert preset(plan) == name and values(plan)["actor_model_name_or_path"] == path
+        assert re.search(rf"^ppo: preset \S*{name}$", "\n".join(start_lines(plan)), re.M)
+    plan = planned("--step", "3", "--method", "dpo", "--dpo.model_name_or_path", "Qwen/Qwen3-0.6B")
+    assert preset(plan) == "small.dpo.yaml" and values(plan)["chat_template_kwargs"] == ["enable_thinking=false"]
+    unknown = planned("--step", "3", "--ppo.actor_model_name_or_path", "org/model")
+    assert preset(unknown) == "" and "ppo: no preset; the built-in" in "\n".join(start_lines(unknown))
+
+
+def test_later_stages_follow_the_model_that_the_flag_of_stage_1_names(tmp_path):
+    (tmp_path / "run.yaml").write_text("sft: {model_name_or_path: Qwen/Qwen2.5-7B}\n")
+    for words in (("--sft.model_name_or_path", "Qwen/Qwen2.5-7B"), ("--config", "run.yaml")):
+        plan = planned(*words)
+        assert [preset(plan, n) for n in (1, 2, 3)] == ["8b.sft.yaml", "small.reward.yaml", "8b.ppo.yaml"]
+        assert values(plan, 1)["model_name_or_path"] == "Qwen/Qwen2.5-7B"
+    typed = planned("--actor-model", "125m", "--sft.model_name_or_path", "Qwen/Qwen2.5-7B")
+    assert preset(typed, 1) == "125m.sft.yaml", "--actor-model says whose preset"
+    assert preset(planned("--reward.model_name_or_path", "Qwen/Qwen3-8B"), 2) == "8b.reward.yaml"
+
+
+def test_a_name_that_is_no_path_is_refused_by_the_flag():
+    with pytest.raises(InputError, match=r"^--ppo.actor_model_name_or_path: found 'qwen3-9b'.*did you mean qwen3-8b"):
+        planned("--step", "3", "--ppo.actor_model_name_or_path", "qwen3-9b")
+
+
+def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
+    sizes = {
+        "tiny": 10**6,
+        "small": 135 * 10**6,
+        "1b": 1_500 * 10**6,
+        "3b": 3 * 10**9,
+        "8b": 8 * 10**9,
+        "13b": 13 * 10**9,
+    }
+    found = {name: preset_of_size(Path(weights(tmp_path / name, {"a": [size]}))) for name, size in sizes.items()}
+    assert found == {name: "" if name in ("tiny", "13b") else name for name in sizes}
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/model.safetensors").write_text("x")
+    assert preset_of_size(tmp_path / "broken") == preset_of_size(tmp_path / "none") == ""
+    folder = weights(tmp_path / "split", {"a": [1000, 100_000], "b": [50 * 10**6]})
+    for words in (("--ppo.actor_model_name_or_path", folder), ("--actor-model", folder)):
+        assert preset(planned("--step", "3", *words)) == "small.ppo.yaml"
+
+
+@pytest.mark.parametrize(("began", "expected"), [("launch/presets/1.3b.ppo.yaml", "1.3b.ppo.yaml"), ("default", "")])
+def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, expected):
+    """As runs of versions did that gave any folder OPT-1.3B's preset by this flag, and none by --actor-model."""
+    words = ("--step", "3", "--ppo.actor_model_name_or_path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
+    run = tmp_path / "output/runs/ppo"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
+    assert preset(planned(*words)) == "small.ppo.yaml", "nothing is there to go on from"
+    (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
+    assert preset(planned(*words)) == expected
+    assert preset(planned(*words, "--overwrite")) == "small.ppo.yaml"
+
+
+# --- warm-up --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_notes_a_warm_up_as_long_as_the_run_of_every_stage(tmp_path, monkeypatch, capsys):
+    def here(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=preflight.main(command[-1]))
+
+    make_folder(tmp_path)
+    monkeypatch.setattr(preflight.subprocess, "run", here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = "--actor-model base --data-path train.jsonl --sft.max_seq_len 64 --reward.max_seq_len 64"
+    words += " --ppo.max_prompt_seq_len 64 --ppo.max_answer_seq_len 16 --max-steps 5 --dry-run --num_warmup_steps"
+    for warmup, noted in (("5", ["sft", "reward", "ppo"]), ("4", [])):
+        assert main([*words.split(), warmup]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert re.findall(r"note: (\w+): --num_warmup_steps 5: the run has 5 steps, so that", said) == noted
