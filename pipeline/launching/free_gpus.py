@@ -64,7 +64,7 @@ def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], 
     if wanted > len(free) or not free:
         fewer = f"--num-gpus {len(free)}, or " if free else ""
         lacking = (
-            f"{f'{why}, but ' if wanted else ''}{len(free)} of {counted(len(visible), 'GPU')} are free"
+            f"{f'{why}, but ' if wanted else ''}{len(free)} of {len(visible)} GPUs are free"
             f"{''.join(f', GPU {name}: {what}' for name, what in held.items())}; wait, or give {fewer}"
             "--deployment-type single_node, which takes GPUs that others use too"
         )

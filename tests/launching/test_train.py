@@ -274,10 +274,10 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
             2,
             "--resume: output/runs/sft/checkpoints/step-3: a checkp",
         ),
-        (("--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
+        (("--deployment-type", "single_gpu", "--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
         (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
         (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
-        (("--hostfile", "hosts"), 2, "--hostfile: found hosts with single_gpu"),
+        (("--hostfile", "hosts"), 2, "--hostfile: found hosts with auto; give --deployment-type multi_node"),
         (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
         (("--include", "localhost:0,2"), 2, "--include: localhost:2: no such GPU; localhost has 0 to 1"),
         (("--exclude", "worker-0:1"), 2, "--exclude: worker-0: unknown host; there are localhost"),
@@ -311,13 +311,12 @@ def test_port_in_use(tmp_path):
     assert done.returncode == 3 and "Address already in use" in done.stderr
 
 
-def test_step_3_needs_the_models_of_1_and_2(tmp_path):
+def test_step_3_needs_the_models_of_2_and_of_1_where_none_is_named(tmp_path):
     done = train(tmp_path, *TINY, "--step", "3")
     assert done.returncode == 2
-    first, second = done.stderr.splitlines()
-    assert first.startswith("error: --ppo.actor_model_name_or_path: output/sft: found no config.json")
-    assert first.endswith("python train.py --step 1 --actor-model tiny --reward-model tiny")
-    assert "output/reward" in second and "--step 2" in second
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --ppo.critic_model_name_or_path: output/reward: found no config.json")
+    assert line.endswith("python train.py --step 2 --actor-model tiny --reward-model tiny")
     planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
     assert planned.returncode == 0, planned.stderr
     assert "note: output/reward does not exist: planned as made from output/demo/base\n" in planned.stdout
@@ -351,7 +350,7 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
     ("flags", "says"),
     [
         (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: needs --actor_zero_stage 3"),
-        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 1 rank; give 1"),
+        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 2 ranks; give 1"),
         (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
         (("--ppo.offload_reward_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
     ],
@@ -368,7 +367,7 @@ def test_batch_arithmetic_of_the_users_json(tmp_path):
     good = train(tmp_path, *words, *node)
     assert good.returncode == 0, good.stderr
     assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
-    bad = train(tmp_path, *words)
+    bad = train(tmp_path, *words, "--deployment-type", "single_gpu")
     assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 rank = 32" in bad.stderr
 
 
