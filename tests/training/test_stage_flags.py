@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from input_calls import EXIT_LOADED, call, make_inputs, stage_words
 from peft.tuners.lora import LoraLayer
+from support.marks import slow_but
 from support.tiny_run import save_base, save_scorer
 from transformers import AutoTokenizer
 
@@ -270,3 +271,19 @@ def test_only_adapters_learn_unless_the_flag_says_otherwise(
     words = [*of_each_role(stage, "lora_dim", 2), "--only_optimize_lora", only]
     learns = read(stage, words, folder, tmp_path, look)
     assert len(learns) >= len(roles_of(stage)) and set(learns) == {only == "false"}
+
+
+@pytest.mark.parametrize("stage", slow_but(["sft"], list(CONFIGS)))
+def test_a_warm_up_as_long_as_the_run_is_noted(stage: str, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """Of a run of two steps, which ends after its banner."""
+
+    def end(*_: object, **__: object) -> None:
+        raise EnvironmentFault("banner shown")
+
+    monkeypatch.setattr("pipeline.training.course.Recorder", end)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = stage_words(stage, folder, tmp_path, data_output_path=folder / "cache", max_steps=2)
+    ending = call(stage, [*words, "--num_warmup_steps", 2])
+    assert ending.code == EXIT_LOADED, ending.stderr
+    said = "--num_warmup_steps 2: the run has 2 steps, so that its learning rate only rises; give less, or more steps"
+    assert said in ending.stderr
