@@ -175,6 +175,7 @@ TWINS: dict[str, Twin] = {
     "reward.max_seq_len": Twin(SHORT, "metrics", both={"long_pairs": "truncate_left", "max_seq_len": 96}),
     "reward_eval.model": Twin("@other-judge", "answer", both={"model": "@judge"}),
     "reward_eval.data_path": Twin("@more.jsonl", "answer", both={"data_path": "@train.jsonl", "eval_fraction": 0.5}),
+    "reward_eval.eval_split": Twin("all", "answer"),
     "reward_eval.eval_fraction": Twin(0.5, "answer"),
     "reward_eval.max_seq_len": Twin(SHORT, "answer"),
     "reward_eval.batch_size": Twin(1, "calls", spy=FORWARD),
