@@ -107,7 +107,7 @@ def section_lines(
         preset = Path(given_by).name
         origin = f" (preset {preset})" if preset.endswith(SUFFIXES) else ""
         yield from textwrap.wrap(f"{table[name].meaning}{origin}", WIDTH, initial_indent=NOTE, subsequent_indent=NOTE)
-        is_auto = table[name].auto and is_left(given_by) and name not in given
+        is_auto = table[name].takes_auto and is_left(given_by) and name not in given
         value = json.dumps(AUTO if is_auto else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
 

@@ -8,6 +8,9 @@ from pipeline.data.row_kinds import PAIRS
 from step3_dpo.config import DPOConfig
 from step3_dpo.rows import RESPONSES
 
+# LoRA's learning rate over that of all other weights; chosen by hand after the advice of TRL, SkyRL and veRL.
+LORA_FACTOR = 10.0
+
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
     from pipeline.engine.start_models import StartModel
@@ -82,5 +85,6 @@ STAGE = Stage(
     loop=loop,
     start_models=start_models,
     needs=needs,
+    lora_factor=lambda _: LORA_FACTOR,
     export=export,
 )

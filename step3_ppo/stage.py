@@ -151,5 +151,6 @@ STAGE = Stage(
     look=look,
     decides=("old_log_probs", "off_policy_weights"),
     decide=decide,
+    lora_factor=lambda config: config.method.lora_factor,
     export=export,
 )

@@ -32,6 +32,7 @@ from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
     group_metrics,
+    note_unfinished,
     pass_metrics,
     rollout_metrics,
     warn_of_equal_rewards,
@@ -114,7 +115,10 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     course.begin("generate")
     beat("generate", state.step)
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
-    return ppo.sample(state, batch_size=size)
+    responses = ppo.sample(state, batch_size=size)
+    if not state.rollout:
+        note_unfinished(responses, ppo.config.sampling.max_answer_seq_len)
+    return responses
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:

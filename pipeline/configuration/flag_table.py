@@ -26,9 +26,9 @@ Layers = list[tuple[str, dict[str, Any]]]  # (origin, values by flag), a later o
 CHECKS = {"ge", "gt", "le", "lt", "min_length", "max_length"}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
 AUTO = "auto"
-# Origins of values that nobody gave: a flag's default, what the plan chose for some hardware, which follows, and the
-# default of a method, whose name follows.
-DEFAULT, CHOSEN, OF_METHOD = "default", "chosen for ", "method "
+# Origins of values that nobody gave: a flag's default, what the plan chose for some hardware, which follows, the
+# default of a method, whose name follows, and what `auto` stands for in this run, whose reason follows.
+DEFAULT, CHOSEN, OF_METHOD, RESOLVED = "default", "chosen for ", "method ", "auto: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,9 @@ class Rules:
     positional: words before the first flag of a command line are its values.
     per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
     auto: where it is not given, or is `auto`, the plan of a run on GPUs chooses the value; the default is a CPU's.
-    before: what versions did that do not know the flag, where that is not its default.
+    auto_is: where it is not given, or is `auto`, the run chooses the value by other flags: these words say how.
+    before: the value of versions without the flag, or with another default. A run that resumes retains its
+    checkpoint's value, or this one where that has none, unless somebody gives the flag.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -70,7 +72,8 @@ class Rules:
     positional: bool = False
     per_stage: bool = False
     auto: bool = False
-    before: str = ""
+    auto_is: str = ""
+    before: Any = None
 
 
 RULES = TypeAdapter(Rules)
@@ -87,6 +90,16 @@ def flag(default: Any, meaning: str, **given: Any) -> Any:
     checks = {name: given.pop(name) for name in CHECKS & given.keys()}
     rules: Any = vars(RULES.validate_python(given))
     return Field(default, description=meaning, json_schema_extra=rules, **checks)
+
+
+def zero_size(key: str, default: int, meaning: str, **rules: Any) -> Any:
+    """Define a flag that counts elements and is named as its `key` of DeepSpeed's zero_optimization."""
+    return flag(default, meaning, on_resume="rounding", deepspeed=f"zero_optimization.{key}", **rules)
+
+
+def zero3_size(key: str, default: int, meaning: str, *, ge: int) -> Any:
+    """Define a flag that counts elements under ZeRO stage 3."""
+    return zero_size(key, default, f"{meaning} (ZeRO stage 3)", ge=ge, needs="ZeRO stage 3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +131,10 @@ class Flag(Rules):
         )
 
     @property
+    def takes_auto(self) -> bool:
+        return self.auto or bool(self.auto_is)
+
+    @property
     def is_list(self) -> bool:
         return typing.get_origin(self.info.annotation) is list
 
@@ -142,15 +159,15 @@ class Flag(Rules):
         if self.is_bool:
             return "true|false|auto" if self.auto else "true|false"
         name = "|".join(map(str, self.choices)) or self.value_type.__name__
-        return f"{name} ..." if self.is_list else f"{name}|auto" if self.auto else name
+        return f"{name} ..." if self.is_list else f"{name}|auto" if self.takes_auto else name
 
     @property
     def shown_default(self) -> str:
         """The default as a user would type it; `none` for an empty value."""
         if self.default is PydanticUndefined:
             return "required"
-        if self.auto:
-            return f"auto; on a CPU {str(self.default).lower()}"
+        if self.takes_auto:
+            return f"auto; {self.auto_is or f'on a CPU {str(self.default).lower()}'}"
         if self.is_bool:
             return str(self.default).lower()
         words = map(str, self.default) if isinstance(self.default, list) else [str(self.default)]
@@ -159,7 +176,7 @@ class Flag(Rules):
 
 def is_left(origin: str) -> bool:
     """Tell whether a value of this origin was given by nobody."""
-    return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD))
+    return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD, RESOLVED))
 
 
 def is_group(annotation: Any) -> bool:

@@ -255,7 +255,7 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
         layer = with_switches(layer, table, values, errors, origin)
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
         ended = {name for name in ended if not is_left(origins[name])}
-        left = {name for name, value in layer.items() if table[name].auto and value == AUTO}
+        left = {name for name, value in layer.items() if table[name].takes_auto and value == AUTO}
         values |= layer | {name: table[name].default for name in (*ended, *left)}
         origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)
     errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.config_fields import MAX_LORA_ALPHA
-from pipeline.configuration.flag_table import Flag, Layers, flag
+from pipeline.configuration.flag_table import Flag, Layers, flag, zero3_size, zero_size
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
@@ -25,16 +25,6 @@ Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none
 SchedulerType = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
 ]  # fmt: skip
-
-
-def zero_size(key: str, default: int, meaning: str, **rules: Any) -> Any:
-    """Define a flag that counts elements and is named as its `key` of DeepSpeed's zero_optimization."""
-    return flag(default, meaning, on_resume="rounding", deepspeed=f"zero_optimization.{key}", **rules)
-
-
-def zero3_size(key: str, default: int, meaning: str, *, ge: int) -> Any:
-    """Define a flag that counts elements under ZeRO stage 3."""
-    return zero_size(key, default, f"{meaning} (ZeRO stage 3)", ge=ge, needs="ZeRO stage 3")
 
 
 class Group(BaseModel):
@@ -167,7 +157,8 @@ class ModelConfig(Group):
     )
     lora_dim: int = flag(
         0,
-        "LoRA rank; 0: full fine-tuning",
+        "LoRA rank; 0: full fine-tuning. Rank 16 to 32 is enough for stage 3, 64 to 256 for much data in stage 1; at "
+        "large batches LoRA learns less than full fine-tuning: prefer about 32 rows a step",
         ge=0,
         le=2**14,  # as wide as the widest published models
         other_tools="lora_r lora_rank",
@@ -184,7 +175,14 @@ class ModelConfig(Group):
         other_tools="lora_target_modules",
     )
     lora_learning_rate: float = flag(
-        5e-4, "Peak learning rate of LoRA weights", gt=0, le=MAX_LEARNING_RATE, needs="LoRA", per_stage=True
+        2e-4,
+        "Peak learning rate of LoRA weights",
+        gt=0,
+        le=MAX_LEARNING_RATE,
+        needs="LoRA",
+        per_stage=True,
+        auto_is="2e-4 in stages 1 and 2, in stage 3 a multiple of the learning rate of all other weights",
+        before=5e-4,
     )
 
     @property

@@ -43,8 +43,13 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
     """Return what stands for each flag that a run does not name: its default, or what older versions did."""
-    table = flag_table(type(config))
-    return {name: flag.before or flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
+    table, before = flag_table(type(config)), values_before(config)
+    return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined} | before
+
+
+def values_before(config: BaseModel) -> dict[str, Any]:
+    """Return {flag: what older versions did} of flags that they did not know, or whose default was another one."""
+    return {name: flag.before for name, flag in flag_table(type(config)).items() if flag.before is not None}
 
 
 def batch_sizes(config: StageConfig, ranks: int) -> dict[str, int]:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.groups import (
+    MAX_LEARNING_RATE,
+    DataConfig,
+    DeepSpeedConfig,
+    Group,
+    ModelConfig,
+    OptimizerConfig,
+)
 from pipeline.configuration.run_flags import RunConfig
 
 
@@ -128,6 +135,8 @@ class Stage:
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
     decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
     decide: (run) returns {flag: value} of them; called on rank 0.
+    lora_factor: configuration -> LoRA's learning rate over that of all other weights, where nobody gives it; None: the
+        rate has the default of its flag.
     export: (offline checkpoint) writes the model folders of a checkpoint.
     look: (configuration, columns of its first rows) looks at what else a run needs before anything starts; raises.
     """
@@ -147,6 +156,7 @@ class Stage:
     look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
+    lora_factor: Callable[[Any], float] | None = None
     methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
     rows_of: Callable[[Any], str] | None = None
@@ -185,6 +195,21 @@ class Stage:
     def kind_of_rows(self, config: StageConfig) -> str:
         """Return the kind of a run's rows."""
         return self.rows if self.rows_of is None else self.rows_of(config)
+
+    def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, str]]:
+        """Return {flag: (value, what it follows from)} of the LoRA rates that `auto` is in a stage with a factor."""
+        values, factor = dict(flat_items(config)), self.lora_factor(config) if self.lora_factor else 0.0
+        prefixes = [
+            name.removesuffix("lora_dim") for name, rank in values.items() if name.endswith("lora_dim") and rank
+        ]
+        rates = {prefix: f"{prefix}learning_rate" for prefix in prefixes if factor}
+        return {
+            f"{prefix}lora_learning_rate": (
+                min(float(f"{factor * values[rate]:.6g}"), MAX_LEARNING_RATE),
+                f"{factor:g} x --{rate}",
+            )
+            for prefix, rate in rates.items()
+        }
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""

@@ -21,7 +21,7 @@ from pipeline.planning.summary import proposals, table
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
 from pipeline.run.earlier_runs import chosen_before
-from pipeline.run.evaluations import memory_peaks, run_flags
+from pipeline.run.evaluations import memory_peaks, run_flags, unfinished_answers
 from pipeline.run.layout import environment_file
 from pipeline.training.steps import warmup_note
 
@@ -120,6 +120,11 @@ def plan_stages(
             unplanned.setdefault(str(error), []).append(stage.section)
             error_class = InputError if isinstance(error, InputError) else error_class
     print(*map(wrapped, table(plans)), sep="\n")
+    for section, plan in plans.items():
+        if rollout := plan.needs.rollout:
+            known = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
+            known = known or "the first rollout logs how many reach that"
+            print(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {known}"))
     errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
         if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):

@@ -93,6 +93,13 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
     return peaks
 
 
+def unfinished_answers(run_dir: Path) -> str:
+    """Return how many answers of the last run's first rollout reached its limit, in words; "" where none is known."""
+    name, limit = CUT.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
+    first = next((json.loads(line)[name] for line in metrics_lines(run_dir) if f'"{name}": ' in line), None)
+    return "" if first is None else f"in the last run {first:.0%} of the first ones reached its {limit} unfinished"
+
+
 def run_flags(run_dir: Path) -> dict[str, Any]:
     """Return the flags of the last run in a folder; {} where there is none."""
     content = read_object(run_dir / "config.json")

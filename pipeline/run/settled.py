@@ -1,4 +1,4 @@
-"""Settle what flags leave open: `--data_split auto`, old rollouts, and what rank 0 says for all ranks. No torch.
+"""Resolve what flags leave open: `--data_split auto`, LoRA's rates, old rollouts and defaults. No torch.
 
 Stages of one command that read a source in common share its prompts; a stage by itself takes all rows. A run that goes
 on keeps the split that it has, and one on a source of another stage's run takes that run's.
@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flag_checks import unmet_need
+from pipeline.configuration.flag_table import RESOLVED, flag_table, flat_items
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, is_by_hand, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
-from pipeline.configuration.resume_rules import PROMPTS, defaults_of
+from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
@@ -95,7 +96,10 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     with_splits = {
         stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
     }
-    return {stage: with_saved_choice(stage, with_saved_rollout(stage, given)) for stage, given in with_splits.items()}
+    with_rollouts = {stage: with_saved_rollout(stage, given) for stage, given in with_splits.items()}
+    return {
+        stage: with_saved_defaults(stage, with_saved_choice(stage, given)) for stage, given in with_rollouts.items()
+    }
 
 
 def reader_of(stage: Stage, given: Resolved) -> Reader:
@@ -176,6 +180,36 @@ def with_saved_choice(stage: Stage, resolved: Resolved) -> Resolved:
     return with_decided(resolved, {name: before[name] for name in stage.decides if name in before})
 
 
+def with_saved_defaults(stage: Stage, resolved: Resolved) -> Resolved:
+    """Return the settings with LoRA's rates, and with what the run that resumes has of flags whose default has changed.
+
+    A note names each of the second kind that has an effect.
+    """
+    resolved = with_resolved(resolved, stage.lora_rates(resolved.config))
+    folder, config = stage.run_folder(resolved.config.run), resolved.config
+    if not (saved := earlier_settings(folder, config.run.resumes_from)):
+        return resolved
+    table, why = flag_table(type(config)), f"as {folder} has it"
+    held = {name: (saved.get(name, value), why) for name, value in values_before(config).items()}
+    found = with_resolved(resolved, held)
+    now, notes = dict(flat_items(found.config)), list[str]()
+    for name, value in flat_items(config):
+        if value != now[name] and not unmet_need(table[name], now, type(config), False):
+            notes.append(f"--{name} {now[name]} in place of {value} ({resolved.origins[name]}), {why}")
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def with_resolved(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Resolved:
+    """Return the settings with these values of flags that nobody gives; a reason, behind each, becomes its origin."""
+    values = dict(flat_items(resolved.config))
+    flags = {name: one for name, one in flags.items() if not resolved.is_given(name) and values[name] != one[0]}
+    if not flags:
+        return resolved
+    values |= {name: value for name, (value, _) in flags.items()}
+    origins = resolved.origins | {name: f"{RESOLVED}{why}" for name, (_, why) in flags.items()}
+    return replace(resolved, config=validated(type(resolved.config), values, origins), origins=origins)
+
+
 def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
     """Return the settings with what flags are that say `auto`."""
     values = dict(flat_items(resolved.config))
@@ -211,5 +245,7 @@ def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: in
     config = resolved.config
     resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
     resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
+    held = dist.on_main(lambda: {name: dict(flat_items(config))[name] for name in values_before(config)})
+    resolved = with_resolved(resolved, {name: (value, "as rank 0 has it") for name, value in held.items()})
     choice = dist.on_main(lambda: choose(stage, resolved))
     return choice.of(resolved, ranks), choice

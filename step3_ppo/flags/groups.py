@@ -81,6 +81,8 @@ class SamplingConfig(Group):
         256,
         "Tokens of a response, EOS included",
         ge=1,
+        auto_is="256, or 512 where functions alone reward",
+        before=256,
         other_tools="max_new_tokens response_length max_completion_length",
     )
     temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
@@ -264,9 +266,9 @@ class PPOCoefficients(Group):
     )
     missing_eos_penalty: float = flag(
         1.0,
-        "Subtracted from the reward of a response that did not end, in deviations of a reward model's scores; auto: "
-        "1, and 0 where functions alone reward",
+        "Subtracted from the reward of a response that did not end, in deviations of a reward model's scores",
         ge=0,
+        auto_is="1, or 0 where functions alone reward",
     )
     normalise_scores: bool = flag(
         True,

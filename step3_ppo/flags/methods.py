@@ -11,6 +11,12 @@ from typing import Any, Literal
 from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
 
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
+# LoRA's learning rate over that of all other weights, of PPO and of the methods without a critic; chosen by hand after
+# the advice of TRL, SkyRL and veRL.
+PPO_LORA_FACTOR = 10.0
+LORA_FACTOR = 10.0
+# Defaults where functions alone reward. 256 tokens cut 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
+OF_FUNCTIONS: Mapping[str, Any] = {"missing_eos_penalty": 0.0, "max_answer_seq_len": 512}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +27,18 @@ class Method:
     has_critic: True = a value model learns beside the policy.
     compares: True = an advantage compares the responses to one prompt, of which there are several.
     settings: flag -> its default under this method; other flags keep theirs.
+    lora_factor: LoRA's learning rate over that of all other weights, where nobody gives it.
     """
 
     title: str
     has_critic: bool = False
     compares: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    lora_factor: float = LORA_FACTOR
 
 
 METHODS: Mapping[str, Method] = {
-    "ppo": Method("PPO", has_critic=True),
+    "ppo": Method("PPO", has_critic=True, lora_factor=PPO_LORA_FACTOR),
     "grpo": Method(
         "GRPO",
         compares=True,
@@ -62,25 +70,23 @@ def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
 def with_defaults(layers: Layers, preset: str) -> Layers:
     """Put the defaults of the named method below all that is given; a preset says how PPO trains, and its critic.
 
-    Where the strongest value of `missing_eos_penalty` is `auto`, none is given.
+    Where the strongest value of one of OF_FUNCTIONS is `auto`, none is given.
     """
-    penalties = [values["missing_eos_penalty"] for _, values in layers if "missing_eos_penalty" in values]
-    if AUTO in penalties[-1:]:
-        layers = [
-            (origin, {flag: value for flag, value in values.items() if flag != "missing_eos_penalty"})
-            for origin, values in layers
-        ]
-    name = named_method(layers)
-    method, settings = METHODS.get(name, METHODS["ppo"]), dict[str, Any]()
     given = {flag: value for _, values in layers for flag, value in values.items()}
+    unset = {flag for flag in OF_FUNCTIONS if given.get(flag) == AUTO}
+    layers = [
+        (origin, {flag: value for flag, value in values.items() if flag not in unset}) for origin, values in layers
+    ]
+    name = named_method(layers)
+    method = METHODS.get(name, METHODS["ppo"])
+    below: Layers = [(f"{OF_METHOD}{name}", dict(method.settings))]
     if given.get("reward_function") and not given.get("reward_model_name_or_path"):
-        settings["missing_eos_penalty"] = 0.0
-    settings |= method.settings
+        below.append((f"{OF_METHOD}{name}, where functions alone reward", dict(OF_FUNCTIONS)))
     kept = [
         (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
         for origin, values in (layers if not method.has_critic else ())
     ]
-    return ([(f"{OF_METHOD}{name}", settings)] if settings else []) + (kept or layers)
+    return below + (kept or layers)
 
 
 def is_of_all_methods(flag: str) -> bool:

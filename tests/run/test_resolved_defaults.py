@@ -1,0 +1,174 @@
+"""Defaults that follow from other flags, LoRA's rate and the length of an answer; runs from before keep theirs."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.flags import Resolved
+from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resume_rules import defaults_of, settings_of
+from pipeline.errors import InputError
+from pipeline.preparation.dry_run import show_flags
+from pipeline.run import run as run_module
+from pipeline.run.earlier_runs import check_resumed, checkpoint_state
+from pipeline.run.entry import read_flags
+from pipeline.run.evaluations import unfinished_answers
+from pipeline.run.settled import as_rank_0_has_it
+from rlhf.stages import stage_of
+from rlhf.train_plan import make_plan
+from step3_dpo.stage import LORA_FACTOR as OF_DPO
+from step3_ppo.flags.methods import LORA_FACTOR, PPO_LORA_FACTOR
+
+RANK = {"sft": "--lora_dim 8", "reward": "--lora_dim 8", "dpo": "--lora_dim 8", "ppo": "--actor_lora_dim 8"}
+MODELS = {"ppo": "--actor_model_name_or_path a"}
+ALONE = "--reward_function exact_match"
+GRPO = f"--method grpo {ALONE}"
+OLD_RATE, OLD_LENGTH = 5e-4, 256  # what versions without these defaults have
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"prompt": "x", "chosen": "y", "rejected": "z"}\n')
+    return tmp_path
+
+
+def read(section: str, words: str = "") -> Resolved:
+    """The settings of a stage by itself, LoRA's without being asked for."""
+    common = f"{MODELS.get(section, '--model_name_or_path a')} --data_path a.jsonl --run_dir run"
+    return read_flags(stage_of(section), f"{common} {words}".split())
+
+
+def values(section: str, words: str = "") -> dict[str, object]:
+    return settings_of(read(section, words).config, "same")
+
+
+def save(section: str, words: str, *, done: bool = False, without: tuple[str, ...] = (), **changes: object) -> None:
+    """Leave a finished run, or its checkpoint, with these flags and `changes`, without flags that it does not know."""
+    settings = {name: value for name, value in (values(section, words) | changes).items() if name not in without}
+    record = Path("run/done.json" if done else "run/checkpoints/step-3/state.json")
+    record.parent.mkdir(parents=True)
+    Path("run/run.lock").touch()
+    Path("run/env.json").write_text(json.dumps({"stage": section, "versions": {}}))
+    record.write_text(json.dumps({"settings": settings, "sizes": {}}))
+    if not done:
+        write_manifest(record.parent, 3, {record.name: manifest_entry(record)})
+
+
+@pytest.mark.parametrize(
+    ("section", "words", "flag", "expected", "origin"),
+    [
+        ("sft", "", "lora_learning_rate", 2e-4, "default"),
+        ("reward", "--learning_rate 1e-3", "lora_learning_rate", 2e-4, "default"),
+        ("dpo", "", "lora_learning_rate", OF_DPO * 1e-6, f"auto: {OF_DPO:g} x --learning_rate"),
+        ("dpo", "--method kto --learning_rate 3e-7", "lora_learning_rate", OF_DPO * 3e-7, "auto"),
+        ("dpo", "--lora_learning_rate auto", "lora_learning_rate", OF_DPO * 1e-6, "auto"),
+        ("dpo", "--lora_learning_rate 7e-6", "lora_learning_rate", 7e-6, "command line"),
+        ("dpo", "--learning_rate 9", "lora_learning_rate", 10.0, "auto"),
+        ("ppo", GRPO, "actor_lora_learning_rate", LORA_FACTOR * 1e-6, f"auto: {LORA_FACTOR:g} x --actor_learning_rate"),
+        ("ppo", ALONE, "actor_lora_learning_rate", PPO_LORA_FACTOR * 1e-6, "auto"),
+        ("ppo", f"{ALONE} --critic_lora_dim 4", "critic_lora_learning_rate", PPO_LORA_FACTOR * 5e-6, "auto"),
+    ],
+)
+def test_lora_has_the_rate_of_its_stage_unless_one_is_given(section, words, flag, expected, origin, capsys):
+    resolved = read(section, f"{RANK[section]} {words} --explain")
+    show_flags(stage_of(section), resolved, ranks=1)
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {flag} ")]
+    assert float(line[1]) == pytest.approx(expected, rel=1e-6) and " ".join(line[2:]).startswith(origin)
+    assert resolved.is_given(flag) == (origin == "command line")
+    assert not list(idle_flags(resolved.config, resolved.origins))
+
+
+def test_a_file_that_says_auto_or_a_preset_without_a_rate_takes_that_of_the_stage():
+    Path("own.yaml").write_text("lora_learning_rate: auto\nlearning_rate: 2.0e-6\nlora_dim: 8\n")
+    Path("preset.yaml").write_text("lora_learning_rate: 9.0e-6\n")
+    assert read("dpo", "--preset preset.yaml --lora_dim 8").config.model.lora_learning_rate == 9e-6
+    found = read("dpo", "--preset preset.yaml --config own.yaml").config.model.lora_learning_rate
+    assert found == pytest.approx(OF_DPO * 2e-6)
+    plan = make_plan(["--actor-model", "13b", "--method", "dpo", "--step", "3"], prog="train.py")
+    assert plan.chosen[0].resolved.config.model.lora_learning_rate == pytest.approx(OF_DPO * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "origin"),
+    [
+        (GRPO, 512, "method grpo, where functions alone reward"),
+        (ALONE, 512, "method ppo, where functions alone reward"),
+        (f"{GRPO} --max_answer_seq_len auto", 512, "method grpo, where functions alone reward"),
+        (f"{GRPO} --max_answer_seq_len 300", 300, "command line"),
+        (f"{GRPO} --reward_model_name_or_path r", 256, "default"),
+        ("--critic_model_name_or_path c", 256, "default"),
+    ],
+)
+def test_functions_alone_reward_longer_answers(words, expected, origin):
+    resolved = read("ppo", words)
+    assert (resolved.config.sampling.max_answer_seq_len, resolved.origins["max_answer_seq_len"]) == (expected, origin)
+
+
+def test_a_preset_says_how_long_answers_are():
+    Path("preset.yaml").write_text("max_answer_seq_len: 32\n")
+    assert read("ppo", f"{GRPO} --preset preset.yaml").config.sampling.max_answer_seq_len == 32
+
+
+CASES = [  # section, words, what the run from before has
+    ("dpo", RANK["dpo"], {"lora_learning_rate": OLD_RATE}),
+    ("dpo", RANK["dpo"], {"lora_learning_rate": 5e-6}),  # of a preset, which does not say it any more
+    ("dpo", "", {"lora_learning_rate": OLD_RATE}),
+    ("sft", RANK["sft"], {"lora_learning_rate": OLD_RATE}),
+    ("ppo", f"{ALONE} {RANK['ppo']}", {"actor_lora_learning_rate": OLD_RATE, "max_answer_seq_len": OLD_LENGTH}),
+    ("ppo", GRPO, {"max_answer_seq_len": OLD_LENGTH}),
+]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "without the flags", "finished"])
+@pytest.mark.parametrize(("section", "words", "before"), CASES)
+def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind):
+    without = tuple(before) if kind == "without the flags" and 5e-6 not in before.values() else ()
+    save(section, words, done=kind == "finished", without=without, **before)
+    resolved = read(section, words)
+    found = settings_of(resolved.config, "same")
+    assert {name: found[name] for name in before} == before
+    assert all(resolved.origins[name] == "auto: as run has it" for name in before)
+    if kind != "finished":
+        check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
+    read_by_the_run = [name for name in before if "lora" not in name or "lora_dim" in words]
+    assert [note.split()[0] for note in resolved.notes] == [f"--{name}" for name in read_by_the_run]
+    assert not list(idle_flags(resolved.config, resolved.origins))
+    assert values(section, f"{words} --resume never") != found, "a new run has the new values"
+
+
+def test_a_value_that_is_given_is_compared_with_that_of_the_run():
+    save("dpo", RANK["dpo"], lora_learning_rate=OLD_RATE)
+    resolved = read("dpo", f"{RANK['dpo']} --lora_learning_rate 1e-5")
+    with pytest.raises(InputError, match="--lora_learning_rate: found 1e-05, the checkpoint has 0.0005"):
+        check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
+
+
+def test_what_a_checkpoint_does_not_know_is_what_older_versions_did():
+    defaults = defaults_of(read("ppo", GRPO).config)
+    assert defaults["max_answer_seq_len"] == OLD_LENGTH and defaults["off_policy_weights"] == "none"
+    assert defaults["actor_lora_learning_rate"] == defaults["critic_lora_learning_rate"] == OLD_RATE
+
+
+def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
+    stage, words = stage_of("dpo"), RANK["dpo"]
+    elsewhere = read("dpo", words)
+    save("dpo", words, lora_learning_rate=OLD_RATE)
+    of_rank_0 = dict.fromkeys(["lora_learning_rate"], read("dpo", words).config.model.lora_learning_rate)
+    dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), dict) else work())
+    monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
+    found, _ = as_rank_0_has_it(stage, elsewhere, lambda stage, resolved: Choice(), 1)
+    assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate
+
+
+def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
+    assert unfinished_answers(folder) == ""
+    lines = [{"step": 0, "eval_completions/truncated_fraction": 0.9}, {"step": 1, "loss": 2.0}]
+    lines += [{"step": step, "completions/truncated_fraction": share} for step, share in ((1, 0.568), (2, 0.1))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256}}))
+    assert unfinished_answers(folder) == "in the last run 57% of the first ones reached its 256 unfinished"
