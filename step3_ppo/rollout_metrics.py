@@ -87,13 +87,6 @@ def pass_metrics(
     return found
 
 
-def note_unfinished(responses: Responses, limit: int) -> None:
-    """Log how many of a run's first responses were still unfinished after `limit` tokens."""
-    unfinished, num = int((responses.valid & ~responses.finished).sum()), int(responses.valid.sum())
-    text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
-    log.info(text, unfinished, num, limit)
-
-
 def warn_of_equal_rewards(step: int) -> None:
     """Log that a step with --replace_equal_groups has nothing to compare."""
     log.warning(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
-from step3_ppo.flags.methods import METHODS
+from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR
 
 ACTOR_START = Start("actor", "sft")
 
@@ -151,6 +151,6 @@ STAGE = Stage(
     look=look,
     decides=("old_log_probs", "off_policy_weights"),
     decide=decide,
-    lora_factor=lambda config: config.method.lora_factor,
+    lora_factor=lambda config: PPO_LORA_FACTOR if config.method.has_critic else LORA_FACTOR,
     export=export,
 )

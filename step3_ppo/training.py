@@ -32,7 +32,6 @@ from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
     group_metrics,
-    note_unfinished,
     pass_metrics,
     rollout_metrics,
     warn_of_equal_rewards,
@@ -117,7 +116,9 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
     responses = ppo.sample(state, batch_size=size)
     if not state.rollout:
-        note_unfinished(responses, ppo.config.sampling.max_answer_seq_len)
+        unfinished, limit = responses.valid & ~responses.finished, ppo.config.sampling.max_answer_seq_len
+        text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
+        log.info(text, unfinished.sum(), responses.valid.sum(), limit)
     return responses
 
 

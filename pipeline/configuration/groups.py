@@ -157,8 +157,7 @@ class ModelConfig(Group):
     )
     lora_dim: int = flag(
         0,
-        "LoRA rank; 0: full fine-tuning. Rank 16 to 32 is enough for stage 3, 64 to 256 for much data in stage 1; at "
-        "large batches LoRA learns less than full fine-tuning: prefer about 32 rows a step",
+        "LoRA rank; 0: full fine-tuning. 32 is enough for stage 3, 64 or more for much data; prefer steps of 32 rows",
         ge=0,
         le=2**14,  # as wide as the widest published models
         other_tools="lora_r lora_rank",

@@ -6,16 +6,9 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
-from pipeline.configuration.flag_table import flag, flat_items
+from pipeline.configuration.flag_table import RESOLVED, flag, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.groups import (
-    MAX_LEARNING_RATE,
-    DataConfig,
-    DeepSpeedConfig,
-    Group,
-    ModelConfig,
-    OptimizerConfig,
-)
+from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
 
 
@@ -135,7 +128,7 @@ class Stage:
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
     decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
     decide: (run) returns {flag: value} of them; called on rank 0.
-    lora_factor: configuration -> LoRA's learning rate over that of all other weights, where nobody gives it; None: the
+    lora_factor: configuration -> LoRA's learning rate over that of all other weights, where nobody gives it; 0: the
         rate has the default of its flag.
     export: (offline checkpoint) writes the model folders of a checkpoint.
     look: (configuration, columns of its first rows) looks at what else a run needs before anything starts; raises.
@@ -156,7 +149,7 @@ class Stage:
     look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
     decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
-    lora_factor: Callable[[Any], float] | None = None
+    lora_factor: Callable[[Any], float] = field(default=lambda _: 0.0)
     methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
     rows_of: Callable[[Any], str] | None = None
@@ -197,19 +190,13 @@ class Stage:
         return self.rows if self.rows_of is None else self.rows_of(config)
 
     def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, str]]:
-        """Return {flag: (value, what it follows from)} of the LoRA rates that `auto` is in a stage with a factor."""
-        values, factor = dict(flat_items(config)), self.lora_factor(config) if self.lora_factor else 0.0
-        prefixes = [
-            name.removesuffix("lora_dim") for name, rank in values.items() if name.endswith("lora_dim") and rank
-        ]
-        rates = {prefix: f"{prefix}learning_rate" for prefix in prefixes if factor}
-        return {
-            f"{prefix}lora_learning_rate": (
-                min(float(f"{factor * values[rate]:.6g}"), MAX_LEARNING_RATE),
-                f"{factor:g} x --{rate}",
-            )
-            for prefix, rate in rates.items()
-        }
+        """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that nobody gives."""
+        values, factor = dict(flat_items(config)), self.lora_factor(config)
+        of = [name.removesuffix("lora_dim") for name in values if name.endswith("lora_dim") and values[name] and factor]
+        full = {f"{prefix}lora_learning_rate": f"{prefix}learning_rate" for prefix in of}
+        # Six digits: 1e-6 x 10 is 9.999999999999999e-06.
+        rates = {name: float(f"{factor * values[rate]:.6g}") for name, rate in full.items()}
+        return {name: (value, f"{RESOLVED}{factor:g} x --{full[name]}") for name, value in rates.items()}
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""

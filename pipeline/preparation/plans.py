@@ -120,13 +120,11 @@ def plan_stages(
             unplanned.setdefault(str(error), []).append(stage.section)
             error_class = InputError if isinstance(error, InputError) else error_class
     print(*map(wrapped, table(plans)), sep="\n")
+    errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
         if rollout := plan.needs.rollout:
             known = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
-            known = known or "the first rollout logs how many reach that"
             print(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {known}"))
-    errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
-    for section, plan in plans.items():
         if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):
             print(wrapped(f"  note: {section}: {note}"))
         if plan.resolved.config.run.explain:

@@ -94,10 +94,11 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
 
 
 def unfinished_answers(run_dir: Path) -> str:
-    """Return how many answers of the last run's first rollout reached its limit, in words; "" where none is known."""
+    """Return how many answers of the last run's first rollout reached its limit, in words."""
     name, limit = CUT.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
-    first = next((json.loads(line)[name] for line in metrics_lines(run_dir) if f'"{name}": ' in line), None)
-    return "" if first is None else f"in the last run {first:.0%} of the first ones reached its {limit} unfinished"
+    shares = (json.loads(line)[name] for line in metrics_lines(run_dir) if f'"{name}": ' in line)
+    texts = (f"{one:.0%} of the last run's first ones reached its limit, {limit}" for one in shares if one is not None)
+    return next(texts, "the first rollout logs how many reach that")
 
 
 def run_flags(run_dir: Path) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.configuration.flag_checks import unmet_need
-from pipeline.configuration.flag_table import RESOLVED, flag_table, flat_items
+from pipeline.configuration.flag_table import RESOLVED, flat_items, is_left
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, is_by_hand, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
@@ -96,10 +95,7 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
     with_splits = {
         stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
     }
-    with_rollouts = {stage: with_saved_rollout(stage, given) for stage, given in with_splits.items()}
-    return {
-        stage: with_saved_defaults(stage, with_saved_choice(stage, given)) for stage, given in with_rollouts.items()
-    }
+    return {stage: with_saved_values(stage, with_saved_rollout(stage, given)) for stage, given in with_splits.items()}
 
 
 def reader_of(stage: Stage, given: Resolved) -> Reader:
@@ -151,11 +147,8 @@ def split_among(stages: list[Stage]) -> str:
 
 def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     """Return the settings with a split in place of `auto`, and with a note."""
-    if resolved.config.data.data_split == split:
-        return resolved
-    config = resolved.config.replace(data=resolved.config.data.replace(data_split=split).model_dump())
-    origins = resolved.origins | {"data_split": f"--data_split {AUTO}"}
-    return replace(resolved, config=config, origins=origins, notes=(*resolved.notes, *filter(None, [note])))
+    found = with_values(resolved, {"data_split": (split, f"--data_split {AUTO}")})
+    return found if found is resolved else replace(found, notes=(*found.notes, *filter(None, [note])))
 
 
 def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
@@ -173,51 +166,41 @@ def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
     return with_rollout(resolved, responses, f"as {folder} has it{', of a version without this flag' * is_older}")
 
 
-def with_saved_choice(stage: Stage, resolved: Resolved) -> Resolved:
-    """Return the settings with what the run that goes on has decided where a flag of the stage says `auto`."""
-    saved = earlier_settings(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    before = defaults_of(resolved.config) | saved if saved else {}
-    return with_decided(resolved, {name: before[name] for name in stage.decides if name in before})
+def with_saved_values(stage: Stage, resolved: Resolved) -> Resolved:
+    """Return the settings with LoRA's rates, and with what the run that resumes has of flags that nobody gives.
 
-
-def with_saved_defaults(stage: Stage, resolved: Resolved) -> Resolved:
-    """Return the settings with LoRA's rates, and with what the run that resumes has of flags whose default has changed.
-
-    A note names each of the second kind that has an effect.
+    That is what it has decided where a flag of the stage says `auto`, and flags whose default was another one before.
     """
-    resolved = with_resolved(resolved, stage.lora_rates(resolved.config))
+    resolved = with_values(resolved, stage.lora_rates(resolved.config))
     folder, config = stage.run_folder(resolved.config.run), resolved.config
     if not (saved := earlier_settings(folder, config.run.resumes_from)):
         return resolved
-    table, why = flag_table(type(config)), f"as {folder} has it"
-    held = {name: (saved.get(name, value), why) for name, value in values_before(config).items()}
-    found = with_resolved(resolved, held)
-    now, notes = dict(flat_items(found.config)), list[str]()
-    for name, value in flat_items(config):
-        if value != now[name] and not unmet_need(table[name], now, type(config), False):
-            notes.append(f"--{name} {now[name]} in place of {value} ({resolved.origins[name]}), {why}")
-    return replace(found, notes=(*found.notes, *notes))
-
-
-def with_resolved(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Resolved:
-    """Return the settings with these values of flags that nobody gives; a reason, behind each, becomes its origin."""
-    values = dict(flat_items(resolved.config))
-    flags = {name: one for name, one in flags.items() if not resolved.is_given(name) and values[name] != one[0]}
-    if not flags:
-        return resolved
-    values |= {name: value for name, (value, _) in flags.items()}
-    origins = resolved.origins | {name: f"{RESOLVED}{why}" for name, (_, why) in flags.items()}
-    return replace(resolved, config=validated(type(resolved.config), values, origins), origins=origins)
+    held = defaults_of(config) | saved
+    resolved = with_decided(resolved, {name: held[name] for name in stage.decides if name in held})
+    origin = f"{RESOLVED}as {folder} has it"
+    return with_values(resolved, {name: (held[name], origin) for name in values_before(config)})
 
 
 def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
     """Return the settings with what flags are that say `auto`."""
     values = dict(flat_items(resolved.config))
-    changed = {name: value for name, value in decided.items() if values[name] == AUTO != value}
-    if not changed:
+    unset = {name: value for name, value in decided.items() if values[name] == AUTO}
+    return with_values(resolved, {name: (value, f"--{name} {AUTO}") for name, value in unset.items()})
+
+
+def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Resolved:
+    """Return the settings with other values of flags, each with its origin; one that nobody gave replaces no given one.
+
+    It is the same object where none changes.
+    """
+    before, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
+    values = dict(before)
+    for name, (value, origin) in flags.items():
+        if value != values[name] and not (is_left(origin) and resolved.is_given(name)):
+            values[name], origins[name] = value, origin
+    if values == before:
         return resolved
-    origins = resolved.origins | {name: f"--{name} {AUTO}" for name in changed}
-    return replace(resolved, config=validated(type(resolved.config), values | changed, origins), origins=origins)
+    return replace(resolved, config=validated(type(resolved.config), values, origins), origins=origins)
 
 
 def rollout_asked(config: StageConfig) -> int:
@@ -246,6 +229,6 @@ def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: in
     resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
     resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
     held = dist.on_main(lambda: {name: dict(flat_items(config))[name] for name in values_before(config)})
-    resolved = with_resolved(resolved, {name: (value, "as rank 0 has it") for name, value in held.items()})
+    resolved = with_values(resolved, {name: (value, f"{RESOLVED}as rank 0 has it") for name, value in held.items()})
     choice = dist.on_main(lambda: choose(stage, resolved))
     return choice.of(resolved, ranks), choice

@@ -27,18 +27,16 @@ class Method:
     has_critic: True = a value model learns beside the policy.
     compares: True = an advantage compares the responses to one prompt, of which there are several.
     settings: flag -> its default under this method; other flags keep theirs.
-    lora_factor: LoRA's learning rate over that of all other weights, where nobody gives it.
     """
 
     title: str
     has_critic: bool = False
     compares: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-    lora_factor: float = LORA_FACTOR
 
 
 METHODS: Mapping[str, Method] = {
-    "ppo": Method("PPO", has_critic=True, lora_factor=PPO_LORA_FACTOR),
+    "ppo": Method("PPO", has_critic=True),
     "grpo": Method(
         "GRPO",
         compares=True,

@@ -290,6 +290,7 @@ def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, c
     assert ppo_main(words.split()) == 3
     done = capsys.readouterr()
     assert f"note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks " in one_line(done.out)
+    assert "  ppo: answers of at most 8 tokens; the first rollout logs how many reach that\n" in done.out
     assert "\nppo does not fit: " in done.out and "\n  no change of flags is enough: " in done.out
     assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
     assert ppo_main([*words.split(), "--inference_tp_size", "8"]) == 2

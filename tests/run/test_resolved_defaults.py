@@ -68,7 +68,6 @@ def save(section: str, words: str, *, done: bool = False, without: tuple[str, ..
         ("dpo", "--method kto --learning_rate 3e-7", "lora_learning_rate", OF_DPO * 3e-7, "auto"),
         ("dpo", "--lora_learning_rate auto", "lora_learning_rate", OF_DPO * 1e-6, "auto"),
         ("dpo", "--lora_learning_rate 7e-6", "lora_learning_rate", 7e-6, "command line"),
-        ("dpo", "--learning_rate 9", "lora_learning_rate", 10.0, "auto"),
         ("ppo", GRPO, "actor_lora_learning_rate", LORA_FACTOR * 1e-6, f"auto: {LORA_FACTOR:g} x --actor_learning_rate"),
         ("ppo", ALONE, "actor_lora_learning_rate", PPO_LORA_FACTOR * 1e-6, "auto"),
         ("ppo", f"{ALONE} --critic_lora_dim 4", "critic_lora_learning_rate", PPO_LORA_FACTOR * 5e-6, "auto"),
@@ -135,8 +134,6 @@ def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind)
     assert all(resolved.origins[name] == "auto: as run has it" for name in before)
     if kind != "finished":
         check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
-    read_by_the_run = [name for name in before if "lora" not in name or "lora_dim" in words]
-    assert [note.split()[0] for note in resolved.notes] == [f"--{name}" for name in read_by_the_run]
     assert not list(idle_flags(resolved.config, resolved.origins))
     assert values(section, f"{words} --resume never") != found, "a new run has the new values"
 
@@ -166,9 +163,9 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
-    assert unfinished_answers(folder) == ""
+    assert unfinished_answers(folder) == "the first rollout logs how many reach that"
     lines = [{"step": 0, "eval_completions/truncated_fraction": 0.9}, {"step": 1, "loss": 2.0}]
     lines += [{"step": step, "completions/truncated_fraction": share} for step, share in ((1, 0.568), (2, 0.1))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256}}))
-    assert unfinished_answers(folder) == "in the last run 57% of the first ones reached its 256 unfinished"
+    assert unfinished_answers(folder) == "57% of the last run's first ones reached its limit, 256"

@@ -22,6 +22,7 @@ from pipeline.training.health import RULES, History
 from step3_ppo import training
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import next_kl_coef
+from step3_ppo.state import PPO
 
 OF_THE_POLICY = {
     "loss/policy", "policy/ratio_mean", "policy/ratio_max", "policy/clipfrac", "policy/approx_kl", "actor/grad_norm",
@@ -241,3 +242,21 @@ def test_an_evaluation_takes_batches_on_each_rank(world, trained_folders, tmp_pa
     loop = loop_on_random_prompts(world, tmp_path, config, num_eval=5)
     loop.evaluate()
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2, "one batch of per_device_eval_batch_size"
+
+
+def test_the_first_rollout_logs_how_many_answers_were_unfinished(world, trained_folders, tmp_path, monkeypatch, caplog):
+    sample = PPO.sample
+
+    def two_unfinished(ppo, state, *, batch_size):
+        responses = sample(ppo, state, batch_size=batch_size)
+        assert responses.valid.tolist() == [True, True, True, False]
+        return replace(responses, finished=torch.tensor([True, False, False, False]))
+
+    monkeypatch.setattr(PPO, "sample", two_unfinished)
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders), num_prompts=3)
+    with caplog.at_level(logging.INFO):
+        loop.iterate()
+        loop.iterate()
+    assert [line for line in caplog.messages if "first rollout" in line] == [
+        "first rollout: 2 of 3 answers reached the limit of 8 tokens before their end (--max_answer_seq_len)"
+    ]
