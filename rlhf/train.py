@@ -30,7 +30,7 @@ from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import reached, recorded_seconds
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
-from rlhf.starts import base_of, on_free_gpus, start_lines
+from rlhf.starts import on_free_gpus, start_lines
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import (
     Plan,
@@ -90,12 +90,7 @@ def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
     errors = []
     for flag, source in missing_inputs(plan).items():
         make = command_for(source.stage.number, argv, prog)
-        hint = (
-            "; --actor-model MODEL starts from that"
-            if source.stage.makes_chat_model and "actor_model" not in plan.given
-            else ""
-        )
-        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}{hint}")
+        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}")
     if errors:
         raise InputError("\n".join(errors))
 
@@ -202,8 +197,7 @@ def run(argv: list[str], prog: str) -> int:
     if shows_data(planned.resolved for planned in plan.chosen):
         return show_rows(plan)
     dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
-    if target_of(plan) is None:
-        plan = on_free_gpus(plan, starts=not dry_run)
+    plan = on_free_gpus(plan, starts=not dry_run)
     check_stages(plan)
     bases = dict[str, str]()  # folders that a plan for another machine takes as if they were there -> their start
     if target_of(plan) is None:
@@ -211,7 +205,7 @@ def run(argv: list[str], prog: str) -> int:
         check_machine(plan.config)
     else:
         sources = missing_inputs(plan).values()
-        bases = {str(planned.model_dir): base_of(planned) for planned in sources}
+        bases = {str(planned.model_dir): planned.base for planned in sources}
     check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
     if dry_run:
@@ -272,7 +266,7 @@ def show_rows(plan: Plan) -> int:
     Returns the exit code.
     """
     outlive_console(needs_output=True)
-    bases = {str(planned.model_dir): base_of(planned) for planned in missing_inputs(plan).values()}
+    bases = {str(planned.model_dir): planned.base for planned in missing_inputs(plan).values()}
     stages = {planned.stage: planned.argv for planned in plan.chosen}
     python = os.environ.get("PYTHON", sys.executable)
     return start_preflight(stages, python, dry_run=True, slots=None, base_of_output=bases)

@@ -21,7 +21,7 @@ from pipeline.console import HELP_ALL, outlive_console
 from pipeline.errors import EXIT_DONE, InputError, nearest
 from pipeline.launching.scripts import launch_file
 from pipeline.models.paths import check_model_path
-from rlhf.stages import METHODS, NUMBERS, STAGES
+from rlhf.stages import METHODS, NUMBERS, SECTIONS, STAGES
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
 OPT = "facebook/opt-"
@@ -79,6 +79,7 @@ class TrainConfig(Group):
 
 
 HOST_FLAGS = ("hostfile", "include", "exclude", "launcher", "node_rank", "master_addr", "master_port")
+LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 USUAL = (
     "actor_model", "reward_model", "data_path", "step", "deployment_type", "num_gpus", "output_dir", "method", "resume",
     "dry_run",
@@ -136,7 +137,7 @@ def idle_flags(
 ) -> Iterator[str]:
     """Yield a line for each flag of a stage, section -> words, that is not `chosen`.
 
-    No line for its folder and the start of stage 1, which later ones may read.
+    Later stages read its folder, and start as stage 1 would.
 
     given: flags of `rlhf train` itself.
     """
@@ -144,7 +145,7 @@ def idle_flags(
     if of_reward_models in given and not {"reward", "ppo"} & set(chosen):
         yield f"--{of_reward_models} changes nothing: no stage that runs has a reward model or a critic"
     for section in (section for section in overrides if section not in chosen):
-        read = ("output_dir", "model_name_or_path") if section == STAGES[0].section else ("output_dir",)
+        read = ("output_dir", "model_name_or_path" if section == STAGES[0].section else "")
         for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name not in read):
             yield f"--{section}.{name} changes nothing: {section} is not among the stages that run"
 
@@ -185,8 +186,10 @@ def model_families() -> list[dict[str, list[Any]]]:
     return list(load_yaml(str(launch_file("models.yaml"))).values())
 
 
-def known_model(model: str) -> KnownModel | None:
+def known_model(model: str, flag: str = "") -> KnownModel | None:
     """Return what is known of a base model by its name or hub id, of a folder by its number of weights; None: nothing.
+
+    flag: what messages begin with.
 
     Raises:
         InputError: it looks like the name of a known model, or is near one; or it is a preset of stage 1 alone.
@@ -203,16 +206,16 @@ def known_model(model: str) -> KnownModel | None:
     presets = [launch_file(f"presets/{model}.{stage.section}.yaml").is_file() for stage in STAGES]
     if "/" not in model and presets[0] and not any(presets[1:]) and not Path(model).exists():
         raise InputError(
-            f"found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
+            f"{flag}found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
             f"launch/presets/{model}.{STAGES[0].section}.yaml"
         )
     if "/" in model or Path(model).exists():
-        preset = preset_of_size(Path(model))
-        return KnownModel(preset, model, model) if preset else None
+        return KnownModel(preset, model, model) if (preset := preset_of_size(Path(model))) else None
     hint = nearest(model, [*SIZES, *names])
     if hint or re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model):
         raise InputError(
-            f"found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or a folder{hint}"
+            f"{flag}found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or "
+            f"a folder{hint}"
         )
     return None
 
@@ -221,11 +224,47 @@ def preset_of_size(folder: Path) -> str:
     """Return the preset for models of as many weights as those in a folder; "" for none, or for no model."""
     from pipeline.models.weight_files import read_header  # with what reads tensors
 
-    count = 0
+    files, count = folder.expanduser().glob("model*.safetensors"), 0
     with suppress(InputError):  # the check of the model reports it
-        for file in folder.expanduser().glob("model*.safetensors"):
-            count += sum(map(prod, read_header(file)[0].values()))
+        count = sum(prod(shape) for file in files for shape in read_header(file)[0].values())
     return next((preset for most, preset in PRESETS_BY_SIZE.items() if count <= most), "")
+
+
+def chained_flags(
+    stage: Stage, starts: Mapping[str, Start], out: Path, outputs: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the folders that follow from the stages before; a --config file or an override (`given`) may name others.
+
+    A model that starts as the stage's first one does, a critic as its actor, follows what is given for that one.
+    """
+    first = next(iter(starts))
+    by_hand = given.get(Stage.path_flag(first))
+    folders = {
+        Stage.path_flag(prefix): str(by_hand if by_hand and start == starts[first] else outputs.get(start.section, out))
+        for prefix, start in starts.items()
+        if start.section
+    }
+    return folders | {"output_dir": str(out / stage.folder)}
+
+
+def has_sections(config_file: str) -> bool:
+    """Tell whether a YAML file holds sections, also unknown ones: no flag takes a mapping."""
+    return any(key in SECTIONS or isinstance(value, dict) for key, value in load_yaml(config_file).items())
+
+
+def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
+    """Return the --config file if it is for stage `number`: one without sections is for the only stage that runs."""
+    if not config_file or has_sections(config_file):
+        return config_file
+    if len(set(config.step)) > 1:
+        below = " or ".join((", ".join(f"{name}:" for name in SECTIONS[1:-1]), f"{SECTIONS[-1]}:"))
+        raise InputError(f"{config_file}: found flags without sections; put them below {below}")
+    return config_file if number in config.step else ""
+
+
+def takes_method(stage: Stage, method: str) -> bool:
+    """Return True if a stage has a flag for this value of --method; one with a single method need not."""
+    return method in stage.methods and "method" in Names(stage.config).known
 
 
 def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:
@@ -241,6 +280,16 @@ def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[st
             flags[Stage.path_flag(prefix)] = model if known is None else known.hub_id
     flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
     return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
+
+
+def launcher_words(config: TrainConfig) -> list[str]:
+    """Return the flags of the launcher as words; of several hosts also how they are reached."""
+    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
+    words = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    words += ["--check"] if config.check else []
+    if config.launcher == "none":
+        return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
+    return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
 def with_reward_model(config: TrainConfig) -> TrainConfig:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, load_yaml, parse, scan
+from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, parse, read_yaml, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.stage import Stage
@@ -16,25 +17,28 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
-from pipeline.run.earlier_runs import automatic_words
+from pipeline.run.earlier_runs import automatic_words, preset_of_run
 from pipeline.run.settled import leaves_share, resolve_splits
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
-from rlhf.starts import chained_flags, given_values, outputs_of, preset_of_run, takes_method, with_named_start
 from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
+    chained_flags,
+    config_file_of,
     contradictions,
+    has_sections,
     idle_flags,
     inherited_flags,
     known_model,
+    launcher_words,
     split_common,
     split_overrides,
     stages_alone,
+    takes_method,
     train_help,
     with_reward_model,
 )
 
-LAUNCHER_FLAGS = ("hostfile", "num_gpus", "include", "exclude", "master_addr", "master_port")
 HOSTFILE = "HOSTFILE"  # word in the commands for a target of several hosts whose names are not known
 
 
@@ -47,6 +51,7 @@ class PlannedStage:
     argv: flags as words of a command line.
     model_dir: model folder that later stages start from.
     run_dir: folder of the run.
+    config: flags of `rlhf train`, with the model whose preset the stage has.
     """
 
     stage: Stage
@@ -54,6 +59,23 @@ class PlannedStage:
     argv: list[str]
     model_dir: Path
     run_dir: Path
+    config: TrainConfig
+
+    @property
+    def base(self) -> str:
+        """The model that its first trained model starts from."""
+        prefix = next(iter(self.stage.starts))
+        return str(dict(flat_items(self.resolved.config))[self.stage.path_flag(prefix)])
+
+    def start_of_later(self, typed: Collection[str]) -> str:
+        """Return what a later stage starts from: the model folder.
+
+        It is the base itself where that was named (`typed`: own flags), this is stage 1 and does not run, and neither
+        its model nor a run of it is there.
+        """
+        is_named = "actor_model" in typed or self.config.actor_model != TrainConfig().actor_model
+        is_there = self.stage.number in self.config.step or self.model_dir.exists() or self.run_dir.exists()
+        return self.base if is_named and self.stage.makes_chat_model and not is_there else str(self.model_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +120,8 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     for number, kind in sorted(kinds.items()):
         try:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
-            in_file, values = given_values(kind, config, file, override)
-            config = with_named_start(config, kind.starts_given(values), values, given)
-            named = with_reward_model(config)
-            outputs = outputs_of(stages, named, given)
-            stages[number] = plan_stage(
-                kind, named, values, outputs, stages, config_file=file, in_file=in_file, override=override
-            )
+            stages[number] = plan_stage(kind, config, {*given}, file, override, stages)
+            config = stages[number].config
         except InputError as error:
             if isinstance(error, ContradictionError) and number > max(chosen):
                 continue  # it does not run, and no stage that runs reads what it would write
@@ -189,69 +206,67 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     return stages_alone(own) if errors else config, given, errors
 
 
-def has_sections(config_file: str) -> bool:
-    """Tell whether a YAML file holds sections, also unknown ones: no flag takes a mapping."""
-    return any(key in SECTIONS or isinstance(value, dict) for key, value in load_yaml(config_file).items())
-
-
-def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
-    """Return the --config file if it is for stage `number`: one without sections is for the only stage that runs."""
-    if not config_file or has_sections(config_file):
-        return config_file
-    if len(set(config.step)) > 1:
-        below = " or ".join((", ".join(f"{name}:" for name in SECTIONS[1:-1]), f"{SECTIONS[-1]}:"))
-        raise InputError(f"{config_file}: found flags without sections; put them below {below}")
-    return config_file if number in config.step else ""
-
-
 def plan_stage(
-    stage: Stage,
-    config: TrainConfig,
-    given: Mapping[str, object],
-    outputs: Mapping[str, str],
-    before: Mapping[int, PlannedStage],
-    *,
-    config_file: str,
-    in_file: Collection[str],
-    override: list[str],
+    stage: Stage, config: TrainConfig, typed: set[str], file: str, override: list[str], before: dict[int, PlannedStage]
 ) -> PlannedStage:
-    """Return one planned stage; `before` are the stages whose `outputs` it may read. See `given_values`."""
+    """Return one planned stage.
+
+    A model that its flags alone name brings its preset, to later stages too.
+
+    Args:
+        typed: own flags that were given.
+        file: the --config file.
+        override: the words of its flags.
+        before: stages whose output it may read.
+    """
+    names = Names(stage.config).known
+    in_file = read_yaml(file, stage.section, SECTIONS)[0] if file else {}
+    method = {"method": config.method} if takes_method(stage, config.method) else {}
+    given = method | {names.get(name, name): value for name, value in in_file.items()}
+    given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
     starts = stage.starts_given(given)
     first, start = next(iter(starts.items()))
-    model = config.reward_model if start.follows == "reward" else config.actor_model
+    flag, role = stage.path_flag(first), f"{start.follows}_model"
+    if given.get(flag) and role not in typed:
+        known_model(str(given[flag]), f"--{flag}: ")
+        config = config.model_copy(update={role: str(given[flag])})
+    named = with_reward_model(config)
+    model = str(getattr(named, role))
     known = known_model(model)
-    method = {"method": config.method} if takes_method(stage, config.method) else {}
+    argv = ["--config", file] if file else []
+    outputs = {planned.stage.section: planned.start_of_later(typed) for planned in before.values()}
     of_method = {} if method == {"method": METHODS[0]} else method
     following = chained_flags(stage, starts, Path(config.output_dir), outputs, given) | of_method
+    following |= known.flags if known else {}
+    replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
+    for name, value in (replaceable | inherited_flags(starts, named)).items():
+        argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
 
-    def words_of(preset: str, flags: Mapping[str, str]) -> list[str]:
-        file = launch_file(f"presets/{preset}.{stage.section}.yaml")
-        argv = ["--preset", path_from_here(file)] if preset and file.is_file() else []
-        if config_file:
-            argv += ["--config", config_file]
-        replaceable = {name: value for name, value in (following | flags).items() if name not in in_file}
-        for name, value in (replaceable | inherited_flags(starts, config)).items():
-            argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
-        return overridden(stage, argv, override)
+    def with_preset(name: str) -> tuple[list[str], Resolved]:
+        preset = launch_file(f"presets/{name}.{stage.section}.yaml")
+        words = ["--preset", path_from_here(preset)] if name and preset.is_file() else []
+        words = overridden(stage, [*words, *argv], override)
+        return words, parse(stage.config, words, section=stage.section, sections=SECTIONS)
 
-    argv = words_of(known.preset, known.flags) if known else words_of("", {})
-    resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+    preset = known.preset if known else ""
+    words, resolved = with_preset(preset)
     run_dir = stage.run_folder(resolved.config.run)
     # A run that began before a model's preset was found by its folder or by this flag has the one that it began with.
-    is_found = Path(model).is_dir() or model == given.get(stage.path_flag(first))
-    if is_found and (began := preset_of_run(stage, resolved.config.run)) not in (None, known.preset if known else ""):
-        argv = words_of(began or "", {})
-        resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+    is_found = Path(model).is_dir() or model == given.get(flag)
+    if is_found and (began := preset_of_run(stage, resolved, preset)) != preset:
+        for name in known.flags if known else ():
+            argv = without_flag(argv, name)
+        words, resolved = with_preset(began)
     chosen = automatic_words(resolved, run_dir) or []
-    for number, flag in stage.gives_up.items():
+    for number, share in stage.gives_up.items():
         other = before[number].run_dir if number in before else None
-        if flag not in given and leaves_share(stage, resolved.config, flag, other, runs_too=number in config.step):
-            chosen += [f"--{flag}", "false"]
+        if share not in given and leaves_share(stage, resolved.config, share, other, runs_too=number in config.step):
+            chosen += [f"--{share}", "false"]
     if chosen:
-        argv = overridden(stage, argv, chosen)
-        resolved = parse(stage.config, argv, section=stage.section, sections=SECTIONS)
+        words = overridden(stage, words, chosen)
+        resolved = parse(stage.config, words, section=stage.section, sections=SECTIONS)
     with_ranks(resolved, None)  # what no number of ranks can have is refused here, by the stage's own name of a flag
-    return PlannedStage(stage, resolved, argv, stage.outputs(resolved.config)[0], run_dir)
+    return PlannedStage(stage, resolved, words, stage.outputs(resolved.config)[0], run_dir, config)
 
 
 def overridden(stage: Stage, words: list[str], stronger: list[str]) -> list[str]:
@@ -294,16 +309,6 @@ def command_of(planned: PlannedStage, config: TrainConfig) -> list[str]:
 def request_of(config: TrainConfig) -> LaunchRequest:
     """Return what the launch script makes of the launcher's flags. Raises InputError."""
     return parse_request(config.deployment_type, launcher_words(config))
-
-
-def launcher_words(config: TrainConfig) -> list[str]:
-    """Return the flags of the launcher as words; of several hosts also how they are reached."""
-    values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
-    words = [word for name, value in values if value for word in (f"--{name}", str(value))]
-    words += ["--check"] if config.check else []
-    if config.launcher == "none":
-        return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
-    return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
 def ranks_of(plan: Plan) -> int:

@@ -54,9 +54,7 @@ class RewardEvalConfig(Group):
     )
     data_path: list[str] = flag(..., "Pairs to score", min_length=1, kind="path")
     eval_split: Literal["auto", "all", "held_out"] = flag(
-        "auto",
-        "all: all pairs; held_out: those that a run with these paths holds out; auto: all, or held_out with "
-        "--eval_fraction",
+        "auto", "all pairs, or held_out: those that a run holds out; auto: all, unless --eval_fraction is given"
     )
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(

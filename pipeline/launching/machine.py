@@ -5,12 +5,16 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.errors import EnvironmentFault, counted
+from pipeline.run.device import query_smi
 
 PORT_POLL_S = 0.1
+# MiB that a GPU may have in use without a process: idle ones report up to some tens, a CUDA context takes some 500.
+IDLE_MIB = 200
 NVIDIA, AMD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")  # where a driver shows its GPUs
 
 
@@ -29,30 +33,84 @@ def runs_on_cpu() -> bool:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else all.
+    """Return the number of `visible_gpus`. Raises EnvironmentFault where CUDA_VISIBLE_DEVICES names none."""
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else the numbers of all.
 
     None with DS_ACCELERATOR=cpu. Raises EnvironmentFault where CUDA_VISIBLE_DEVICES names none.
     """
-    if runs_on_cpu():
-        return 0
-    present = count_present_gpus()
+    present = 0 if runs_on_cpu() else count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
-        return present
-    count = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    if not count:
+        return [str(number) for number in range(present)]
+    names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    if not names:
         raise EnvironmentFault(
             f"CUDA_VISIBLE_DEVICES={visible!r} hides all {present} GPUs of this machine; unset it, "
             "or set DS_ACCELERATOR=cpu to run on the CPU"
         )
-    return min(count, present)
+    return names[:present]
 
 
-def visible_gpus() -> list[str]:
-    """Return the GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them, else by number. See `count_gpus`."""
-    count = count_gpus()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return [name.strip() for name in names.split(",") if name.strip()][:count]
+def holders(visible: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return visible GPU -> its number, and what others hold of it in words ("" for nothing); {}: not known.
+
+    Processes of other containers are listed nowhere; memory in use tells of them, but for a GPU that draws a screen.
+    """
+    rows = query_smi("--query-gpu=index,uuid,memory.used,display_active")
+    table = {name: row for row in rows if len(row) == 4 for name in row[:2]}
+    listed = query_smi("--query-compute-apps=gpu_uuid,pid")
+    found: dict[str, tuple[str, str]] = {}
+    for name in visible:
+        number, uuid, used, draws = table.get(name, [""] * 4)  # a part of a GPU (MIG) has no row
+        by = ", ".join(row[1] for row in listed if row[0] == uuid)
+        is_held = by or (used.isdigit() and int(used) > IDLE_MIB and draws != "Enabled")
+        found[name] = number, f"{used} MiB in use{f' by process {by}' if by else ''}" if is_held else ""
+    return found if set(visible) <= table.keys() else {}
+
+
+def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], str]:
+    """Return the launcher's flags of a run on free GPUs of this machine, and a line that says which; "" without GPUs.
+
+    Args:
+        count: GPUs of --num-gpus; 0: as many as the run had, or all that are free.
+        had: ranks that the run to resume had; 0: none is there.
+        starts: False where nothing will run, as in a dry run; then the line says what is lacking.
+
+    Raises:
+        EnvironmentFault: fewer GPUs are free than are asked for, or than the run had.
+    """
+    visible, wanted = visible_gpus(), count or had
+    if not visible:
+        return {"deployment_type": "single_node" if wanted > 1 else "single_gpu", "num_gpus": wanted}, ""
+    check_device_count(count)
+    found = holders(visible)
+    held = {name: what for name, (_, what) in found.items() if what}
+    free = [name for name in visible if name not in held]
+    why, line = f"--num-gpus {count}" if count else f"the run had {counted(had, 'rank')}", ""
+    if wanted > len(free) or not free:
+        busy = "".join(f", GPU {name}: {what}" for name, what in held.items())
+        line = (
+            f"{f'{why}, but ' if wanted else ''}{len(free)} of {len(visible)} GPUs are free{busy}; wait, or give "
+            f"{f'--num-gpus {len(free)}, or ' if free else ''}--deployment-type single_node, which takes all"
+        )
+        if starts:
+            raise EnvironmentFault(line)
+        free, held = visible, {}
+    chosen = free[: wanted or None]
+    flags: dict[str, Any] = {"deployment_type": "single_node" if chosen[1:] else "single_gpu", "num_gpus": 0}
+    if chosen != visible:
+        flags |= (
+            {"include": f"localhost:{','.join(found[name][0] for name in chosen)}"}
+            if held
+            else {"num_gpus": len(chosen)}
+        )
+    left = ", ".join(f"{name} ({held.get(name, why)})" for name in visible if name not in chosen)
+    unknown = "" if found else "; nvidia-smi does not say whether other processes hold memory of them"
+    return flags, line or f"GPUs of this run: {', '.join(chosen)}{f'; not used: {left}' if left else ''}{unknown}"
 
 
 def device_kind() -> Literal["cpu", "cuda"]:

@@ -52,11 +52,16 @@ class DeviceConstants:
 def query_gpu(*fields: str) -> list[str]:
     """Return nvidia-smi's values of the first visible GPU; [] where it does not tell them."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
-    query = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    values = next(iter(query_smi("-i", gpu, f"--query-gpu={','.join(fields)}")), [])
+    return values if len(values) == len(fields) else []
+
+
+def query_smi(*words: str) -> list[list[str]]:
+    """Return the rows of nvidia-smi's answer to a query; [] without nvidia-smi."""
+    command = ["nvidia-smi", *words, "--format=csv,noheader,nounits"]
     with suppress(OSError):
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        values = [value.strip() for value in answer.partition("\n")[0].split(",")]
-        return values if len(values) == len(fields) else []
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return [[value.strip() for value in line.split(",")] for line in answer.splitlines()]
     return []
 
 

@@ -93,12 +93,9 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
 
 def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
     """Return a note where the warm-up lasts as long as a run of so many steps (0: not known), or longer; else ""."""
-    if not 0 < total_steps <= optimizer.num_warmup_steps:
-        return ""
-    return (
-        f"--num_warmup_steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}, so that its "
-        "learning rate only rises; give less, or more steps"
-    )
+    found = f"--num_warmup_steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
+    is_long = 0 < total_steps <= optimizer.num_warmup_steps
+    return f"{found}, so that its learning rate only rises; give less, or more steps" if is_long else ""
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:

@@ -9,8 +9,8 @@ from support.launch_stub import ROOT, TINY, notes, stub_environment, train, writ
 
 from pipeline.errors import EnvironmentFault
 from pipeline.files import digest
-from pipeline.launching.free_gpus import choose_gpus
 from pipeline.launching.hosts import chosen_devices
+from pipeline.launching.machine import choose_gpus
 from pipeline.launching.request import parse_request
 from rlhf.starts import on_free_gpus
 from rlhf.train_plan import make_plan, request_of
@@ -40,7 +40,7 @@ def machine(tmp_path, monkeypatch):
     [
         ({}, None, 0, 0, ALL, "0, 1, 2, 3"),
         ({1: "77", 3: ""}, None, 0, 0, ALL | {"include": "localhost:0,2"}, f"0, 2; not used: 1 ({USED}), 3 ({UNSEEN})"),
-        ({3: "77"}, None, 0, 0, ALL | {"num_gpus": 3}, f"0, 1, 2; not used: 3 ({USED})"),
+        ({3: "77"}, None, 0, 0, ALL | {"include": "localhost:0,1,2"}, f"0, 1, 2; not used: 3 ({USED})"),
         ({0: "77", 1: "77", 2: "77"}, None, 0, 0, ONE | {"include": "localhost:3"}, "3; not used: "),
         ({}, "3,1", 0, 0, ALL, "3, 1"),
         ({0: "77"}, "3,1", 0, 0, ALL, "3, 1"),
@@ -49,7 +49,7 @@ def machine(tmp_path, monkeypatch):
         ({}, None, 2, 0, ALL | {"num_gpus": 2}, "0, 1; not used: 2 (--num-gpus 2), 3 (--num-gpus 2)"),
         ({0: "77"}, None, 2, 4, ALL | {"include": "localhost:1,2"}, f"1, 2; not used: 0 ({USED}), 3 (--num-gpus 2)"),
         ({}, None, 0, 2, ALL | {"num_gpus": 2}, "0, 1; not used: 2 (the run had 2 ranks), 3 (the run had 2 ranks)"),
-        ({}, None, 0, 1, ONE, "0; not used: 1 (the run had 1 rank)"),
+        ({}, None, 0, 1, ONE | {"num_gpus": 1}, "0; not used: 1 (the run had 1 rank)"),
     ],
 )
 def test_free_gpus_are_taken_and_a_line_says_which(machine, held, visible, count, had, flags, line):

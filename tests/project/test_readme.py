@@ -17,7 +17,7 @@ from support.worked_examples import KINDS, copied_project
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.generation.rollout_size import RolloutSize
-from rlhf import chat, compare, init, report, train, train_plan
+from rlhf import chat, compare, init, report, train, train_config
 from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
 from rlhf.train_config import TrainConfig
@@ -344,7 +344,7 @@ def attributes_read() -> set[str]:
 
 def dead_flags(leaves: set[str]) -> list[str]:
     # train.py hands these to the launcher by getattr.
-    return sorted(leaves - attributes_read() - set(train_plan.LAUNCHER_FLAGS) - NOT_READ)
+    return sorted(leaves - attributes_read() - set(train_config.LAUNCHER_FLAGS) - NOT_READ)
 
 
 def test_every_flag_is_read():
