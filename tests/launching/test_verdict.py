@@ -17,9 +17,9 @@ MIB = 2**20
 RUN = Path("out/runs/sft")
 
 
-def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None, exit_code=None):
+def rank(number, code=None, message="stub", *, at=0.0, secondary=False, died=None, exit_code=None, halved=None):
     """A rank at step 7 of training that ended with `code` at time `at`, or was seen dead at `died`."""
-    said = Outcome(number, code, message, secondary, 100 + number, f"node-{number}", "s", at)
+    said = Outcome(number, code, message, secondary, 100 + number, f"node-{number}", "s", at, halved or {})
     return RankState(said, 0.0, Beat("train", 7, 0.0), Process(1, "sleeping", 1.0, 300 * MIB), died, exit_code)
 
 
@@ -66,6 +66,12 @@ def test_the_first_cause_is_named_once(ranks, first):
     assert lines[0].startswith(f"error: {first}") and len(lines) == 2
     number = first.split()[1]
     assert lines[1] == f"error: its log: {RUN}/log/rank-{number}.txt"
+
+
+def test_out_of_memory_starts_the_job_again_unless_it_was_to_stop():
+    ranks = [rank(0), rank(1, 3, "out of memory", halved={"train": (8, 4)})]
+    assert judge(ranks, status()).halved == {"train": (8, 4)}
+    assert judge(ranks, status(asked=True)).halved == {}
 
 
 def test_an_error_that_all_meet_is_not_one_ranks():

@@ -4,10 +4,12 @@ import html
 import json
 import re
 import shutil
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from support.recorded_runs import HOSTILE, METRICS, ROWS, die, make_model, record, record_road
 
 from pipeline.errors import InputError
@@ -189,6 +191,20 @@ def test_a_run_that_goes_on_or_has_no_metrics_has_a_report(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.txt").write_text("")
     assert verdict_of(tmp_path / "b") == ("open", "Not finished", ["b: no word on how it ended, at step 0"])
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_report_waits_for_another_process_that_writes_it(tmp_path):
+    """A supervisor's and a rank's reports may be due together."""
+    folder = record(tmp_path / "run", "sft")
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / page_module.LOCK):
+        second = threading.Thread(target=write_report, args=([folder], tmp_path / "out"))
+        second.start()
+        second.join(0.5)
+        assert second.is_alive() and not (tmp_path / "out" / "report.md").exists()
+    second.join()
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -118,6 +118,16 @@ def test_a_rank_of_another_machine_is_alive_by_its_last_sign(tmp_path):
     assert run_of(folder).ending[0] == "died"
 
 
+def test_a_run_of_which_one_rank_is_gone_has_died(tmp_path):
+    for gone in (0, 1):
+        folder = record(tmp_path / str(gone), "sft", code=None)
+        alive = json.loads((folder / "outcome" / "rank-0.json").read_text())
+        (folder / "outcome" / "rank-1.json").write_text(json.dumps(alive | {"rank": 1}))
+        assert run_of(folder).ending[0] == "running"
+        (folder / "outcome" / f"rank-{gone}.json").write_text(json.dumps(alive | {"rank": gone, "pid": 2**22 + 1}))
+        assert run_of(folder).ending[0] == "died"
+
+
 def test_warnings_are_those_of_this_run_and_counted(tmp_path):
     folder = record(tmp_path, "sft")
     log = (folder / "log.txt").read_text()

@@ -51,7 +51,13 @@ CASES = {
     "keyword_frequency": [
         ({"word": "sun", "at_least": 2, "at_most": 2}, ["Sun, sun, sunny"], ["sun", "sun sun sun"]),
     ],
-    "end_phrase": [({"phrase": "That is all."}, ["x THAT IS ALL.", 'x. That is all." \n'], ["That is all. No.", ""])],
+    "end_phrase": [
+        (
+            {"phrase": "That is all."},
+            ["x THAT IS ALL.", 'x. That is all." \n', "x “That is all.”", "x ‘That is all.’ ", "x 'That is all.'"],
+            ["That is all. No.", ""],
+        ),
+    ],
 }
 
 

@@ -71,6 +71,20 @@ def test_too_many_failures_end_the_run(rollouts, is_end):
     assert ends(rollouts) is is_end
 
 
+@pytest.mark.parametrize("window", [WINDOW, FailureWindow(max_share=0.25, num_responses=8, min_failures=3)])
+@pytest.mark.parametrize("expected", [4, 16, 64, 2000])
+def test_a_rollout_ends_early_only_where_it_would_end_the_run_whatever_follows(window, expected):
+    """At worst all responses before it, as many as the window has, and all that are still to come get values."""
+    before = rollout(window.num_responses)
+    for failed in range(expected + 1):
+        at_worst = window.after([before], rollout(expected, raised=failed))
+        must = failed >= window.min_failures and ends(at_worst, window=window)
+        passed = window.is_surely_passed(failed, expected)
+        # A rollout as large as the window is alone in it: that may be seen later, and is never seen too early.
+        assert must or not passed
+        assert passed or not must or expected >= window.num_responses or failed == expected
+
+
 def test_the_share_is_a_setting():
     assert not ends([rollout(100, raised=50)], window=FailureWindow(max_share=0.5))
     assert ends([rollout(100, raised=51)], window=FailureWindow(max_share=0.5))

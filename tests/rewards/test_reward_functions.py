@@ -139,3 +139,16 @@ def test_functions_get_the_responses_to_a_prompt_by_their_numbers_in_whatever_or
     for place, row, sample in ((0, 7, 2), (1, 4, 0), (0, 7, 0), (1, 4, 2), (0, 7, 1), (1, 4, 1)):
         scoring.ended(place, row, sample, [row, sample])
     assert given == [(7, [[7, 0], [7, 1], [7, 2]]), (4, [[4, 0], [4, 1], [4, 2]])]
+
+
+@pytest.mark.parametrize("values", [[[0.5], None, 1.0], [None, 1.0, [0.5, 0.0]]])
+def test_values_of_tokens_are_refused_in_any_response(values):
+    """Of a method that compares responses."""
+    pool = SimpleNamespace(
+        functions=[SimpleNamespace(name="f")], submit=lambda *_: 0, gather=lambda handles, _: [{"f": values}]
+    )
+    scoring = RolloutScoring(pool, lambda row, ids: (row, ids), FailureWindow(), {}, num_samples=3, takes_tokens=False)
+    for sample in range(3):
+        scoring.ended(0, 7, sample, [sample])
+    with pytest.raises(InputError, match="found a value for each token"):
+        scoring.gather(lambda: None)
