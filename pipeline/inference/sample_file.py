@@ -17,6 +17,7 @@ from pipeline.run.lock import lock_held
 
 NUMBER = "number"  # column of a row: which of the prompts it is of, from 1
 IS_WHOLE = "is_whole"  # of the settings of a file that several ranks have written
+JOINING_S = 600.0  # chosen by hand: joining copies the parts once
 ANEW = "name another --output, or give --overwrite to begin anew"
 
 
@@ -72,9 +73,9 @@ def settings_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.settings.json")
 
 
-def output_held(file: Path) -> AbstractContextManager[None]:
-    """Hold a file for this process alone. Raises EnvironmentFault where another one writes it."""
-    return lock_held(file, file.with_name(f".{file.name}.lock"), "--output")
+def output_held(file: Path, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
+    """Hold a file for this process alone. Raises EnvironmentFault where another one still writes it after `wait_s`."""
+    return lock_held(file, file.with_name(f".{file.name}.lock"), "--output", wait_s=wait_s)
 
 
 def part_of(file: Path, rank: int, size: int) -> Path:
@@ -93,17 +94,16 @@ def is_joined(file: Path, settings: Mapping[str, Any]) -> bool:
 def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int) -> int:
     """Note that a rank's part is whole; join all where it is the last one. Returns the number of rows then, else 0.
 
-    Raises EnvironmentFault where the disk refuses.
+    Raises EnvironmentFault where the disk refuses, or another process holds the file for JOINING_S.
     """
     parts, whole = [part_of(file, one, size) for one in range(size)], {**settings, IS_WHOLE: True}
     with refused_by_disk(file), ExitStack() as stack:
         write_json(settings_of(parts[rank]), whole)
-        try:
-            stack.enter_context(output_held(file))
-        except EnvironmentFault:  # of two that end together, the other joins them
-            return 0
+        # A rank that ends at the same time may have looked before this part was whole: so this one looks after it.
+        stack.enter_context(output_held(file, wait_s=JOINING_S))
         mine = read_object(settings_of(parts[rank]))
-        if any(read_object(settings_of(part)) != mine for part in parts):  # not whole, or of an earlier command
+        # Joined by another rank; or a part is not whole, or of an earlier command.
+        if not mine or any(read_object(settings_of(part)) != mine for part in parts):
             return 0
         lines = [stack.enter_context(part.open("rb")) for part in parts]
         joined, count = file.with_name(f".{file.name}.writing"), 0

@@ -38,11 +38,14 @@ def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def lock_held(folder: Path, file: Path, flag: str) -> Iterator[None]:
-    """Hold a folder by its lock file, which `flag` names. Raises EnvironmentFault: see `locked`."""
+def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold a folder by its lock file, which `flag` names; wait at most `wait_s` seconds for another holder's end.
+
+    Raises EnvironmentFault: see `locked`.
+    """
     if file.exists() and not file.is_file():  # to open a FIFO could wait for ever
         raise EnvironmentFault(f"{file}: found no file, wanted one that can be locked; remove it")
-    lock = FileLock(file, timeout=0, fallback_to_soft=False)
+    lock = FileLock(file, timeout=wait_s, fallback_to_soft=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()

@@ -1,12 +1,13 @@
 """The file of `rlhf sample`: what is written, cut off, refused and left as it is."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.inference.sample_file import SampleFile, open_samples
+from pipeline.inference.sample_file import SampleFile, join_parts, open_samples, output_held, part_of
 
 SETTINGS = {"seed": 1, "functions": [("f", 1.0)]}
 
@@ -88,3 +89,25 @@ def test_a_disk_that_refuses():
     Path("folder").mkdir()
     with pytest.raises(EnvironmentFault, match="^folder: cannot be written: Is a directory"):
         open_samples(Path("folder"), SETTINGS, overwrite=True)
+
+
+def test_of_ranks_that_end_together_one_joins_the_parts(tmp_path):
+    """The first one has seen that the second part is not whole, and still holds the file as the second one ends."""
+    file, settings = tmp_path / "a.jsonl", {"seed": 1}
+    for rank in range(2):
+        open_samples(part_of(file, rank, 2), settings, overwrite=False).write(rank + 1, {"text": str(rank)})
+    assert join_parts(file, settings, rank=0, size=2) == 0
+    holds, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with output_held(file):
+            holds.set()
+            ended.wait(0.2)
+
+    first = threading.Thread(target=hold)
+    first.start()
+    holds.wait()
+    assert join_parts(file, settings, rank=1, size=2) == 2
+    first.join()
+    assert [json.loads(line)["number"] for line in file.read_text().splitlines()] == [1, 2]
+    assert not list(tmp_path.glob("*part-*"))
