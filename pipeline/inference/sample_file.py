@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import InputError
 from pipeline.files import read_object, refused_by_disk, write_json
 from pipeline.run.lock import lock_held
 
