@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.errors import InputError
+from pipeline.rewards.box.matching import last_match
 from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, reward_of_text, text_of
 
 LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
@@ -80,12 +81,6 @@ def exact_match(
 
     golds = column_of("exact_match", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match of a pattern, of its first group where it has one; None where there is none."""
-    matches = list(pattern.finditer(text))
-    return matches[-1][1 if pattern.groups else 0] if matches else None
 
 
 @reward_of_text
