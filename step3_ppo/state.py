@@ -312,4 +312,9 @@ def fingerprint_of(
         ranks=ranks,
     )
     files = {f"file of reward function {one.name}": one.digest for one in config.reward_functions if one.digest}
-    return replace(found, hashes={**found.hashes, **files})
+    modules = {
+        f"{path} of reward function {one.name}": content
+        for one in config.reward_functions
+        for path, content in one.modules.items()
+    }
+    return replace(found, hashes={**found.hashes, **files}, columns={**found.columns, **modules})

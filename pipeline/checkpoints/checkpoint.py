@@ -270,6 +270,8 @@ def load(
     )
     check_same_settings(folder, saved["settings"], settings, defaults=defaults, force=force)
     columns = saved.get("columns", {}) if fingerprint.reads_columns else {}
+    if fingerprint.reads_columns and (unknown := fingerprint.columns.keys() - columns.keys()):
+        log.info("%s: their content is not in the checkpoint, and taken as it is now", ", ".join(sorted(unknown)))
     then = saved["fingerprints"] | saved["sizes"] | columns
     now = {**fingerprint.hashes, **fingerprint.sizes, **{name: fingerprint.columns.get(name) for name in columns}}
     if any(now.get(name) != content for name, content in saved["fingerprints"].items()):

@@ -64,7 +64,8 @@ class RunFingerprint:
     rounding: flags that change numbers by rounding only; other values are logged.
     defaults: values assumed for flags that the checkpoint's version did not have.
     inputs: contents of the flags that name data and start models, for the mark of a finished run.
-    columns: hashes of columns that only rewards read, of the data sets that have any.
+    columns: hashes of what only rewards read, further columns of data and modules of functions; compared where a
+    checkpoint has them.
     total_steps: optimizer steps of the run; fewer than before are told of.
     reads_columns: a reward of the run reads them: a checkpoint that has their hashes must have the same.
     """

@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, nearest
 from pipeline.files import digest
 from pipeline.rewards.calls import functions_of_box
+from pipeline.rewards.modules import modules_beside
 
 FLAG = "--reward_function"
 KEYS = ("name", "weight", "args")  # of an entry in a YAML file
@@ -25,6 +26,7 @@ class RewardFunction:
     weight: finite factor of its scores in the sum.
     args: keyword arguments that each call gets, as JSON has them.
     digest: SHA-256 of the user's file as hex; empty for a function of the box, which the project's version tells.
+    modules: see `modules_beside`; {} for a function of the box.
     """
 
     name: str
@@ -32,6 +34,7 @@ class RewardFunction:
     weight: float = 1.0
     args: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[RewardFunction]:
@@ -76,7 +79,7 @@ def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
     if "weight" in entry and text.count(":") > _target(text).count(":"):
         raise InputError(f"{FLAG} {text}: weight: {entry['weight']!r} is given beside that in the name; give it once")
     weight = _weight(entry.get("weight", 1.0), text) if "weight" in entry else function.weight
-    return RewardFunction(function.name, function.target, weight, args, function.digest)
+    return replace(function, weight=weight, args=args)
 
 
 def _target(text: str) -> str:
@@ -100,11 +103,13 @@ def _of_text(text: str) -> RewardFunction:
     if not file:
         return RewardFunction(name, name, weight)
     path = Path(file).expanduser()
+    target = f"{path.resolve()}:{name}"
     try:
-        return RewardFunction(name, f"{path.resolve()}:{name}", weight, digest=digest(path))
+        return RewardFunction(name, target, weight, digest=digest(path), modules=modules_beside(path.resolve()))
     except OSError as error:
         others = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
-        raise InputError(f"{FLAG} {text}: {path} cannot be read ({error.strerror}){others}") from None
+        which = path if error.filename in (None, str(path)) else error.filename
+        raise InputError(f"{FLAG} {text}: {which} cannot be read ({error.strerror}){others}") from None
 
 
 def folder_and_weight(entry: str, flag: str) -> tuple[str, float]:

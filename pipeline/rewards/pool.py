@@ -6,6 +6,7 @@ once more for each response by itself; what fails again is a `Failure`.
 
 import asyncio
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ from pipeline.rewards.calls import (
 )
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
+
+log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
 RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
@@ -147,6 +150,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
         self._signatures = dict[str, Signature]()
         self._columns: list[str] = []
+        self._told = set[str]()
         self._in_rank = dict[str, Callable[..., Any]]()
         self._loop, self._rank = Background("reward workers"), Background("reward functions of the rank")
 
@@ -260,11 +264,23 @@ class RewardPool:
             loaded = await worker.load(function, self._load_limit_s)
             if call is None or "signature" not in loaded:
                 return loaded
-            return await worker.ask({"target": function.target, "call": vars(call)}, self._timeout_s)
+            request = {"target": function.target, "call": vars(call), "modules": function.modules}
+            answer = await worker.ask(request, self._timeout_s)
+            self._tell_of(function, [*loaded.get("beside", []), *answer.get("beside", [])])
+            return answer
         except WorkerLostError as error:
             return {"failed": [error.kind, str(error)]}
         finally:
             self._idle.put_nowait(worker)
+
+    def _tell_of(self, function: RewardFunction, modules: Collection[str]) -> None:
+        """Warn once of modules beside a function's file that no import statement names."""
+        for module in {*modules} - self._told:
+            self._told.add(module)
+            log.warning(
+                "%s %s: it uses %s, which no import statement names: changes of it are not noticed when a run resumes",
+                *(FLAG, function.target, module),
+            )
 
     async def _ask_rank(self, function: RewardFunction, call: Call) -> dict[str, Any]:
         """Return the answer to a call in this process."""

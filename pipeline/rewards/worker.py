@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.processes import end_with_parent
-from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, load, signature_of
+from pipeline.rewards.calls import (
+    Call,
+    Signature,
+    answer_to,
+    check_args,
+    check_modules,
+    checked_values,
+    load,
+    signature_of,
+)
 
 Loaded = dict[str, tuple[Callable[..., Any], Signature]]  # target -> function
 
@@ -26,7 +35,7 @@ def main() -> None:
     """Answer requests, one a line, until the parent closes the pipe."""
     end_with_parent(int(sys.argv[1]), signal.SIGKILL)
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.dup(2)
-    home, loaded = Path.cwd(), Loaded()
+    home, loaded, seen = Path.cwd(), Loaded(), {"__main__"}
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
         for line in requests:
             os.chdir(home)  # a function may have left it, and closed what it prints to
@@ -34,27 +43,32 @@ def main() -> None:
                 os.dup2(file, number)
             sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
             request = json.loads(line)
-            answer = answered(request, loaded) | {"number": request["number"]}
+            answer = answered(request, loaded, seen) | {"number": request["number"]}
             ctypes.CDLL(None).fflush(None)
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
     os._exit(0)  # else Python waits for threads that functions have left behind
 
 
-def answered(request: Mapping[str, Any], loaded: Loaded) -> dict[str, Any]:
-    """Return the answer to a request: the signature of a function that it loads, or the values of a call."""
+def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict[str, Any]:
+    """Return the answer to a request: the signature of a function that it loads, or the values of a call.
+
+    Both with "beside": modules that are imported now and were not known; see `check_modules`.
+    """
     target = request["target"]
     try:
         if "call" not in request:
             loaded[target] = loaded_function(target, request["digest"])
             check_args(target, request["args"], loaded[target][1])
-            return {"signature": asdict(loaded[target][1])}
+            beside = check_modules(target, request["modules"], seen)
+            return {"signature": asdict(loaded[target][1]), "beside": beside}
         function, signature = loaded[target]
         call = Call(**request["call"])
         values = function(**call.arguments(signature))
         if inspect.isawaitable(values):
             values = result_of(values)
-        return {"values": checked_values(values, call.lengths)}
+        beside = check_modules(target, request["modules"], seen)
+        return {"values": checked_values(values, call.lengths), "beside": beside}
     except BaseException as error:  # also SystemExit
         answer = answer_to(error, target)
         if "failed" in answer:

@@ -50,7 +50,8 @@ class WorkerProcess:
         target = function.target
         if self._process is None or target not in self._loaded:
             self._loaded[target] = await self.ask(
-                {"target": target, "digest": function.digest, "args": function.args}, limit_s
+                {"target": target, "digest": function.digest, "args": function.args, "modules": function.modules},
+                limit_s,
             )
         return self._loaded[target]
 

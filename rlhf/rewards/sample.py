@@ -166,7 +166,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
         **config.sampling.model_dump(exclude={"stop_strings"} if not config.sampling.stop_strings else None),
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
-        "reward_function": [[one.name, one.digest, one.weight, one.args] for one in functions],
+        "reward_function": [[one.name, one.digest, one.weight, one.args, *one.modules.items()] for one in functions],
         "reward_model": [[model_fingerprint(path), weight] for path, weight in config.reward_models()] or None,
     }
 

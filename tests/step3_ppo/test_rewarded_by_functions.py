@@ -8,6 +8,7 @@ import pytest
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder, read_metrics
 
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from step3_ppo.main import main
 
 FUNCTIONS = """
@@ -15,8 +16,9 @@ import json
 import os
 import signal
 import time
+from scale import SIGN
 def length(completions, **columns):
-    return [len(text) / 10 for text in completions]
+    return [SIGN * len(text) / 10 for text in completions]
 
 def tokens(completion_ids):
     return [[0.1] * len(ids) for ids in completion_ids]
@@ -74,6 +76,7 @@ def unlucky(completions):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("functions"), num_train=16, num_test=4)
     (folder / "rewards.py").write_text(FUNCTIONS)
+    (folder / "scale.py").write_text("SIGN = 1")
     return folder
 
 
@@ -221,3 +224,25 @@ def test_a_resumed_run_equals_one_that_was_not_stopped_and_keeps_to_its_file(fol
     finally:
         file.write_text(text)
     assert any("file of reward function length" in line for line in errors(capsys))
+
+
+def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, capsys):
+    """A checkpoint of an older version, which does not hold them, is resumed by the file alone, with a line."""
+    assert trained(folder, tmp_path, "length", max_steps=1) == 0
+    try:
+        (folder / "scale.py").write_text("SIGN = -1")
+        capsys.readouterr()
+        assert trained(folder, tmp_path, "length", max_steps=2) == 2
+        assert any(line.startswith("error: scale.py of reward function length: found ") for line in errors(capsys))
+        saved = tmp_path / "runs/ppo/checkpoints/step-1"
+        state = json.loads((saved / "state.json").read_text())
+        del state["columns"]["scale.py of reward function length"]
+        (saved / "state.json").write_text(json.dumps(state))
+        write_manifest(
+            saved, 1, {one.name: manifest_entry(one) for one in saved.iterdir() if "manifest" not in one.name}
+        )
+        assert trained(folder, tmp_path, "length", max_steps=2) == 0
+    finally:
+        (folder / "scale.py").write_text("SIGN = 1")
+    line = "scale.py of reward function length: their content is not in the checkpoint, and taken as it is now"
+    assert line in capsys.readouterr().err
