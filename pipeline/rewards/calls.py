@@ -98,30 +98,6 @@ def load(target: str, digest: str) -> Callable[..., Any]:
     return function
 
 
-def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list[str]:
-    """Look at the modules beside a user's file that are imported by now; return the paths of those that are not known.
-
-    Args:
-        known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
-        seen: names of modules that need no second look; kept up to date.
-
-    Raises:
-        RefusedError: a known one has another content.
-    """
-    file, found = Path(target.rpartition(":")[0]), list[str]()
-    for name, module in [*sys.modules.items()] if file.name else ():
-        path = Path(str(getattr(getattr(module, "__spec__", None), "origin", None)))
-        is_own = name in seen or path == file or name.split(".")[0] == __name__.split(".")[0]
-        if is_own or not path.is_relative_to(file.parent) or "site-packages" in path.parts:
-            continue
-        seen.add(name)
-        if (key := path.relative_to(file.parent).as_posix()) not in known:
-            found.append(key)
-        elif hashlib.sha256(path.read_bytes()).hexdigest() != known[key]:
-            raise RefusedError(f"{key} has changed since the start; a run keeps to one version, put it back")
-    return found
-
-
 def check_args(target: str, args: Mapping[str, Any], signature: Signature, *, in_rank: bool = False) -> None:
     """Call a function of the box without responses, where it runs.
 

@@ -1,11 +1,15 @@
 """The modules beside a reward function's file that it imports: what else its values depend on."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.files import digest
+from pipeline.rewards.calls import RefusedError
+
+PROJECT = __name__.partition(".")[0]
 
 
 def modules_beside(file: Path) -> dict[str, str]:
@@ -15,26 +19,44 @@ def modules_beside(file: Path) -> dict[str, str]:
     """
     folder, found, waiting = file.parent, dict[str, str](), [file]
     while waiting:
-        for name in imported_names(waiting.pop(), folder):
-            parts = name.split(".")
-            for number in range(1, len(parts) + 1 if parts[0] != __name__.partition(".")[0] else 1):
-                base = folder.joinpath(*parts[:number])
-                for path in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
-                    if path.is_file() and path != file and (key := path.relative_to(folder).as_posix()) not in found:
+        for parts in imported_names(waiting.pop(), folder):
+            for base in [folder.joinpath(*parts[: n + 1]) for n in range(len(parts)) if parts[0] != PROJECT]:
+                for path in (base.with_suffix(".py"), base / "__init__.py"):
+                    if path.is_file() and (key := path.relative_to(folder).as_posix()) not in found:
                         found[key] = digest(path)
                         waiting.append(path)
-    return dict(sorted(found.items()))
+    return found
 
 
-def imported_names(file: Path, folder: Path) -> Iterator[str]:
-    """Yield the dotted names that a file's import statements could mean; none where it is no Python."""
-    nodes = list[ast.AST]()
+def imported_names(file: Path, folder: Path) -> Iterator[list[str]]:
+    """Yield the parts of each name that a file's import statements may mean; none where it is no Python."""
     with suppress(SyntaxError, ValueError, RecursionError):
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = file.relative_to(folder).parts[: -node.level] if node.level else ()
-            start = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{start}.{alias.name}".strip(".") for alias in node.names)
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level, module = getattr(node, "level", 0), getattr(node, "module", None)
+                above = file.relative_to(folder).parts[:-level] if level else ()
+                names = (".".join(filter(None, [*above, module, alias.name])) for alias in node.names)
+                yield from (name.split(".") for name in names)
+
+
+def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list[str]:
+    """Look at the modules beside a user's file that are imported by now; return the paths of those that are not known.
+
+    Args:
+        known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
+        seen: names of modules that need no second look; kept up to date.
+
+    Raises RefusedError where a known one has another content.
+    """
+    file, found = Path(target.rpartition(":")[0]), list[str]()
+    for name in sys.modules.keys() - seen if file.name else ():
+        seen.add(name)
+        path = Path(str(getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)))
+        is_of_others = path == file or name.split(".")[0] == PROJECT or "site-packages" in path.parts
+        if path.is_relative_to(file.parent) and not is_of_others:
+            key = path.relative_to(file.parent).as_posix()
+            if key not in known:
+                found.append(key)
+            elif digest(path) != known[key]:
+                raise RefusedError(f"{key} has changed since the start; a run keeps to one version, put it back")
+    return found

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 LOAD_LIMIT_S = 120.0  # of an import: that of torch from a slow disk takes a minute
 RANK_LIMIT_S = 600.0  # of a call in the rank: a judge tries again by itself
+UNNAMED = "%s %s: it uses %s, which no import statement names: changes of it are not noticed when a run resumes"
 T = TypeVar("T")
 
 
@@ -266,21 +267,14 @@ class RewardPool:
                 return loaded
             request = {"target": function.target, "call": vars(call), "modules": function.modules}
             answer = await worker.ask(request, self._timeout_s)
-            self._tell_of(function, [*loaded.get("beside", []), *answer.get("beside", [])])
+            for module in {*loaded["beside"], *answer.get("beside", ())} - self._told:
+                self._told.add(module)
+                log.warning(UNNAMED, FLAG, function.target, module)
             return answer
         except WorkerLostError as error:
             return {"failed": [error.kind, str(error)]}
         finally:
             self._idle.put_nowait(worker)
-
-    def _tell_of(self, function: RewardFunction, modules: Collection[str]) -> None:
-        """Warn once of modules beside a function's file that no import statement names."""
-        for module in {*modules} - self._told:
-            self._told.add(module)
-            log.warning(
-                "%s %s: it uses %s, which no import statement names: changes of it are not noticed when a run resumes",
-                *(FLAG, function.target, module),
-            )
 
     async def _ask_rank(self, function: RewardFunction, call: Call) -> dict[str, Any]:
         """Return the answer to a call in this process."""

@@ -17,16 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.processes import end_with_parent
-from pipeline.rewards.calls import (
-    Call,
-    Signature,
-    answer_to,
-    check_args,
-    check_modules,
-    checked_values,
-    load,
-    signature_of,
-)
+from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, load, signature_of
+from pipeline.rewards.modules import check_modules
 
 Loaded = dict[str, tuple[Callable[..., Any], Signature]]  # target -> function
 
@@ -60,15 +52,15 @@ def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict
         if "call" not in request:
             loaded[target] = loaded_function(target, request["digest"])
             check_args(target, request["args"], loaded[target][1])
-            beside = check_modules(target, request["modules"], seen)
-            return {"signature": asdict(loaded[target][1]), "beside": beside}
-        function, signature = loaded[target]
-        call = Call(**request["call"])
-        values = function(**call.arguments(signature))
-        if inspect.isawaitable(values):
-            values = result_of(values)
-        beside = check_modules(target, request["modules"], seen)
-        return {"values": checked_values(values, call.lengths), "beside": beside}
+            answer: dict[str, Any] = {"signature": asdict(loaded[target][1])}
+        else:
+            function, signature = loaded[target]
+            call = Call(**request["call"])
+            values = function(**call.arguments(signature))
+            if inspect.isawaitable(values):
+                values = result_of(values)
+            answer = {"values": checked_values(values, call.lengths)}
+        return answer | {"beside": check_modules(target, request["modules"], seen)}
     except BaseException as error:  # also SystemExit
         answer = answer_to(error, target)
         if "failed" in answer:

@@ -14,7 +14,7 @@ FILES = {
     "plain.py": "import json, deep.inner",
     "deep/__init__.py": "from . import near",
     "deep/near.py": "from ..over import x",
-    "deep/inner.py": "import plain\nimport f",
+    "deep/inner.py": "import plain",
     "over.py": "",
     "named.py": "broken (",
     "pack/__init__.py": "",
