@@ -64,9 +64,8 @@ def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None
     rewards, functions = config.rewards, config.reward_functions
     if not functions:
         return None
-    limits = {"timeout_s": rewards.reward_timeout_s, "max_failures": rewards.max_reward_failures}
-    workers, takes_tokens = rewards.reward_workers, not config.method.compares
-    made = RunFunctions(functions, num_workers=workers, takes_tokens=takes_tokens, **limits)
+    takes_tokens = not config.method.compares
+    made = RunFunctions(rewards.pool(functions), max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
     made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
     return made

@@ -93,9 +93,7 @@ def look(config: PPOConfig, columns: Collection[str]) -> None:
     if config.run.max_steps:
         config.ppo.check_steps(config.run.max_steps)
     if functions := config.reward_functions:
-        from pipeline.rewards.pool import RewardPool
-
-        with RewardPool(functions, num_workers=1, timeout_s=config.rewards.reward_timeout_s) as pool:
+        with config.rewards.pool(functions) as pool:
             pool.check(columns)
 
 

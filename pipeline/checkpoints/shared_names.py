@@ -3,14 +3,17 @@
 Texts of files and of models become Markdown that stays what it is: code spans, cells of tables, fenced blocks.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, try_to_load_from_cache
 
 from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import fence
 from pipeline.data.readers import data_suffix
@@ -70,8 +73,17 @@ def shareable_flags(config: StageConfig) -> dict[str, Any]:
         elif table[name].kind.endswith("path"):
             values[name] = shareable(value)
         elif name in NAMING:
-            values[name] = [FOLDERS.sub("", text) for text in value]
+            values[name] = [FOLDERS.sub("", masked(without_judge(text))) for text in value]
     return values
+
+
+def without_judge(text: str) -> str:
+    """Return an entry of --reward_function without the settings of a judge: where it is, is not for others."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        entry = json.loads(text)
+        if entry["name"].partition(":")[0] == "judge":
+            return json.dumps({key: value for key, value in entry.items() if key != "args"})
+    return text
 
 
 def file_of(path: str, name: str) -> Path | None:

@@ -3,8 +3,10 @@
 Settings are written into config.json, env.json, model cards and logs, so a secret is no setting: it is refused as one.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pipeline.configuration.flag_table import Flag
@@ -27,7 +29,15 @@ SECRET = re.compile(
 SECRET_NAME = re.compile(r"(?:^|[_.])(?:api_?key|key|token|password|secret)$", re.IGNORECASE)
 # Variables that hold a secret or lead to one, as AWS_SECRET_ACCESS_KEY, PGPASSWORD, HF_TOKEN_PATH and SSH_AUTH_SOCK.
 SECRET_VARIABLE = re.compile(
-    r"secret|passw(?:or)?d|passphrase|credential|api_?key|(?<![a-z])(?:key|token|auth|pat)s?(?![a-z])", re.IGNORECASE
+    r"secret|passw(?:or)?d|passphrase|pass(?:file)?(?![a-z])|_pwd(?![a-z])|credential|api_?key|authorization|bearer|cookie"
+    r"|dsn(?![a-z])|connection_?string|webhook|netrc|(?<![a-z])(?:key|token|auth|pat|jwt)s?(?![a-z])",
+    re.IGNORECASE,
+)
+# Arguments of functions that have a word of a secret in their name and are none: answer_key, stop_token, max_tokens.
+PLAIN_ARGUMENT = re.compile(
+    r"tokens|(?<!api_)(?:key|token)_(?!.*(?:secret|pass))\w+$"
+    r"|(?:^|_)(?:answer|stop|start|end|eos|bos|pad|mask|think|sort|cache)_(?:key|token)$",
+    re.IGNORECASE,
 )
 
 
@@ -36,9 +46,28 @@ def shown(name: str, value: object) -> str:
     return MASK if SECRET_NAME.search(name) else redacted(repr(value))
 
 
+def masked(value: Any, *, is_secret: bool = False) -> Any:
+    """Return a setting as it may be written: *** for what the name of a secret stands for, in a mapping or its JSON."""
+    if isinstance(value, Mapping):
+        words = {name: re.sub("(?<=[a-z])(?=[A-Z])", "_", str(name)) for name in value}
+        named = {
+            name for name, word in words.items() if SECRET_VARIABLE.search(word) and not PLAIN_ARGUMENT.search(word)
+        }
+        return {name: masked(one, is_secret=is_secret or name in named) for name, one in value.items()}
+    if isinstance(value, list):
+        return [masked(one, is_secret=is_secret) for one in value]
+    if is_secret:
+        return MASK
+    head, brace, rest = value.partition("{") if isinstance(value, str) else ("", "", "")
+    with suppress(ValueError, RecursionError):
+        after = masked(before := json.loads(brace + rest))
+        return value if after == before else head + json.dumps(after)
+    return value
+
+
 def shown_value(value: Any) -> str:
     """Return a flag's value as an error or a note shows it: the words of a list."""
-    return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    return " ".join(map(str, masked(value))) or "none" if isinstance(value, list) else str(value)
 
 
 def redacted(text: str) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
+from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError
 
@@ -27,7 +28,7 @@ SAME = "resume with the same flags, data, models and batch sizes, or start over 
 def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
     """Return the values of all flags whose field says `on_resume`."""
     table = flag_table(type(config))
-    return {name: value for name, value in flat_items(config) if table[name].on_resume == on_resume}
+    return {name: masked(value) for name, value in flat_items(config) if table[name].on_resume == on_resume}
 
 
 def memory_flags(config: BaseModel) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def changed_settings(
             any more, or any flag that does not exist any more.
         defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
     """
-    held = {**defaults, **saved}
+    held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
     for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
         if held.get(name) != current.get(name):
             yield f"--{name}: found {current.get(name)!r}, {holder} has {held.get(name)!r}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.redact import masked
 from pipeline.errors import InputError
 from pipeline.files import read_object, refused_by_disk, write_json
 from pipeline.run.lock import lock_held
@@ -120,7 +121,7 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
 
 def check_settings(file: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless a file was begun with these settings."""
-    before, now = read_object(settings_file), json.loads(json.dumps(settings))
+    before, now = masked(read_object(settings_file)), json.loads(json.dumps(settings))
     if not before:
         raise InputError(f"--output: {file} exists, and {settings_file.name} with its settings does not; {ANEW}")
     if other := [name for name in now if before.get(name) != now[name]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
+from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError
@@ -37,7 +38,7 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
         if MICRO in free and resolved.origins[STEPS].startswith(("--", DEFAULT)):  # it follows
             free.add(STEPS)
         for name, value in flat_items(resolved.config):
-            print(f"  {name:<34} {AUTO if name in free else value!s:<30} {resolved.origins[name]}")
+            print(f"  {name:<34} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")
         if free:
             print(
                 "  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)"

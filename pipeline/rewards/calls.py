@@ -39,7 +39,7 @@ class Signature:
     named: its parameters.
     needed: those without a default.
     takes_all: True where it has **kwargs.
-    in_rank: True where it runs in the process of the rank, because it says `runs_in = "rank"`.
+    in_rank: True where it runs in the process of the rank: the judge of the box says `runs_in = "rank"`.
     column: the column that a function of the box reads unless its args name another; empty: none.
     """
 
@@ -122,6 +122,8 @@ def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
         raise RefusedError("Python does not know its parameters; wrap it in a function of your own") from None
     if alone := [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]:
         raise RefusedError(f"its parameter {alone[0]!r} cannot be given by name; take the / out of its signature")
+    if hasattr(function, "runs_in") and not is_of_box:
+        raise RefusedError("runs_in: only the built-in judge has it; leave it out, --reward_env NAME gives it a key")
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     return Signature(
         named=[one.name for one in named],

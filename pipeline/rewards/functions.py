@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, nearest
 from pipeline.files import digest
 from pipeline.rewards.calls import functions_of_box
@@ -64,7 +65,7 @@ def _of_json(entry: Any) -> Any:
 
 def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise InputError(f"{FLAG}: found {entry!r}; FILE.py:NAME is right, or a mapping with {', '.join(KEYS)}")
+        raise InputError(f"{FLAG}: found {masked(entry)!r}; FILE.py:NAME is right, or a mapping with {', '.join(KEYS)}")
     if unknown := [key for key in entry if key not in KEYS]:
         right = nearest(str(unknown[0]), KEYS) or f"; {', '.join(KEYS)} are right"
         raise InputError(f"{FLAG} {entry['name']}: unknown key {unknown[0]!r}{right}")
@@ -75,7 +76,9 @@ def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
     except (TypeError, ValueError, RecursionError):
         is_json = False
     if not is_json:
-        raise InputError(f"{FLAG} {text}: args: found {args!r}; a mapping of names to what JSON can hold is right")
+        raise InputError(
+            f"{FLAG} {text}: args: found {masked(args)!r}; a mapping of names to what JSON can hold is right"
+        )
     if "weight" in entry and text.count(":") > _target(text).count(":"):
         raise InputError(f"{FLAG} {text}: weight: {entry['weight']!r} is given beside that in the name; give it once")
     weight = _weight(entry.get("weight", 1.0), text) if "weight" in entry else function.weight
@@ -108,8 +111,7 @@ def _of_text(text: str) -> RewardFunction:
         return RewardFunction(name, target, weight, digest=digest(path), modules=modules_beside(path.resolve()))
     except OSError as error:
         others = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
-        which = path if error.filename in (None, str(path)) else error.filename
-        raise InputError(f"{FLAG} {text}: {which} cannot be read ({error.strerror}){others}") from None
+        raise InputError(f"{FLAG} {text}: {path} cannot be read ({error.strerror}){others}") from None
 
 
 def folder_and_weight(entry: str, flag: str) -> tuple[str, float]:

@@ -5,7 +5,6 @@ once more for each response by itself; what fails again is a `Failure`.
 """
 
 import asyncio
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from pipeline.configuration.redact import redacted
 from pipeline.data.turns import Message, split_tools
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import InputError
 from pipeline.heartbeat import result_of
 from pipeline.rewards.calls import (
     Call,
@@ -23,13 +22,12 @@ from pipeline.rewards.calls import (
     RefusedError,
     Signature,
     answer_to,
-    cause_of,
     check_args,
     checked_values,
     load,
 )
 from pipeline.rewards.functions import FLAG, RewardFunction
-from pipeline.rewards.worker_process import GRACE_S, WorkerLostError, WorkerProcess
+from pipeline.rewards.worker_process import WorkerLostError, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -101,14 +99,11 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what runs in the loop, and the loop; one that a function blocks is left behind."""
-        is_free = threading.Event()
-        self.loop.call_soon_threadsafe(is_free.set)
-        if is_free.wait(GRACE_S):
-            self.run(cancel_others()).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        """End what runs in the loop, and the loop."""
+        self.run(cancel_others()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 async def cancel_others(*rest: asyncio.Task[None]) -> None:
@@ -122,8 +117,8 @@ async def cancel_others(*rest: asyncio.Task[None]) -> None:
 class RewardPool:
     """Workers that call reward functions. Used as a context, at whose end they end, whatever they do.
 
-    A function that says `runs_in = "rank"` (a judge, which needs a key) is called in this process, in a thread of its
-    own with an asyncio loop: the workers see no secrets.
+    The judge of the box, which needs a key, is called in this process, in a thread of its own with an asyncio loop: the
+    workers see no secrets.
     """
 
     def __init__(
@@ -132,6 +127,7 @@ class RewardPool:
         *,
         num_workers: int,
         timeout_s: float,
+        passes: Sequence[str] = (),
         load_limit_s: float = LOAD_LIMIT_S,
         rank_limit_s: float = RANK_LIMIT_S,
     ) -> None:
@@ -140,12 +136,13 @@ class RewardPool:
         Args:
             functions: those to call, all of other names.
             timeout_s: seconds that a call in a worker may take.
+            passes: names of variables of the environment that workers see although they look like secrets.
             load_limit_s: seconds that the import of a function's file may take.
             rank_limit_s: seconds that a call in this process may take.
         """
         self.functions = list(functions)
         self._timeout_s, self._load_limit_s, self._rank_limit_s = timeout_s, load_limit_s, rank_limit_s
-        self._workers = [WorkerProcess(number) for number in range(num_workers)]
+        self._workers = [WorkerProcess(number, passes) for number in range(num_workers)]
         self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
         for worker in reversed(self._workers):
             self._idle.put_nowait(worker)
@@ -221,10 +218,6 @@ class RewardPool:
                 check_args(function.target, function.args, signature, in_rank=True)
             except RefusedError as error:
                 return redacted(str(error))
-            except EnvironmentFault:
-                raise
-            except Exception as error:
-                return redacted(f"cannot be loaded: {cause_of(error, function.target)[1]}")
         return signature.reason_against(function.args, self._columns)
 
     async def _given_by_all(self, responses: Responses) -> dict[str, list[Value]]:
@@ -282,13 +275,8 @@ class RewardPool:
 
         async def answered() -> dict[str, Any]:
             try:
-                values = self._in_rank[function.name](**arguments)
-                if inspect.isawaitable(values):
-                    values = await values
-                return {"values": checked_values(values, call.lengths)}
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # SystemExit would end the loop
+                return {"values": checked_values(await self._in_rank[function.name](**arguments), call.lengths)}
+            except Exception as error:
                 return answer_to(error, function.target)
 
         try:

@@ -14,7 +14,7 @@ from pipeline.data.turns import Message
 from pipeline.errors import InputError, Interrupted, RunError
 from pipeline.rewards.calls import KINDS
 from pipeline.rewards.failures import RESPONSES, Counts, FailureWindow, counts_of, first_of_failures
-from pipeline.rewards.functions import FLAG, RewardFunction
+from pipeline.rewards.functions import FLAG
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 
@@ -26,23 +26,21 @@ class RunFunctions:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        pool: RewardPool,
         *,
-        num_workers: int,
-        timeout_s: float,
         max_failures: float,
         takes_tokens: bool,
     ) -> None:
         """Start no process yet.
 
         Args:
-            num_workers: processes of this rank.
+            pool: the functions with the processes of this rank, which it ends.
             max_failures: see `--max_reward_failures`.
             takes_tokens: False = a function that gives each token a value is refused.
         """
         self._takes_tokens = takes_tokens
-        self.weights = {function.name: function.weight for function in functions}
-        self._pool = RewardPool(functions, num_workers=num_workers, timeout_s=timeout_s)
+        self.weights = {function.name: function.weight for function in pool.functions}
+        self._pool = pool
         self._window, self._is_conversation = FailureWindow(max_share=max_failures), False
         self._failed_before = dict[str, list[Counts]]()
 

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,8 +36,8 @@ class WorkerLostError(Exception):
 class WorkerProcess:
     """A process that loads and calls reward functions, one at a time. Its methods run in one asyncio loop."""
 
-    def __init__(self, number: int) -> None:
-        self._name = f"reward worker {number}"
+    def __init__(self, number: int, passes: Sequence[str]) -> None:
+        self._name, self._passes = f"reward worker {number}", passes
         self._process: asyncio.subprocess.Process | None = None
         self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
         self._numbers = itertools.count()
@@ -111,7 +111,7 @@ class WorkerProcess:
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
-                env=worker_environment(),
+                env=worker_environment(self._passes),
                 limit=MAX_ANSWER_BYTES,
                 process_group=0,  # Ctrl-C does not reach it; of the rank's session, so that it ends with that
             )
@@ -137,9 +137,15 @@ class WorkerProcess:
         await _ended(process)
 
 
-def worker_environment() -> dict[str, str]:
-    """Return the variables of a worker: this process's without secrets, one thread, a fixed order of sets."""
-    return {"OMP_NUM_THREADS": "1"} | without_secrets(python_environment()) | {"PYTHONHASHSEED": "0"}
+def worker_environment(passes: Sequence[str]) -> dict[str, str]:
+    """Return the variables of a worker: this process's without secrets but `passes`, one thread, a fixed order of sets.
+
+    Raises EnvironmentFault where there is no variable of one of these names.
+    """
+    if missing := [name for name in passes if name not in os.environ]:
+        raise EnvironmentFault(f"--reward_env {missing[0]}: no such variable in the environment; export it, then start")
+    passed = {name: os.environ[name] for name in passes}
+    return {"OMP_NUM_THREADS": "1"} | without_secrets(python_environment()) | passed | {"PYTHONHASHSEED": "0"}
 
 
 async def _exchange(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.redact import redacted
+from pipeline.configuration.redact import masked, redacted
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
     EXIT_DONE,
@@ -84,7 +84,7 @@ def describe_environment(world: dist.World) -> dict[str, Any]:
         "num_ranks": world.size,
         "cpu_count": os.cpu_count(),
         "commit": git_commit(),
-        "command": sys.argv,
+        "command": masked(sys.argv),
     }
 
 
@@ -165,7 +165,8 @@ def take_folder(run: Run) -> None:
     def take() -> None:
         resolved = run.resolved
         settings = {
-            name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)
+            name: {"value": masked(value), "from": resolved.origins[name]}
+            for name, value in flat_items(resolved.config)
         }
         with refused_by_disk(run.folder):
             if resolved.config.run.resumes_from == "never":

@@ -14,7 +14,8 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
-from pipeline.configuration.groups import Dtype, Group
+from pipeline.configuration.groups import Dtype
+from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
@@ -26,6 +27,7 @@ from pipeline.rendezvous import num_ranks
 from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
+from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command_flags, run_command
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 PROGRESS_S = 10.0
 
 
-class SampleConfig(Group):
+class SampleConfig(WorkerFlags):
     """Sample answers of a model, for example with: output/sft --data prompts.jsonl -n 8 --output answers.jsonl"""
 
     model: str = flag("", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True)
@@ -68,8 +70,6 @@ class SampleConfig(Group):
         "Reward models that score answers, each a FOLDER with an optional :WEIGHT of its raw scores",
         aliases=("reward_model_name_or_path",),
     )
-    reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0)
-    reward_workers: int = flag(2, "Processes that call reward functions", ge=1)
     batch_size: int = flag(16, "Prompts whose answers are sampled at once", ge=1)
     seed: int = flag(1234, "Makes answers repeatable, whatever is sampled beside them", ge=0)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
@@ -130,7 +130,7 @@ def run(argv: list[str], prog: str) -> None:
         data = replace(data, prompts=data.prompts[rank::size])
     whole, file = file, part_of(file, rank, size) if file and size > 1 else file
     lock = output_held(file) if file else nullcontext()
-    pool = RewardPool(functions, num_workers=config.reward_workers, timeout_s=config.reward_timeout_s)
+    pool = config.pool(functions)
     with pool, lock:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)
@@ -166,7 +166,9 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
         **config.sampling.model_dump(exclude={"stop_strings"} if not config.sampling.stop_strings else None),
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
-        "reward_function": [[one.name, one.digest, one.weight, one.args, *one.modules.items()] for one in functions],
+        "reward_function": [
+            [one.name, one.digest, one.weight, masked(one.args), *one.modules.items()] for one in functions
+        ],
         "reward_model": [[model_fingerprint(path), weight] for path, weight in config.reward_models()] or None,
     }
 

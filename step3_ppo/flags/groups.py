@@ -9,6 +9,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, Group
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
+from pipeline.rewards.worker_flags import WorkerFlags
 from step3_ppo.flags.methods import METHODS, MethodName
 
 
@@ -119,7 +120,7 @@ class SamplingConfig(Group):
     )
 
 
-class RewardConfig(Group):
+class RewardConfig(WorkerFlags):
     """Rewards"""
 
     reward_function: list[str] = flag(
@@ -146,8 +147,6 @@ class RewardConfig(Group):
         le=MAX_SAMPLES,
         on_resume="free",
     )
-    reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0, on_resume="free")
-    reward_workers: int = flag(2, "Processes of each rank that call reward functions", ge=1, on_resume="free")
     max_reward_failures: float = flag(
         0.05,
         "Share of failed calls among the last 1,000 responses, at least 20 of them, above which the run is saved and "

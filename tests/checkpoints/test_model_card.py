@@ -23,6 +23,7 @@ from step2_reward.stage import STAGE as REWARD
 from step3_ppo.stage import STAGE as PPO
 
 HASH = "ab" * 32
+SECRET = "canary-4711"
 BREAKOUT = "```\n---\n</div><script>alert(1)</script>\n# Not a heading\n````\n| a | b |\n\x1b[31m\u202e"
 SAMPLES = [
     {"prompt": f"Who {number}? {BREAKOUT}", "response": BREAKOUT, "score": score, "kl": 0.5 * number, "tokens": 8}
@@ -111,9 +112,13 @@ def actor_run(folder: Path, base: Path, *words: object) -> Run:
     write_lines(folder / "run", "samples.jsonl", [{"step": 20, "finished": True, **row} for row in SAMPLES])
     scores = {"eval_objective/scores": 3.0, "eval_objective/kl": 0.75, "eval_rows": 4}
     write_lines(folder / "run", "metrics.jsonl", [{"step": 20, **scores}])
-    function = json.dumps({"name": f"{folder}/mine/rules.py:short", "weight": 2, "args": {"most": 9}})
+    function = json.dumps(
+        {"name": f"{folder}/mine/rules.py:short", "weight": 2, "args": {"most": 9, "api_key": SECRET}}
+    )
+    judge = json.dumps({"name": "judge:0.5", "args": {"url": f"http://{SECRET}/v1", "model": "m"}})
     return make_run(
-        folder / "run", PPO, "--actor_model_name_or_path", base, "--reward_function", function, "--method", "grpo",
+        folder / "run", PPO, "--actor_model_name_or_path", base, "--method", "grpo",
+        "--reward_function", function, judge,
         "--reward_model_name_or_path", folder / "scorer", "--more_reward_models", f"{folder}/other:0.5", *words,
         contents={"actor model": HASH, "reward_2 model": HASH, "file of reward function short": HASH},
     )  # fmt: skip
@@ -139,7 +144,9 @@ def test_the_card_of_an_actor_has_samples_rewards_and_errors(tmp_path: Path, bas
     assert "rules.py:short" in settings["reward_function"][0]
     assert settings["kl_in_loss"] == ["`true`", "`method grpo`"], "the method's own defaults are told"
     documents = model_documents(run, model=run.resolved.config.actor, kind="A model", step=20)
-    assert str(tmp_path) not in "".join(documents.values())
+    assert str(tmp_path) not in "".join(documents.values()) and SECRET not in "".join(documents.values())
+    (short, judge) = map(json.loads, json.loads(documents["training_config.json"])["rewards"]["reward_function"])
+    assert short["args"] == {"most": 9, "api_key": "***"} and judge == {"name": "judge:0.5"}
 
 
 def test_samples_of_one_prompt_give_no_error(tmp_path: Path, base: Path) -> None:

@@ -1,11 +1,12 @@
 """Canaries: tokens of the environment and of settings are in no file that a run writes and in no line it prints."""
 
+import json
 from pathlib import Path
 
 import pytest
 from input_calls import call, make_inputs, stage_words
 
-from pipeline.configuration.redact import MASK, redacted
+from pipeline.configuration.redact import MASK, masked, redacted
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}
@@ -96,3 +97,27 @@ def test_a_secret_is_masked(text: str) -> None:
 @pytest.mark.parametrize("text", HARMLESS)
 def test_other_words_are_left(text: str) -> None:
     assert redacted(text) == text
+
+
+NAMES = (
+    "api_key apiKey X-Api-Key key token hf_token accessToken judge_key password db_passwd mysql_pwd client_secret "
+    "Authorization bearer jwt credentials webhook connection_string openai_api_key_2 token_secret"
+).split()
+PLAIN_NAMES = (
+    "answer_key stop_token stopToken eos_token max_tokens max_completion_tokens stop_token_ids key_variable keywords "
+    "tokenizer thinking_token_budget prompt_cache_key skip_special_tokens author pattern column key_column"
+).split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_has_the_name_of_a_secret_is_masked(name: str) -> None:
+    entry = {"name": "f.py:f", "args": {name: "canary", "more": [{name: {"a": ["canary"]}}]}}
+    for value in (entry, json.dumps(entry), [f"--reward_function={json.dumps(entry)}"]):
+        shown = masked(value)
+        assert "canary" not in str(shown) and str(shown).count(MASK) == 2 and "f.py:f" in str(shown)
+
+
+@pytest.mark.parametrize("name", PLAIN_NAMES)
+def test_what_only_sounds_like_a_secret_stays(name: str) -> None:
+    text = json.dumps({"name": "f.py:f", "args": {name: "a"}}, indent=1)
+    assert masked([text, "[" * 10**5, "{" * 10**5, "f.py:f"]) == [text, "[" * 10**5, "{" * 10**5, "f.py:f"]

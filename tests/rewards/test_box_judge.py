@@ -132,9 +132,10 @@ def test_a_judge_rates_each_response(serve, key, monkeypatch):
     assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {CANARY}"
     question = ASKS + "system: Be brief.\n\nuser: How?|So {prompt} 7"
     assert request == {"model": "m", "messages": [{"role": "user", "content": question}], "temperature": 0.0}
-    run(["Why?"], ["No 5"], **server.settings, parameters={"max_tokens": 9})
+    more = {"max_completion_tokens": 9, "stop_token_ids": [1], "prompt_cache_key": "a", "skip_special_tokens": True}
+    run(["Why?"], ["No 5"], **server.settings, parameters=more)
     _, headers, request = server.requests[2]
-    assert "Authorization" not in headers and request.keys() == {"model", "messages", "max_tokens"}
+    assert "Authorization" not in headers and request.keys() == {"model", "messages", *more}
     assert judge.runs_in == "rank"
 
 
@@ -329,6 +330,8 @@ def test_an_answer_cannot_close_the_marks_around_it(serve):
         ({"url": "ftp://example.org"}, "url is no http://HOST:PORT/v1"),
         ({"model": ""}, "needs the name of a model"),
         ({"key_variable": CANARY}, "key_variable is no NAME_OF_A_VARIABLE; the key itself is not given"),
+        ({"parameters": {"api_key": CANARY}}, "parameters: 'api_key' names a secret; leave it out, key_variable names"),
+        ({"parameters": {"a": {"b": [{"Authorization": CANARY}]}}}, "parameters: 'a' names a secret"),
         ({"template": "{completion}"}, "template asks for no last line `Rating: N`; do, or give a pattern"),
         ({"template": "{prompt}"}, "needs {completion} in template"),
         ({"scale": 0}, "scale > 0"),

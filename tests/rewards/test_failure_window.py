@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.rewards import rollout as rollouts
 from pipeline.rewards.failures import FailureWindow, counts_of
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, Responses
@@ -157,11 +156,9 @@ def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batc
     assert (f"f gave no value for {failed} of the last {failed} responses" in line) == bool(failed)
 
 
-def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run(monkeypatch):
+def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run():
     """Of 64 ranks one has lost its workers: 1.6 % of all responses."""
-    monkeypatch.setattr(rollouts, "RewardPool", lambda *_, **__: PlayedPool())
-    settings = {"num_workers": 1, "timeout_s": 1.0, "max_failures": 0.05, "takes_tokens": True}
-    functions, before = RunFunctions([RewardFunction("f", "f")], **settings), {}
+    functions, before = RunFunctions(PlayedPool(), max_failures=0.05, takes_tokens=True), {}
     tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
     for step in range(5):
         scoring = functions.scoring([{"messages": "[]"}] * 8, tokenizer, num_samples=1, step=step)

@@ -1,5 +1,6 @@
 """What reward functions are given, where they run, what they can see, and when their workers end."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,8 +19,10 @@ from pipeline import heartbeat
 from pipeline.data.turns import Message
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.processes import python_environment
+from pipeline.rewards.box.table import BOX
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, RewardPool
+from pipeline.rewards.worker_flags import WorkerFlags
 
 # Writes what it was called with, a line of JSON for each call.
 TELLING = """
@@ -196,9 +199,14 @@ def test_the_first_error_is_of_the_first_prompt_and_function(tmp_path):
 SECRETS = {
     "HF_TOKEN": "a", "OPENAI_API_KEY": "b", "WANDB_API_KEY": "c", "AWS_SECRET_ACCESS_KEY": "d", "PGPASSWORD": "e",
     "GITHUB_PAT": "f", "HF_TOKEN_PATH": "g", "SSH_AUTH_SOCK": "h", "AWS_SESSION_TOKEN": "i", "DB_CREDENTIALS": "j",
+    "MYSQL_PWD": "m", "SENTRY_DSN": "n", "AZURE_STORAGE_CONNECTION_STRING": "o", "JWT": "p", "NETRC": "q",
+    "DB_PASS": "r", "PGPASSFILE": "s", "SLACK_WEBHOOK_URL": "t", "SESSION_COOKIE": "u",
     "HARMLESS_NAME": "sk-canaryCANARYcanaryCANARY01", "PROXY": "http://user:canary@host", "my.key": "k", "TOKEN": "l",
 }  # fmt: skip
-HARMLESS = {"TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "us", "HF_HOME": "/x", "PATHS": "y", "AUTHOR": "z"}
+HARMLESS = {
+    "TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "us", "HF_HOME": "/x", "PATHS": "y", "AUTHOR": "z", "OLDPWD": "/",
+    "BYPASSES": "1", "DSNAME": "2", "COMPASSION": "3",
+}  # fmt: skip
 
 
 def test_workers_see_no_secrets(tmp_path, monkeypatch):
@@ -212,10 +220,28 @@ def f(completions):
     Path(FILE).write_text(json.dumps([dict(os.environ), raw]))
     return [0]
 """.replace("FILE", repr(str(tmp_path / "seen.json")))
-    assert scores(functions_in(tmp_path / "f.py", code, "f"), to("a")) == [[0.0]]
+    functions = functions_in(tmp_path / "f.py", code, "f")
+    assert scores(functions, to("a")) == [[0.0]]
     variables, raw = json.loads((tmp_path / "seen.json").read_text())
     assert not SECRETS.keys() & variables.keys() and HARMLESS.keys() <= variables.keys()
     assert "anary" not in raw and variables["PYTHONHASHSEED"] == "0" and variables["OMP_NUM_THREADS"]
+    with WorkerFlags(reward_env=["HF_TOKEN", "JWT"]).pool(functions) as pool:
+        pool.check(())
+        scored(pool, to("a"))
+    variables, _ = json.loads((tmp_path / "seen.json").read_text())
+    assert {name: variables[name] for name in SECRETS if name in variables} == {
+        "HF_TOKEN": "CANARY-a", "JWT": "CANARY-p",
+    }  # fmt: skip
+
+
+def test_variables_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="reward_env: found NAME=VALUE; NAME alone is right") as caught:
+        WorkerFlags(reward_env=["KEY=canary"])
+    assert "canary" not in str(caught.value.errors()[0]["msg"])
+    functions = functions_in(tmp_path / "f.py", "def f(completions): return [1]", "f")
+    with WorkerFlags(reward_env=["NOT_THERE"]).pool(functions) as pool, pytest.raises(EnvironmentFault) as caught:
+        pool.check(())
+    assert str(caught.value).startswith("--reward_env NOT_THERE: no such variable in the environment")
 
 
 def test_a_worker_starts_with_little(tmp_path):
@@ -232,55 +258,34 @@ def test_a_function_can_import_what_is_beside_it(tmp_path, monkeypatch):
     assert scores(functions_in(tmp_path / "f.py", code, "f"), to("a")) == [[3.0]]
 
 
-IN_RANK = """
-import asyncio, os, threading, time
-running, most, places = 0, 0, set()
-async def judge(completions, mode):
-    global running, most
-    running += 1
-    most = max(most, running)
-    places.add((os.getpid(), threading.current_thread().name))
-    await asyncio.sleep(0.1)
-    running -= 1
-    if mode[0] == "down":
-        raise RuntimeError("gave up") from ConnectionRefusedError(111, "no")
-    if mode[0] == "hang":
-        await asyncio.sleep(60)
-    if mode[0] == "leave":
-        raise SystemExit
-    return ["x"] if mode[0] == "wrong" else [len(places), most, os.getpid()][:len(completions)]
-def blocking(completions):
-    time.sleep(60)
-judge.runs_in = blocking.runs_in = "rank"
-"""
+def test_the_judge_runs_in_this_process_in_one_thread(monkeypatch):
+    """What stands for it here never comes to a worker, which has the real one."""
+    running, most, places = 0, 0, set()
 
+    async def judge(completions, mode=(), **others):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        places.add((os.getpid(), threading.current_thread().name))
+        await asyncio.sleep(0.1)
+        running -= 1
+        if mode and mode[0] == "down":
+            raise RuntimeError("gave up") from ConnectionRefusedError(111, "no")
+        if mode and mode[0] == "hang":
+            await asyncio.sleep(60)
+        return ["x"] if mode and mode[0] == "wrong" else [len(places) - 1, most, os.getpid()][: len(completions)]
 
-def test_a_judge_runs_in_this_process_in_one_thread(tmp_path):
-    functions = functions_in(tmp_path / "f.py", IN_RANK, "judge")
-    with (
-        nothing_left(),
-        RewardPool(functions, num_workers=1, timeout_s=0.01, rank_limit_s=1.0, load_limit_s=20) as pool,
-    ):
+    monkeypatch.setitem(BOX, "judge", judge)
+    function = RewardFunction("judge", "judge")
+    with nothing_left(), RewardPool([function], num_workers=1, timeout_s=0.01, rank_limit_s=1.0) as pool:
         pool.check(["mode"])
         values = scored(pool, *[to("a", "b", "c", columns={"mode": ""})] * 9)
         assert {tuple(one["judge"]) for one in values} == {(1.0, 9.0, float(os.getpid()))}
-        down, leave, hang = scored(pool, *(to("a", columns={"mode": mode}) for mode in ("down", "leave", "hang")))
+        down, hang = scored(pool, *(to("a", columns={"mode": mode}) for mode in ("down", "hang")))
         with pytest.raises(InputError, match=r"judge, prompt data.jsonl:7: response 0: returned 'x' \(str\)"):
             scored(pool, to("a", columns={"mode": "wrong"}))
-    assert down == {"judge": [Failure("no connection", "RuntimeError: gave up (f.py:12)")]}
-    assert leave == {"judge": [Failure("raised", "SystemExit (f.py:16)")]}
+    assert down == {"judge": [Failure("no connection", "RuntimeError: gave up")]}
     assert hang == {"judge": [Failure("timed out", "no answer within 1 s")]}
-
-
-def test_a_judge_that_blocks_its_thread_is_given_up(tmp_path):
-    functions = functions_in(tmp_path / "f.py", IN_RANK + "\ndef right(completions): return [1.0]", "blocking right")
-    start = time.monotonic()
-    with RewardPool(functions, num_workers=1, timeout_s=20, rank_limit_s=0.2) as pool:
-        pool.check(["mode"])
-        (values,) = scored(pool, to("a"))
-    assert values == {"blocking": [Failure("timed out", "no answer within 0.2 s")], "right": [1.0]}
-    assert time.monotonic() - start < 15
-    assert [thread.name for thread in threading.enumerate() if thread.name == "reward workers"] == []
 
 
 @pytest.mark.parametrize("error", ["urllib.error.URLError('refused')", "ConnectionResetError()", "socket.gaierror()"])

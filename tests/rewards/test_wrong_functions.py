@@ -206,6 +206,10 @@ UNUSABLE = {
     "hangs": ("import time\ntime.sleep(60)\n", f"{LOADING}no answer within 5 s"),
     "raises": ("raise OSError(5, 'a\\nb')\n", f"{LOADING}OSError: [Errno 5] a b (raises.py:1)"),
     "nameless": ("def f(completions, /): ...\n", "its parameter 'completions' cannot be given by name; take the / out"),
+    "in_rank": (
+        "async def f(completions): ...\nf.runs_in = 'rank'\n",
+        "runs_in: only the built-in judge has it; leave it out, --reward_env NAME gives it a key",
+    ),
     "needs": ("def f(completions, solutoin): ...\n", NEEDED),
 }
 

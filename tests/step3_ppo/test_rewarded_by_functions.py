@@ -1,6 +1,7 @@
 """Runs whose responses functions reward: alone and beside a reward model, with each method."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import time
 from scale import SIGN
 def length(completions, **columns):
     return [SIGN * len(text) / 10 for text in completions]
+
+def keyed(completions, api_key, answer_key):
+    assert api_key.startswith("canary-")
+    return [1.0] * len(completions)
 
 def tokens(completion_ids):
     return [[0.1] * len(ids) for ids in completion_ids]
@@ -246,3 +251,20 @@ def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, ca
         (folder / "scale.py").write_text("SIGN = 1")
     line = "scale.py of reward function length: their content is not in the checkpoint, and taken as it is now"
     assert line in capsys.readouterr().err
+
+
+def test_a_secret_among_the_args_of_a_function_is_written_nowhere(folder, tmp_path, monkeypatch, capsys):
+    """The function has it. Another one is no other run; an argument that only sounds like one is compared."""
+
+    def entry(**args: str) -> str:
+        return json.dumps({"name": f"{folder}/rewards.py:keyed", "args": {"answer_key": "a"} | args})
+
+    monkeypatch.setattr(sys, "argv", ["main", entry(api_key="canary-1")])
+    assert trained(folder, tmp_path, entry(api_key="canary-1"), max_steps=1) == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path for path in files if b"canary" in path.read_bytes()] == []
+    assert "answer_key" in (tmp_path / "actor/training_config.json").read_text()
+    assert trained(folder, tmp_path, entry(api_key="canary-2"), max_steps=1) == 0
+    assert trained(folder, tmp_path, entry(api_key="canary-1", answer_key="b"), max_steps=2) == 2
+    printed = capsys.readouterr()
+    assert "canary" not in printed.out + printed.err and "reward_function" in printed.err.splitlines()[-2]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.configuration.redact import masked
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.box import matching
 from pipeline.rewards.box.texts import Messages, Scores, missing_package, text_of
@@ -73,6 +74,9 @@ class Endpoint:
         """Raise InputError for settings that cannot be right, EnvironmentFault for a key that is not there."""
         if not URL.fullmatch(self.url):  # not shown: it may hold a password
             raise InputError("reward function judge: url is no http://HOST:PORT/v1 without user, password and query")
+        if named := [name for name, value in self.parameters.items() if masked({name: value}) != {name: value}]:
+            right = "key_variable names the variable of the environment that holds a key"
+            raise InputError(f"reward function judge: parameters: {named[0]!r} names a secret; leave it out, {right}")
         if not self.model:
             raise InputError("reward function judge: needs the name of a model")
         if self.key_variable and not re.fullmatch("[A-Z_][A-Z0-9_]*", self.key_variable):

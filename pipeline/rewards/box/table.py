@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, nearest
 from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
 from pipeline.rewards.box.form import format_match, language, length, overlong, repetition, tags
@@ -44,4 +45,4 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         if inspect.iscoroutine(scores):
             asyncio.run(scores)
     except (TypeError, ValueError, re.error) as error:
-        raise InputError(f"reward function {name}: {dict(settings)}: {error}") from error
+        raise InputError(f"reward function {name}: {masked(dict(settings))}: {error}") from error

@@ -1,0 +1,36 @@
+"""Flags of the processes that call reward functions, which training, `rlhf sample` and `rlhf reward` have."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from pydantic import model_validator
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import Group
+from pipeline.rewards.functions import RewardFunction
+
+if TYPE_CHECKING:
+    from pipeline.rewards.pool import RewardPool
+
+
+class WorkerFlags(Group):
+    """Processes of reward functions"""
+
+    reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0, on_resume="free")
+    reward_workers: int = flag(2, "Processes of each rank that call reward functions", ge=1, on_resume="free")
+    reward_env: list[str] = flag(
+        [], "Environment variables, by name, that these processes see although they look like secrets", on_resume="free"
+    )
+
+    @model_validator(mode="after")
+    def _variables_are_names(self) -> Self:
+        if any("=" in name for name in self.reward_env):  # whose value is not shown
+            raise ValueError("reward_env: found NAME=VALUE; NAME alone is right, the value stays in the environment")
+        return self
+
+    def pool(self, functions: Sequence[RewardFunction]) -> "RewardPool":
+        """Return the processes of this rank, none of which is started yet."""
+        from pipeline.rewards.pool import RewardPool
+
+        limits = {"num_workers": self.reward_workers, "timeout_s": self.reward_timeout_s}
+        return RewardPool(functions, **limits, passes=self.reward_env)
