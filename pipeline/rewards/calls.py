@@ -225,6 +225,8 @@ def cause_of(error: BaseException, target: str) -> tuple[FailureKind, str]:
     import traceback
 
     message = " ".join(traceback.format_exception_only(error)[-1].split())[:MAX_MESSAGE]
+    if isinstance(error, MemoryError):
+        message += "; the memory of its process is --reward_worker_gib"
     file = target.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:

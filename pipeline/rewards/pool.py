@@ -128,6 +128,7 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         passes: Sequence[str] = (),
+        memory_bytes: int = 2**60,
         load_limit_s: float = LOAD_LIMIT_S,
         rank_limit_s: float = RANK_LIMIT_S,
     ) -> None:
@@ -137,12 +138,13 @@ class RewardPool:
             functions: those to call, all of other names.
             timeout_s: seconds that a call in a worker may take.
             passes: names of variables of the environment that workers see although they look like secrets.
+            memory_bytes: memory that one worker may have, and each process that its functions start.
             load_limit_s: seconds that the import of a function's file may take.
             rank_limit_s: seconds that a call in this process may take.
         """
         self.functions = list(functions)
         self._timeout_s, self._load_limit_s, self._rank_limit_s = timeout_s, load_limit_s, rank_limit_s
-        self._workers = [WorkerProcess(number, passes) for number in range(num_workers)]
+        self._workers = [WorkerProcess(number, passes, memory_bytes) for number in range(num_workers)]
         self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
         for worker in reversed(self._workers):
             self._idle.put_nowait(worker)

@@ -1,14 +1,17 @@
 """A worker: calls reward functions for the process that started it, in JSON lines over its standard input and output.
 
-What a function prints, also from C, goes to standard error. The worker ends with its parent, whatever a function does.
+What a function prints, also from C, goes to standard error. The worker ends with its parent, whatever a function does,
+and so do the processes that functions start: a guard, which is between the two, ends them.
 """
 
 import ctypes
 import inspect
 import json
 import os
+import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -16,16 +19,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.processes import end_with_parent
+import psutil
+
+from pipeline.processes import end_with_parent, send
 from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, load, signature_of
 from pipeline.rewards.modules import check_modules
 
+CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+SIGNALLED = 128  # the exit code of the guard is this and the number of the signal that has ended the worker
 Loaded = dict[str, tuple[Callable[..., Any], Signature]]  # target -> function
 
 
 def main() -> None:
-    """Answer requests, one a line, until the parent closes the pipe."""
-    end_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    """Answer requests, one a line, until the parent closes the pipe.
+
+    Arguments of the command line: the parent's process id, and the bytes of memory that are the limit.
+    """
+    parent, limit = map(int, sys.argv[1:])
+    guarded(parent)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]  # not addresses, of which libraries reserve many
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limit, hard % 2**63),) * 2)
     nothing, log = os.open(os.devnull, os.O_RDONLY), os.dup(2)
     home, loaded, seen = Path.cwd(), Loaded(), {"__main__"}
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
@@ -40,6 +53,34 @@ def main() -> None:
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
     os._exit(0)  # else Python waits for threads that functions have left behind
+
+
+def guarded(parent: int) -> None:
+    """Return in a child of this process, the guard: it stays until child or parent end, and ends all that is below it.
+
+    Orphans below it are given to it, also those that have left their session (PR_SET_CHILD_SUBREAPER).
+    """
+    guard, code = os.getpid(), 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ctypes.CDLL(None).prctl(CHILD_SUBREAPER, 1)
+    end_with_parent(parent, signal.SIGTERM)
+    if not (worker := os.fork()):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        end_with_parent(guard, signal.SIGKILL)
+        return
+    with suppress(SystemExit):
+        while (ended := os.wait())[0] != worker:
+            pass
+        code = os.waitstatus_to_exitcode(ended[1])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while below := psutil.Process().children(recursive=True):
+        for process in below:
+            send(process.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+    os._exit(code if code >= 0 else SIGNALLED - code)
 
 
 def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
+from pipeline.files import GIB
+from pipeline.processes import memory_of_machine
+from pipeline.rendezvous import local_size
 from pipeline.rewards.functions import RewardFunction
 
 if TYPE_CHECKING:
@@ -22,6 +25,10 @@ class WorkerFlags(Group):
         [], "Environment variables, by name, that these processes see although they look like secrets", on_resume="free"
     )
 
+    reward_worker_gib: float = flag(
+        0.0, "Memory of each of these processes in GiB; 0: half of the machine's, shared by all", ge=0, on_resume="free"
+    )
+
     @model_validator(mode="after")
     def _variables_are_names(self) -> Self:
         if any("=" in name for name in self.reward_env):  # whose value is not shown
@@ -32,5 +39,11 @@ class WorkerFlags(Group):
         """Return the processes of this rank, none of which is started yet."""
         from pipeline.rewards.pool import RewardPool
 
-        limits = {"num_workers": self.reward_workers, "timeout_s": self.reward_timeout_s}
-        return RewardPool(functions, **limits, passes=self.reward_env)
+        share = memory_of_machine() // (2 * self.reward_workers * local_size())
+        return RewardPool(
+            functions,
+            num_workers=self.reward_workers,
+            timeout_s=self.reward_timeout_s,
+            passes=self.reward_env,
+            memory_bytes=int(self.reward_worker_gib * GIB) or max(share, GIB),
+        )

@@ -8,14 +8,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pipeline.configuration.redact import redacted, without_secrets
 from pipeline.errors import EnvironmentFault
-from pipeline.processes import python_environment
+from pipeline.processes import python_environment, send
 from pipeline.rewards.calls import FailureKind
 from pipeline.rewards.functions import RewardFunction
+from pipeline.rewards.worker import SIGNALLED
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class WorkerLostError(Exception):
 class WorkerProcess:
     """A process that loads and calls reward functions, one at a time. Its methods run in one asyncio loop."""
 
-    def __init__(self, number: int, passes: Sequence[str]) -> None:
-        self._name, self._passes = f"reward worker {number}", passes
+    def __init__(self, number: int, passes: Sequence[str], memory_bytes: int) -> None:
+        self._name, self._passes, self._memory_bytes = f"reward worker {number}", passes, memory_bytes
         self._process: asyncio.subprocess.Process | None = None
         self._loaded: dict[str, dict[str, Any]] = {}  # target of a function -> the answer
         self._numbers = itertools.count()
@@ -90,14 +90,14 @@ class WorkerProcess:
     async def close(self) -> None:
         """End the worker, and log the rest of what its functions have printed."""
         self.kill()
-        if self.watches:  # for ever, where a process that has left the group holds a pipe
+        if self.watches:
             await asyncio.wait(self.watches, timeout=CLOSE_S)
 
     def kill(self) -> None:
-        """End the worker and the processes that its functions have started, unless they left its group."""
+        """End the worker and the processes that its functions have started: its guard does."""
         if self._process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped gets the first with the second
+                send(self._process.pid, number)
             if self._process.stdin:
                 self._process.stdin.close()
         self._process = None
@@ -107,13 +107,13 @@ class WorkerProcess:
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pipeline.rewards.worker", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "pipeline.rewards.worker", str(os.getpid()), str(self._memory_bytes)),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
                 env=worker_environment(self._passes),
                 limit=MAX_ANSWER_BYTES,
-                process_group=0,  # Ctrl-C does not reach it; of the rank's session, so that it ends with that
+                start_new_session=True,  # no signal to the rank's processes reaches the guard before its work is done
             )
         except OSError as error:
             raise EnvironmentFault(
@@ -170,4 +170,6 @@ def _end_of(code: int | None) -> str:
     """Return how a process with this exit code has ended, None: it has not, and gave another answer than was asked."""
     if code is None:
         return "its answer cannot be read"
-    return f"its process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}, {signal.strsignal(-code)}'})"
+    number = code - SIGNALLED if code > SIGNALLED else -code
+    is_signal = number in signal.valid_signals()
+    return f"its process ended ({f'signal {number}, {signal.strsignal(number)}' if is_signal else f'exit code {code}'})"

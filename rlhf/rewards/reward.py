@@ -1,26 +1,30 @@
 """Reward functions on rows of a data set, before any training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
 
+import inspect
 import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
+
+import yaml
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
-from pipeline.configuration.groups import Group
 from pipeline.console import printable
 from pipeline.errors import InputError
+from pipeline.rewards.box.table import BOX, settings_of
 from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
-from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
+from pipeline.rewards.pool import Failure, Responses, Value
+from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command_flags, run_command
 
-NUM_WORKERS = 2
 WIDTH = 40  # characters of a completion
 
 
-class RewardTrialConfig(Group):
+class RewardTrialConfig(WorkerFlags):
     """Try reward functions on rows of a data set, for example: rewards.py:length --data prompts.jsonl"""
 
     reward_function: list[str] = flag(
@@ -28,9 +32,9 @@ class RewardTrialConfig(Group):
     )
     data: str = flag("", "Hub id, file or folder, read as for training", kind="path")
     n: int = flag(20, "Rows to read, the first ones; also -n", ge=1)
-    completion: str = flag("", "Response of a row that has none of its own", kind="text")
+    completion: str = flag("", "A response to each row, beside its own where it has one", kind="text")
+    num_samples_per_prompt: int = flag(4, "Responses of a call, as in training: those of a row, again and again", ge=1)
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
-    reward_timeout_s: float = flag(30.0, "Seconds that a call of a function may take", gt=0)
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf reward") -> int:
@@ -48,11 +52,17 @@ def run(argv: list[str], prog: str) -> None:
     functions = parse_reward_functions(config.reward_function)
     rows = responses_of(config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # what functions print, to stderr
-    with RewardPool(functions, num_workers=NUM_WORKERS, timeout_s=config.reward_timeout_s) as pool:
+    show_settings([function for function in functions if function.target in BOX and not function.args])
+    with config.pool(functions) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
-        values = pool.gather([pool.submit(row) for row in rows])
-    by_name = {function.name: [one[function.name][0] for one in values] for function in functions}
-    print_table(functions, rows, by_name)
+        values = pool.gather([pool.submit(repeated(row, config.num_samples_per_prompt)) for row in rows])
+    by_name = {
+        function.name: [
+            value for row, one in zip(rows, values, strict=True) for value in one[function.name][: len(row.texts)]
+        ]
+        for function in functions
+    }
+    print_table(functions, [row.alone(number) for row in rows for number in range(len(row.texts))], by_name)
     for name, found in by_name.items():
         if first := first_of_failures(found):
             FailureWindow().check(name, [counts_of(found)], first)
@@ -69,16 +79,35 @@ def responses_of(config: RewardTrialConfig) -> list[Responses]:
     is_conversation = is_conversational(config.data)  # then all prompts are messages, as in training
     raw = islice(read_rows(config.data), config.n)
     for record in read_records(raw, counts, column_map=column_map, passes_columns=True):
-        text = record.chosen or record.rejected or config.completion
-        if not record.messages or not text:
+        texts = list(filter(None, [record.chosen or record.rejected, config.completion]))
+        if not record.messages or not texts:
             what = "a response; give one by --completion TEXT" if record.messages else "a prompt"
             raise InputError(f"{record.origin}: found columns {', '.join(record.columns)}, none is {what}")
         # There is no tokenizer here: bytes stand for tokens.
-        own = (str(record.origin), record.messages, is_conversation, [text], [[*text.encode()]])
+        own = (str(record.origin), record.messages, is_conversation, texts, [[*text.encode()] for text in texts])
         rows.append(Responses(*own, columns=json.loads(record.extra)))
     for line in counts.lines():
         print(f"note: {line}", file=sys.stderr)
     return rows
+
+
+def repeated(row: Responses, number: int) -> Responses:
+    """Return a row with so many responses, or as many as it has: its own, again and again."""
+    places = [place % len(row.texts) for place in range(max(number, len(row.texts)))]
+    return replace(row, texts=[row.texts[place] for place in places], ids=[row.ids[place] for place in places])
+
+
+def show_settings(functions: Sequence[RewardFunction]) -> None:
+    """Print a YAML file with all settings of those functions of the box that have any, at their defaults."""
+    entries = []
+    for function in functions:
+        known = inspect.signature(BOX[function.target]).parameters
+        defaults = {name: known[name].default for name in settings_of(BOX[function.target])}
+        example = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"} if function.target == "judge" else {}
+        entries.append({"name": function.target, "weight": function.weight, "args": defaults | example})
+    if entries := [entry for entry in entries if entry["args"]]:
+        print("note: settings are given in a file, --config FILE; this one has the defaults:", file=sys.stderr)
+        print(yaml.safe_dump({"reward_function": entries}, sort_keys=False), file=sys.stderr)
 
 
 def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], values: dict[str, list[Value]]) -> None:
@@ -93,6 +122,9 @@ def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], 
     for title, summary in SUMMARIES.items():
         print(f"{'':<6} {title:<{WIDTH}}", *(f"{summary(values[name]):>{wide}}" for name in names), sep="")
     for name in names:
+        given = {str(value) for value in values[name] if isinstance(value, float | list)}
+        if len(given) == 1 < len(values[name]):
+            print(f"note: {name}: {shown(values[name][0])} for each response: it teaches nothing", file=sys.stderr)
         for failure in [value for value in values[name] if isinstance(value, Failure)][:1]:
             print(f"note: {name}: {failure.kind}: {failure.message}", file=sys.stderr)
 

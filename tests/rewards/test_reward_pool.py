@@ -327,7 +327,10 @@ def test_workers_end_with_their_parent(tmp_path, end, monkeypatch):
     command = [sys.executable, "-c", PARENT, f"{tmp_path}/f.py:f"]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, env=environment) as parent:
         assert parent.stdout and parent.stdout.readline() == b"busy\n"
-        assert len(marked(mark)) == 1 + 2
+        limit = time.monotonic() + 20
+        while len(marked(mark)) < 1 + 2 * 2 and time.monotonic() < limit:  # each worker has a guard
+            time.sleep(0.05)
+        assert len(marked(mark)) == 1 + 2 * 2
         if end == "killed":
             parent.send_signal(signal.SIGKILL)
         _, errors = parent.communicate(b"\n", timeout=20)

@@ -63,7 +63,8 @@ def stops(completions):
     with open(__file__ + ".stops", "a") as file:
         file.write("x")
     if os.path.getsize(file.name) == 1:
-        os.kill(os.getppid(), signal.SIGINT)
+        guard = open(f"/proc/{os.getppid()}/stat").read()
+        os.kill(int(guard.rpartition(")")[2].split()[1]), signal.SIGINT)
     time.sleep(5)
     return [0.0] * len(completions)
 
