@@ -1,6 +1,5 @@
 """Reward functions on rows of a data set, before any training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
 
-import inspect
 import json
 import logging
 import sys
@@ -21,6 +20,7 @@ from pipeline.rewards.pool import Failure, Responses, Value
 from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command_flags, run_command
 
+JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of an example
 WIDTH = 40  # characters of a completion
 
 
@@ -56,12 +56,9 @@ def run(argv: list[str], prog: str) -> None:
     with config.pool(functions) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
         values = pool.gather([pool.submit(repeated(row, config.num_samples_per_prompt)) for row in rows])
-    by_name = {
-        function.name: [
-            value for row, one in zip(rows, values, strict=True) for value in one[function.name][: len(row.texts)]
-        ]
-        for function in functions
-    }
+    pairs = list(zip(rows, values, strict=True))
+    by_name = {one.name: [value for row, found in pairs for value in found[one.name][: len(row.texts)]]
+               for one in functions}  # fmt: skip
     print_table(functions, [row.alone(number) for row in rows for number in range(len(row.texts))], by_name)
     for name, found in by_name.items():
         if first := first_of_failures(found):
@@ -99,13 +96,8 @@ def repeated(row: Responses, number: int) -> Responses:
 
 def show_settings(functions: Sequence[RewardFunction]) -> None:
     """Print a YAML file with all settings of those functions of the box that have any, at their defaults."""
-    entries = []
-    for function in functions:
-        known = inspect.signature(BOX[function.target]).parameters
-        defaults = {name: known[name].default for name in settings_of(BOX[function.target])}
-        example = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"} if function.target == "judge" else {}
-        entries.append({"name": function.target, "weight": function.weight, "args": defaults | example})
-    if entries := [entry for entry in entries if entry["args"]]:
+    known = [(one, settings_of(BOX[one.target]) | (JUDGE if one.name == "judge" else {})) for one in functions]
+    if entries := [{"name": one.name, "weight": one.weight, "args": args} for one, args in known if args]:
         print("note: settings are given in a file, --config FILE; this one has the defaults:", file=sys.stderr)
         print(yaml.safe_dump({"reward_function": entries}, sort_keys=False), file=sys.stderr)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from support.in_process import error_lines, undone_afterwards
 
 from rlhf.rewards.reward import main
@@ -19,15 +20,21 @@ def solved(prompts, completions, solution):
 def tokens(completion_ids):
     return [[0.25] * len(ids) for ids in completion_ids]
 def spoken(prompts, completions):
-    return [len(prompts[0]) + (completions[0][0]["role"] == "assistant")]
+    return [len(prompts[0]) + (one[0]["role"] == "assistant") for one in completions]
 def failing(completions):
     if "7" in completions[0]:
         raise ValueError("seven")
-    return [1]
+    return [1] * len(completions)
 def slow(completions):
     time.sleep(20)
+def zero(completions):
+    return [0] * len(completions)
+def single(completions):
+    return [1.0]
+def ranked(completions, completion_ids):
+    return [completions.index(text) + len(completions) / 10 for text in completions]
 def wrong(completions):
-    return ["good"]
+    return ["good"] * len(completions)
 """
 ROWS = [
     {"prompt": "2+2?", "response": "It is 4, as anybody knows\nwho has ever learnt to count.", "solution": "4"},
@@ -61,14 +68,49 @@ def test_values_of_two_functions(folder, capsys):
     assert lines == [
         ["row", "completion", "length", "solved"],
         ["1", "It is 4, as anybody knows who has ever l", "55", "1"],
+        ["1", "None so far", "11", "0"],
         ["2", "7 \\x1b[31m", "7", "None"],
+        ["2", "None so far", "11", "None"],
         ["3", "None so far", "11", "0"],
-        ["", "mean", "24.33", "0.5"],
-        ["", "None", "0", "1"],
+        ["", "mean", "19", "0.3333"],
+        ["", "None", "0", "2"],
         ["", "failures", "0", "0"],
     ]
     assert "note: 1 dropped: empty prompt (first: d.jsonl:4)\n" in errors
     assert "reward worker 0: looking at 2+2?\n" in errors or "reward worker 1: looking at 2+2?\n" in errors
+
+
+def test_a_call_has_all_responses_of_a_group(folder, capsys):
+    """Those of a row, again and again: a function that answers for one alone is found, as training would."""
+    words = ("f.py:ranked", "--data", "d.jsonl", "-n", "2", "--completion", "b")
+    lines, _ = table(capsys, *words, "--num_samples_per_prompt", "5")
+    assert [line[2:] for line in lines[1:5]] == [["0.5"], ["1.5"], ["0.5"], ["1.5"]]
+    lines, _ = table(capsys, *words, "--num_samples_per_prompt", "1")
+    assert [line[2:] for line in lines[1:5]] == [["0.2"], ["1.2"], ["0.2"], ["1.2"]], "no response is left out"
+    assert main(["f.py:single", "--data", "d.jsonl", "-n", "1"]) == 2
+    assert "single, prompt d.jsonl:1: returned 1 values for 4 responses" in capsys.readouterr().err
+
+
+def test_a_function_that_tells_no_responses_apart_is_told_of(folder, capsys):
+    _, errors = table(capsys, "f.py:zero", "f.py:length", "f.py:solved", *ON, "--completion", "b")
+    assert "note: zero: 0 for each response: it teaches nothing\n" in errors and "note: length" not in errors
+
+
+def test_settings_of_the_box_are_shown_as_a_file_that_works(folder, capsys):
+    lines, errors = table(capsys, "tags:0.5", "f.py:length", "repetition", *ON)
+    text = errors[errors.index("reward_function:") :].partition("\n\n")[0]
+    assert [one["args"] for one in yaml.safe_load(text)["reward_function"]] == [
+        {"names": ["think", "answer"]}, {"size": 3, "unit": "tokens"},
+    ]  # fmt: skip
+    Path("c.yaml").write_text(text)
+    assert [line[2] for line in table(capsys, *ON, "--config", "c.yaml")[0]] == [line[2] for line in lines]
+
+
+def test_the_url_of_a_judge_is_given_in_a_file(folder, capsys):
+    assert main(["judge", *ON]) == 2
+    errors = capsys.readouterr().err
+    assert "    url: http://127.0.0.1:8000/v1\n    model: NAME\n" in errors
+    assert errors.splitlines()[-1].endswith("in a file for --config; `rlhf reward judge --data FILE` prints one")
 
 
 def test_functions_of_a_yaml_file_have_their_args(folder, capsys):

@@ -73,9 +73,9 @@ class Endpoint:
     def check(self) -> None:
         """Raise InputError for settings that cannot be right, EnvironmentFault for a key that is not there."""
         if not URL.fullmatch(self.url):  # not shown: it may hold a password
-            where = "given in a file (--config FILE), of which `rlhf reward judge --data FILE` prints an example"
-            url = "url is no http://HOST:PORT/v1 without user, password and query"
-            raise InputError(f"reward function judge: {url}; it is {where}")
+            where = "in a file for --config; `rlhf reward judge --data FILE` prints one"
+            problem = "url is no http://HOST:PORT/v1 without user, password and query"
+            raise InputError(f"reward function judge: {problem}; it is given {where}")
         if named := [name for name, value in self.parameters.items() if masked({name: value}) != {name: value}]:
             right = "key_variable names the variable of the environment that holds a key"
             raise InputError(f"reward function judge: parameters: {named[0]!r} names a secret; leave it out, {right}")

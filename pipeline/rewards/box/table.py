@@ -22,10 +22,10 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 BOX: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
 
 
-def settings_of(function: Callable[..., Any]) -> list[str]:
-    """Return the settings of a function in the box: its parameters that are given by name alone."""
+def settings_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the settings of a function in the box with their defaults: its parameters that have names alone."""
     parameters = inspect.signature(function).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    return {one.name: one.default for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
