@@ -52,9 +52,23 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, {} where there is none that can be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    return {}
+    content = read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, None where it cannot be read or is no file: opening a FIFO could wait."""
+    with suppress(OSError, ValueError):
+        return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the content of a JSON text. Raises ValueError, also where it is nested deeper than Python can follow."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -147,12 +161,20 @@ def existing(path: Path) -> Path:
 
 def check_replaceable(folder: Path) -> None:
     """Raise InputError for a folder that is not empty and was not written by this project: saving replaces folders."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / OURS).is_file():
-        first = min(path.name for path in folder.iterdir())
-        raise InputError(
-            f"--output_dir: {folder} holds other files ({first}) and no {OURS}; a model folder is replaced as a whole: "
-            "name one that is new or empty"
-        )
+    if not folder.is_dir() or not any(folder.iterdir()) or is_origin(read_json(folder / OURS)):
+        return
+    others = f"other files ({min(path.name for path in folder.iterdir())}) and no {OURS}"
+    found = f"a {OURS} that no run wrote" if (folder / OURS).exists() else others
+    why = "a model folder is replaced as a whole: name one that is new or empty"
+    raise InputError(f"--output_dir: {folder} holds {found}; {why}")
+
+
+def is_origin(content: Any) -> bool:
+    """Return whether the content of a file named OURS is ours: a run's, a conversion's, or {} of a merged adapter."""
+    if not isinstance(content, dict):
+        return False
+    is_of_run = isinstance(content.get("stage"), str) and isinstance(content.get("data"), dict)
+    return not content or is_of_run or not {"converted_from", "quantised_from"}.isdisjoint(content)
 
 
 def digest(path: Path) -> str:

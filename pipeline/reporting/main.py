@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from pipeline.reporting.page import write_report
+from pipeline.run.entry import run_command
 
 NICENESS = 15  # a run has the processors first
 
@@ -16,4 +17,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(run_command(lambda: main(sys.argv[1])))

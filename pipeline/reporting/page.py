@@ -22,6 +22,14 @@ from pipeline.reporting.records import RunRecord, labels_of, runs_of
 LOCK, LOCKED_S = ".report.lock", 120.0
 MOST_TEXT = 1500  # characters of a text from a model or a file that are shown
 KEPT = "\n\t"  # control characters that are shown as they are
+# What our pages begin with.
+BEGINNINGS = {
+    "report.md": re.compile(r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"),
+    "report.html": re.compile(
+        r"<!doctype html>\n(<.*\n)+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; .*\n"
+        r"<meta .*\n<title>Report of "
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +116,10 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Write report.html, report.md and curves/ of runs into a folder; return the page.
 
     Raises:
-        InputError: a folder without a run. EnvironmentFault: the folder cannot be written.
+        InputError: a folder without a run, or with pages that are none of ours. EnvironmentFault: it cannot be written.
     """
     with refused_by_disk(output):
+        check_own(output)
         output.mkdir(parents=True, exist_ok=True)
         with FileLock(output / LOCK, timeout=LOCKED_S):
             chapters = chapters_of(folders)
@@ -118,9 +127,20 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
             pictures = [write_group(output, chapter, group) for chapter in chapters for group in chapter.groups]
             content = contents(chapters, folders, output) | {"pictures": pictures}
             environment = templates()
-            for name in ("report.md", "report.html"):
+            for name in BEGINNINGS:
                 write_text(output / name, environment.get_template(f"{name}.j2").render(content))
     return output / "report.html"
+
+
+def check_own(output: Path) -> None:
+    """Raise InputError for a page or pictures in a folder that no report has written."""
+    pages = [output / name for name in BEGINNINGS if (output / name).exists()]
+    for page in pages:
+        text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+        if not BEGINNINGS[page.name].match(text):
+            raise InputError(f"{page}: found a file that no report wrote; name another folder by --output")
+    if not pages and (output / "curves").exists() and not (output / LOCK).exists():
+        raise InputError(f"{output / 'curves'}: found one that no report wrote; name another folder by --output")
 
 
 def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:

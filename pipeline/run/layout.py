@@ -6,6 +6,11 @@ from pathlib import Path
 from pipeline.marks import RUN_LOCK
 
 CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
+# Names of what a start makes in a run's folder before `environment_file`; hidden files are among it, too.
+START_NAMES = {
+    RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "automatic.yaml", "automatic.json", "auto_batch", "autotuning",
+    "reference.safetensors", "deepspeed",
+}  # fmt: skip
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:

@@ -113,7 +113,7 @@ def check_nobody_left(run_dir: Path) -> None:
 def clear_outcomes(run_dir: Path) -> None:
     """Delete outcomes and beats of an earlier run, so that they are not read as this run's."""
     for folder in (outcome_file(run_dir, 0).parent, beat_file(run_dir, 0).parent):
-        for file in folder.iterdir() if folder.is_dir() else ():
+        for file in (*folder.glob("*rank-*.json*"), folder / FIRST_ERROR):
             file.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from pipeline.errors import InputError
 from pipeline.files import check_replaceable, has_config, read_object
 from pipeline.marks import OURS, RUN_LOCK
 from pipeline.run.earlier_runs import RUN_FILES
-from pipeline.run.layout import environment_file
+from pipeline.run.layout import START_NAMES, environment_file
 from pipeline.run.outcome import supervisor_name
 
 Named = tuple[str, Path]  # a flag, and a file or folder that follows from it
@@ -69,17 +69,32 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
                 yield f"{flag}: this run would write over {path} ({other}); name another folder"
 
 
+def check_written(files: Iterable[Path], inputs: Mapping[str, Iterable[str]]) -> None:
+    """Raise InputError for files of --output that a command reads itself: one of its inputs, or in the folder of one.
+
+    inputs: flag -> files, folders and hub ids.
+    """
+    tops = [(flag, Path(text).expanduser()) for flag, texts in inputs.items() for text in texts if text]
+    read = [(flag, path) for flag, top in tops for path in (top, *top.rglob("*"))]
+    if lines := list(clashes((("--output", file) for file in files), read)):
+        raise InputError(lines[0])
+
+
 def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
     run_dir = stage.run_folder(config.run)
-    started = environment_file(run_dir).is_file()
-    owner = read_object(environment_file(run_dir)).get("stage", stage.section)
-    if owner != stage.section:
+    environment = read_object(environment_file(run_dir))
+    owner, versions = environment.get("stage"), environment.get("versions")
+    started = isinstance(owner, str) and isinstance(versions, dict)
+    if started and owner != stage.section:
         yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
     # Hidden files are those of ranks that start at this moment; a supervisor has looked before its ranks did.
-    names = sorted(path.name for path in run_dir.glob("[!.]*"))
-    if names and not {RUN_LOCK, "heartbeat"} & {*names} and not started and supervisor_name() is None:
-        yield f"{dashes}run_dir: {run_dir} holds other files ({names[0]}) and no {RUN_LOCK}; name a new or empty folder"
+    names = {path.name for path in run_dir.glob("[!.]*")}
+    was_killed = {RUN_LOCK, "heartbeat"} & names and names <= START_NAMES
+    if names and not started and not was_killed and supervisor_name() is None:
+        others = f"other files ({min(names - START_NAMES or names)}) and no env.json of a run"
+        found = "an env.json without stage and versions of a run" if "env.json" in names else others
+        yield f"{dashes}run_dir: {run_dir} holds {found}; name a new or empty folder"
     for folder in stage.outputs(config):
         try:
             check_replaceable(folder)

@@ -171,10 +171,11 @@ def take_folder(run: Run) -> None:
         with refused_by_disk(run.folder):
             if resolved.config.run.resumes_from == "never":
                 clear(run.folder)
+            # Before all others: by it a folder is known as a run's (pipeline/run/output_checks.py).
+            write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
             write_json(run.folder / "config.json", settings)
             if run.plan:
                 write_json(plan_file(run.folder), run.plan)
-            write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
             if run.rows:
                 write_json(rows_file(run.folder), run.rows)
 

@@ -20,6 +20,7 @@ from pipeline.errors import InputError, counted
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
+from pipeline.inference.sample_file import settings_of as settings_file
 from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
 from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
@@ -29,6 +30,7 @@ from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command_flags, run_command
+from pipeline.run.output_checks import check_written
 
 if TYPE_CHECKING:
     from pipeline.inference.sampling import PromptData
@@ -105,12 +107,16 @@ def run(argv: list[str], prog: str) -> None:
     if (size := num_ranks()) > 1 and not config.output:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")
-    functions = scorers(config)
+    functions, reward_models = scorers(config), [path for path, _ in config.reward_models()]
+    file = Path(config.output).expanduser() if config.output else None
+    if file:
+        read = {"--data": config.data, "--model": [config.model], "--reward_model": reward_models}
+        check_written([file, settings_file(file)], read)
     from pipeline.dist import pick_device
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
-    for path, _ in config.reward_models():
+    for path in reward_models:
         ModelSource(path).check("--reward_model")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if size > 1:
@@ -120,7 +126,6 @@ def run(argv: list[str], prog: str) -> None:
     data = read_prompts(config.data, ModelSource(config.model), column_map=config.column_map, **lengths)
     print_notes(data.notes)
     num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
-    file = Path(config.output).expanduser() if config.output else None
     if file and size > 1:
         settings |= {"ranks": size}
         if config.overwrite:

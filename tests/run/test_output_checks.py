@@ -100,7 +100,7 @@ def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tm
 
 
 def test_a_run_folder_of_another_stage_is_refused_finished_or_not(tmp_path):
-    (tmp_path / "env.json").write_text(json.dumps({"stage": "reward"}))
+    (tmp_path / "env.json").write_text(json.dumps({"stage": "reward", "versions": {}}))
     for more in ("", " --overwrite"):
         (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {tmp_path}{more}"})
         assert line == f"--run_dir: {tmp_path} holds a run of reward, this is sft; name another folder"
@@ -113,7 +113,7 @@ def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
     assert line.startswith(f"--output_dir: {folder} holds the model of another run") and "--overwrite" in line
     assert problems({"sft": f"{words} --overwrite"}) == []
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft"}))
+    (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
     assert problems({"sft": words}) == [], "the run that made it"
 
 
@@ -121,15 +121,15 @@ def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
 def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made, now):
     """Also where both have run in this output folder, so that the run's own folder is known."""
     folder = model(tmp_path / "actor")
-    (folder / OURS).write_text(json.dumps({"stage": made}))
+    (folder / OURS).write_text(json.dumps({"stage": made, "data": {}}))
     words = f"--output_dir {folder if now == 'dpo' else tmp_path}"
     for name in ("ppo", "dpo"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name}))
+        (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name, "versions": {}}))
     (line,) = problems({now: words})
     assert line.startswith(f"--output_dir: {folder} holds a model of {made}, this is {now}") and "--overwrite" in line
     assert problems({now: f"{words} --overwrite"}) == []
-    (folder / OURS).write_text(json.dumps({"stage": now}))
+    (folder / OURS).write_text(json.dumps({"stage": now, "data": {}}))
     assert problems({now: words}) == []
 
 
@@ -149,7 +149,8 @@ def test_a_run_folder_of_other_files_is_refused(tmp_path, name, more):
     (folder / name).touch()
     (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {folder}{more}"}, named_by_section=True)
     first = min(path.name for path in folder.iterdir())
-    assert line == f"--sft.run_dir: {folder} holds other files ({first}) and no run.lock; name a new or empty folder"
+    found = f"other files ({first}) and no env.json of a run"
+    assert line == f"--sft.run_dir: {folder} holds {found}; name a new or empty folder"
 
 
 def test_a_run_folder_is_new_or_empty_or_that_of_a_run(tmp_path, monkeypatch):
