@@ -1,7 +1,8 @@
-"""The terminal of a command: its width, safe text, lines on stderr, output that outlives its reader, and Ctrl-C."""
+"""The terminal of a command: its width, lines that fit, output that outlives its reader, and Ctrl-C."""
 
 import errno
 import io
+import logging
 import os
 import re
 import shlex
@@ -13,16 +14,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault, painted
+from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault, printable
 
 WIDTH = 80  # columns of a page
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")  # words that ask for help
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
-# Lone surrogates, which UTF-8 cannot encode, and characters that make a line read in another direction.
-UNSAFE = [*range(0xD800, 0xE000), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
-ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
-ESCAPES |= {code: f"\\u{code:04x}" for code in UNSAFE}
 
 
 class LastingFile(io.FileIO):
@@ -44,12 +40,22 @@ class LastingFile(io.FileIO):
             return len(memoryview(data))
 
 
+class PrintableFormatter(logging.Formatter):
+    """Lines in which no text of models or data can steer a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        return printable(super().format(record))
+
+
 def outlive_console(*, needs_output: bool = False) -> None:
     """Make printing never fail because nobody reads; streams that a test has replaced are left as they are.
 
     Args:
         needs_output: raise EnvironmentFault where standard output is closed, and later where it cannot be written.
     """
+    if logging.lastResort:  # what prints the warnings of a command that sets up no log
+        logging.lastResort.setFormatter(PrintableFormatter())
     for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
         if stream is None:  # closed: the next file that is opened would get its number, and what children print
@@ -113,13 +119,6 @@ def _quit(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_INTERRUPTED)
 
 
-def say(*lines: str) -> None:
-    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
-    # Back to the start of the line, erase it, show the cursor.
-    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
-    print(left + "\n".join(map(painted, lines)), end="\n" if lines else "", file=sys.stderr, flush=True)
-
-
 def wrapped(line: str, width: int = WIDTH) -> str:
     """Return a line in lines of at most `width` columns, what follows its label below what stands behind it."""
     label = re.match(r" *\S+ {2,}", line)
@@ -143,12 +142,9 @@ def shell_lines(words: Iterable[str]) -> str:
     return " \\\n".join(lines).removeprefix(" ")
 
 
-def printable(text: str) -> str:
-    """Escape every control character but newline and tab in `text` as \\xNN or \\uNNNN.
-
-    Other characters are unchanged, so pieces of a stream can be escaped one by one.
-    """
-    return text.translate(ESCAPES)
+def code_span(text: str) -> str:
+    """Return a text as code in one line of Markdown, also in a table's cell, in which nothing is markup."""
+    return "`" + text.replace("\n", " ").replace("`", "'").replace("|", "\\|") + "`"
 
 
 def fence(text: str, least: int = 3) -> str:

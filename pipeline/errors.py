@@ -1,4 +1,4 @@
-"""Exit codes of a run, the errors that carry them, their lines on stderr, and words that many lines need."""
+"""Exit codes of a run, the errors that carry them, lines to a terminal, and words that many lines need."""
 
 import difflib
 import os
@@ -15,6 +15,11 @@ EXIT_DIVERGED = 4
 EXIT_NO_CHECKPOINT = 5
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
+# Lone surrogates, which UTF-8 cannot encode, and characters that make a line read in another direction.
+UNSAFE = [*range(0xD800, 0xE000), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
+ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
+ESCAPES |= {code: f"\\u{code:04x}" for code in UNSAFE}
 
 
 class RunError(Exception):
@@ -80,9 +85,30 @@ def painted(line: str) -> str:
     return re.sub("^error:", "\x1b[31merror:\x1b[0m", line) if is_coloured(sys.stderr) else line
 
 
+def printable(text: str) -> str:
+    """Escape every control character but newline and tab in `text` as \\xNN or \\uNNNN.
+
+    Other characters are unchanged, so pieces of a stream can be escaped one by one.
+    """
+    return text.translate(ESCAPES)
+
+
+def say(*lines: str) -> None:
+    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
+    # Back to the start of the line, erase it, show the cursor.
+    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
+    text = "\n".join(painted(printable(line)) for line in lines)
+    print(left + text, end="\n" if lines else "", file=sys.stderr, flush=True)
+
+
+def show(*lines: str) -> None:
+    """Print lines to standard output. Here and in `say` no text of a model, a file or a name steers a terminal."""
+    print(*map(printable, lines), sep="\n", flush=True)
+
+
 def print_error(error: RunError) -> int:
     """Print an error to stderr, `error: ` before each of its lines. Returns its exit code."""
-    print(*(painted(f"error: {line}") for line in str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
+    say(*(f"error: {line}" for line in str(error).splitlines()))
     return error.code
 
 

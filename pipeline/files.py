@@ -35,6 +35,7 @@ def flush(path: Path) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically."""
     temporary = path.with_name(f".{path.name}.writing")
+    temporary.unlink(missing_ok=True)  # a link or a FIFO would lead elsewhere
     temporary.write_bytes(content)
     flush(temporary)
     temporary.replace(path)

@@ -12,8 +12,7 @@ from rich.text import Text
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.console import printable
-from pipeline.errors import InputError, nearest
+from pipeline.errors import InputError, nearest, printable
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.paths import check_language_model
 from pipeline.run.entry import command_flags, run_command

@@ -12,8 +12,9 @@ from rich.console import Console
 from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
+from pipeline.console import code_span
 from pipeline.data.turns import Turns
-from pipeline.errors import InputError
+from pipeline.errors import InputError, say
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
@@ -81,7 +82,7 @@ def run(argv: list[str], prog: str) -> None:
     for path in paths:
         limit = check_prompts(path, prompts, limit, may_shorten=not resolved.is_given("max_new_tokens"))
     if limit < config.sampling.max_new_tokens:
-        print(f"note: --max_new_tokens {limit}: the longest prompt leaves no more positions", file=sys.stderr)
+        say(f"note: --max_new_tokens {limit}: the longest prompt leaves no more positions")
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": limit})})
     if config.reward_model:
         ModelSource(config.reward_model).check("--reward_model")
@@ -134,7 +135,7 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
         for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed):
             rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
     count = sum(map(len, rows))
-    print(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    say(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s")
     return Contestant(label, path, tuple(rows))
 
 
@@ -160,12 +161,12 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
         name: value for name, value in flat_items(config) if value not in ("", []) and name not in ("model", "output")
     }
     content = to_json(texts, contestants, settings)
-    line = "Settings: " + ", ".join(f"{name} {value}" for name, value in settings.items()) + "."
+    line = "Settings: " + ", ".join(f"{name} {code_span(str(value))}" for name, value in settings.items()) + "."
     # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
     json_file.write_text(json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     markdown_file.write_text(markdown(texts, contestants, line), encoding="utf-8")
-    print(f"written: {json_file} and {markdown_file}", file=sys.stderr)
+    say(f"written: {json_file} and {markdown_file}")
 
 
 if __name__ == "__main__":

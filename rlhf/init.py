@@ -16,7 +16,7 @@ from pipeline.configuration.flags import scan, stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
 from pipeline.console import HELP, HELP_ALL
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.files import write_text
 from pipeline.run.entry import run_command
 from rlhf.stages import SECTIONS
@@ -51,7 +51,7 @@ def run(argv: list[str], prog: str) -> None:
     """Check the flags as `rlhf train` does, and write the file. Raises InputError; a file that exists stays."""
     train = prog.replace("init", "train")
     if not {*HELP, *HELP_ALL}.isdisjoint(argv):
-        print(USAGE.format(prog=prog, train=train))
+        show(USAGE.format(prog=prog, train=train))
         return
     name, words = file_and_flags(argv)
     if not name.endswith(SUFFIXES):
@@ -65,8 +65,8 @@ def run(argv: list[str], prog: str) -> None:
     plan = make_plan(words, prog=train)
     command = f"{train} --config {shlex.quote(name)}"
     write_text(Path(name), "\n".join([*document(plan, words, command), ""]))
-    print(f"written: {name}")
-    print(f"next: {command} --dry-run")
+    show(f"written: {name}")
+    show(f"next: {command} --dry-run")
 
 
 def file_and_flags(argv: list[str]) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_ENVIRONMENT, InputError, RunError, StoppedRun, print_error
+from pipeline.errors import EXIT_ENVIRONMENT, InputError, RunError, StoppedRun, print_error, say
 
 
 def main(argv: list[str]) -> int:
@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     outlive_console()
     if find_spec("deepspeed") is None:
         what = f"deepspeed is not installed for {sys.executable}"
-        print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)
+        say(f"error: {what}; activate the environment of the project (README.md, Install)")
         return EXIT_ENVIRONMENT
     from pipeline.processes import Signals, has_word
 
@@ -31,12 +31,12 @@ def main(argv: list[str]) -> int:
             request = parse_request(argv[0], argv[1:])
             stage = stage_of_step(request.step)
         except InputError as error:
-            print(f"error: {error}\n{usage(argv[0])}", file=sys.stderr)
+            say(f"error: {error}\n{usage(argv[0])}")
             return error.code
         take_cpu_without_gpu(request)
         return run_job(stage, request, signals, sections=SECTIONS)
     except StoppedRun as stop:
-        print(stop, file=sys.stderr)
+        say(str(stop))
         return stop.code
     except RunError as error:
         return print_error(error) if has_word() else error.code  # without the word nobody has asked for the stage

@@ -8,7 +8,7 @@ import importlib
 import sys
 
 from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
-from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, painted
+from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, say
 
 # Subcommands whose modules are in a folder of their own.
 FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert", "export", "merge"), "models.")
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
     name, *rest = words
     if name not in SUBCOMMANDS:
         hint = nearest(name, SUBCOMMANDS) or f"; {', '.join(SUBCOMMANDS)} are right"
-        print(painted(f"error: {name}: unknown subcommand{hint}"), file=sys.stderr)
+        say(f"error: {name}: unknown subcommand{hint}")
         return EXIT_INPUT
     return run_subcommand(name, rest, prog=f"{prog} {name}")
 
@@ -54,7 +54,7 @@ def run_subcommand(name: str, words: list[str], *, prog: str) -> int:
         module = importlib.import_module(f"rlhf.{FOLDERS.get(name, '')}{name}")
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed for {sys.executable}"
-        print(f"error: {what}; activate the environment of the project (README.md, Install)", file=sys.stderr)
+        say(f"error: {what}; activate the environment of the project (README.md, Install)")
         return EXIT_ENVIRONMENT
     return module.main(words, prog=prog)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console
-from pipeline.errors import EXIT_DONE, RunError, print_error
+from pipeline.errors import EXIT_DONE, RunError, print_error, show
 from pipeline.launching.hosts import chosen_hosts
 from pipeline.launching.machine import check_device_count, check_port
 from pipeline.preparation.dry_run import look_and_plan
@@ -67,7 +67,7 @@ def main(task: str) -> int:
         else:
             configs = {stage: resolved.config for stage, resolved in stages.items()}
             for line in look_before_start(configs, dry_run=False, named_by_section=True, base_of_output=bases):
-                print(f"note: {line}")
+                show(f"note: {line}")
     except RunError as error:
         sys.stdout.flush()
         return print_error(error)

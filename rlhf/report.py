@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.run.entry import command_flags, run_command
 
 
@@ -36,7 +36,7 @@ def run(argv: list[str], prog: str) -> None:
     from pipeline.reporting.page import write_report
 
     page = write_report(folders, Path(config.output or (folders[0] if len(folders) == 1 else "report")))
-    print(f"report: {page}")
+    show(f"report: {page}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipeline.errors import show
 from pipeline.files import has_config
 from pipeline.launching.machine import choose_gpus
 from pipeline.run.earlier_runs import checkpoint_state
@@ -40,5 +41,6 @@ def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
         had = max(checkpoint_state(*run)[1].get("world_size", 0) for run in resumed)
         has_ended = all(done_file(folder).is_file() and resumes == "auto" for folder, resumes in resumed)
         flags, line = choose_gpus(config.num_gpus, had, starts=starts and not has_ended)
-    print(f"note: {line}\n" if line else "", end="", flush=True)
+    if line:
+        show(f"note: {line}")
     return replace(plan, config=config.model_copy(update=flags))

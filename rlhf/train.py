@@ -19,7 +19,7 @@ from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, wrapped
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error, say, show
 from pipeline.files import has_config
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.scripts import Script, place_in_pipeline, run_script, started_early
@@ -136,7 +136,7 @@ def show_plan(plan: Plan, finished: Collection[int]) -> None:
     ranks = ranks_of(plan)
     for planned in plan.chosen:
         is_done = planned.stage.number in finished
-        print(finished_line(planned) if is_done else header(planned, plan.config))
+        show(finished_line(planned) if is_done else header(planned, plan.config))
         show_notes(planned.stage, planned.resolved, ranks=ranks)
         show_flags(planned.stage, planned.resolved, ranks=ranks)
     sys.stdout.flush()
@@ -166,14 +166,14 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
     early: the process of its launch script, if it was started early.
     """
     stage = planned.stage
-    print(header(planned, config), flush=True)
+    show(header(planned, config))
     start = time.monotonic()
     began = time.time()
     code, asked = run_script(command_of(planned, config), environment, early)
     for restart in range(1, config.max_restarts + 1):
         if code != EXIT_FAULT or asked:
             break
-        print(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault", flush=True)
+        show(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault")
         # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
         saved = [file.stat().st_mtime for file in planned.run_dir.glob("checkpoints/*/manifest.json")]
         again = list(RESUME) if max(saved, default=0.0) > began else []
@@ -183,11 +183,11 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
         figures, worse = reached(planned.run_dir, stage, planned.resolved.config)
         parts = [f"done in {took}", figures, f"WORSE than at the start: {worse}" if worse else ""]
         said = ", ".join(filter(None, parts))
-        print(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}", terminal_width()), flush=True)
+        show(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}", terminal_width()))
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
         end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
-        print(f"{kind}: {end}; log: {planned.run_dir / 'log.txt'}", file=sys.stderr)
+        say(f"{kind}: {end}; log: {planned.run_dir / 'log.txt'}")
     return code
 
 
@@ -211,16 +211,16 @@ def run(argv: list[str], prog: str) -> int:
     if dry_run:
         outlive_console(needs_output=True)
     for line in start_lines(plan):
-        print(f"note: {line}", flush=True)
+        show(f"note: {line}")
     if {2, 3} <= {*plan.config.step}:
         read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
         if plan.stages[2].model_dir not in map(Path, read):
-            print("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none", flush=True)
+            show("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none")
     # The launch scripts start the Python that runs this, whatever `python` means in their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
         for folder, start in bases.items():
-            print(f"note: {folder} does not exist: planned as made from {start}", flush=True)
+            show(f"note: {folder} does not exist: planned as made from {start}")
     to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
     slots = None if target_of(plan) else ranks_by_host(request_of(plan.config))
     python, code = environment["PYTHON"], EXIT_DONE
@@ -232,10 +232,10 @@ def run(argv: list[str], prog: str) -> int:
         if to_run:
             code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
         if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
-            print(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}", file=sys.stderr)
+            say(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}")
         if dry_run:
             show_plan(on_target(plan), finished)
-            print(NOTHING_STARTED)
+            show(NOTHING_STARTED)
         if dry_run or code != EXIT_DONE:
             return code
         if plan.config.check:
@@ -256,7 +256,7 @@ def run(argv: list[str], prog: str) -> int:
             flags, rate = f"--{one.stage.section}.", one.stage.rate_flag(one.resolved.config)
             again = f"{flags}overwrite and a lower {flags}{rate}"
             following = f"stage {one.stage.number} ended worse than it began: again with {again}"
-        print(f"next: {following}")
+        show(f"next: {following}")
     return code
 
 
@@ -280,7 +280,7 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
     try:
         for planned in plan.chosen:
             if planned.stage.number in finished:
-                print(finished_line(planned))
+                show(finished_line(planned))
                 continue
             placed = with_place(planned, plan, environment)
             if (code := run_stage(planned, plan.config, placed, early)) != EXIT_DONE:
@@ -288,7 +288,7 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
             early = None
     except KeyboardInterrupt:
         # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
-        print("stopped between two stages; the same command continues", file=sys.stderr)
+        say("stopped between two stages; the same command continues")
         return EXIT_STOPPED
     return EXIT_DONE
 
@@ -299,7 +299,7 @@ def write_reports(plan: Plan) -> None:
     reporters = [Reporter(run_dir, of_road=True) for run_dir in runs]
     for reporter in {reporter.folder: reporter for reporter in reporters}.values():
         if page := reporter.finish():
-            print(f"report: {page}")
+            show(f"report: {page}")
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
         raise_on_interrupt()
         return run(words, prog)
     except KeyboardInterrupt:
-        print("stopped before the first stage; nothing was started", file=sys.stderr)
+        say("stopped before the first stage; nothing was started")
         return EXIT_STOPPED
     except RunError as error:
         if "--debug" in words:

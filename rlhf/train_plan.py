@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, parse, r
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.stage import Stage
-from pipeline.errors import ContradictionError, InputError, nearest
+from pipeline.errors import ContradictionError, InputError, nearest, say, show
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
@@ -129,7 +128,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
     for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given):
-        print(f"note: {line}")
+        show(f"note: {line}")
     resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
     return Plan(with_reward_model(config), stages, given)
@@ -139,7 +138,7 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     """Return a stage with its settings of `resolve_splits`, which it could not find by itself; print notes on them."""
     notes = planned.resolved.notes
     for note in resolved.notes[len(notes) :]:
-        print(f"note: {planned.stage.section}: {note}")
+        show(f"note: {planned.stage.section}: {note}")
     argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
     argv = planned.argv if resolved is planned.resolved else argv
     return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
@@ -198,7 +197,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
         for line in resolved.notes:
-            print(f"note: {line}", file=sys.stderr)
+            say(f"note: {line}")
         config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
         errors += contradictions(config)
     except InputError as error:
@@ -343,8 +342,8 @@ def on_target(plan: Plan) -> Plan:
         found, planned = getattr(plan.config, name), changes[name]
         if found != planned:
             how = f"planned with {planned}" if planned else "planned without it"
-            print(f"note: --{name.replace('_', '-')} {found} does not go with --target {described}: {how}")
+            show(f"note: --{name.replace('_', '-')} {found} does not go with --target {described}: {how}")
     if several and not plan.config.hostfile:
         changes["hostfile"] = HOSTFILE
-        print(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")
+        show(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")
     return replace(plan, config=plan.config.model_copy(update=changes))

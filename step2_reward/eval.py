@@ -7,6 +7,7 @@ import json
 import sys
 
 from pipeline.console import quit_on_interrupt
+from pipeline.errors import show
 
 if __name__ == "__main__":
     quit_on_interrupt()  # the flags take a part of a second to import
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
         is_split = not options.eval_data_path and (options.eval_split == "held_out" or by_fraction)
         found = evaluate_folder(options, "split" if is_split else "all")
-        print(json.dumps(found) if options.json_output else "\n".join(lines(found)))
+        show(json.dumps(found) if options.json_output else "\n".join(lines(found)))
 
     return run_command(work)
 

@@ -1,7 +1,6 @@
 """Scores of pairs, and what they say."""
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
-from pipeline.errors import InputError, counted
+from pipeline.errors import InputError, counted, say
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import default_device
 from pipeline.models.reward_model import last_token_scores, load_reward_model, measured_constants
@@ -198,9 +197,9 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
         kinds = [*data.counts.lines(), *(["--eval_split all takes all"] if scored == "split" else [])]
         raise InputError(f"{paths}: no pair to score: {'; '.join(kinds)}")
     if max_seq_len < options.max_seq_len:
-        print(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions", file=sys.stderr)
+        say(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions")
     for line in data.counts.lines():
-        print(f"  rows: {line}", file=sys.stderr)
+        say(f"  rows: {line}")
     device = default_device()
     model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id

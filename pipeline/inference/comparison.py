@@ -17,7 +17,8 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.console import fence, printable
+from pipeline.console import code_span, fence
+from pipeline.errors import printable
 
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
@@ -244,7 +245,7 @@ def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings
     """Render the whole comparison as a Markdown document."""
     summaries = summarise(contestants)
     head, *rows = (f"| {' | '.join(row)} |" for row in figure_rows(summaries))
-    lines = ["# Comparison", "", *(f"- {one.label} = `{printable(one.path)}`" for one in contestants), ""]
+    lines = ["# Comparison", "", *(f"- {one.label} = {code_span(printable(one.path))}" for one in contestants), ""]
     lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *legend(summaries), ""]
     for index, prompt in enumerate(prompts):
         lines += [f"## Prompt {index + 1}", "", *fenced(prompt)]

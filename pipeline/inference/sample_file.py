@@ -5,6 +5,7 @@ Each of several ranks writes a part beside the file; the rank that ends last joi
 
 import heapq
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class SampleFile:
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
         """Write the row of prompt `number`. Raises EnvironmentFault where the disk refuses."""
-        line = json.dumps({NUMBER: number, **row}, ensure_ascii=False)
+        # On a terminal no character of a text is as it is: some steer it.
+        is_shown = self.path is None and sys.stdout.isatty()
+        line = json.dumps({NUMBER: number, **row}, ensure_ascii=is_shown)
         if self.path is None:
             print(line, flush=True)
         else:

@@ -15,7 +15,7 @@ from typing import IO
 from pipeline import errors
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.stage import Stage
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.launching.hosts import address_of, starts_by_host
 from pipeline.launching.machine import free_port, wait_for_free_port
 from pipeline.launching.rank_watch import RankWatch

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, show
 from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
 from pipeline.processes import PIPELINE, kill_sessions
@@ -94,7 +94,7 @@ class Host:
             try:
                 self._inbox.put(json.loads(line)["agent"])
             except (ValueError, KeyError, TypeError):
-                print(f"{self.name}: {line}", end="", flush=True)  # a login shell's greeting
+                show(f"{self.name}: {line.rstrip()}")  # a login shell's greeting
 
     def messages(self) -> list[Message]:
         return [self._inbox.get() for _ in range(self._inbox.qsize())]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from pipeline.errors import EXIT_FAULT, EnvironmentFault, StoppedRun, counted
+from pipeline.errors import EXIT_FAULT, EnvironmentFault, StoppedRun, counted, show
 from pipeline.heartbeat import replace_text
 from pipeline.launching.host_agent import write_end
 from pipeline.launching.hosts import address_of, starts_by_host
@@ -194,7 +194,7 @@ def check_hosts(request: LaunchRequest, module: str, run_dir: Path, *, signals: 
             folder = "shared with the first host" if host.greeting["shared"] else "on a disk of its own"
             words = [counted(gpus, "GPU"), counted(len(host.ranks), "rank")]
             words += [f"{name} {value}" for name, value in same.items()]
-            print(f"{host.name}: {', '.join(words)}; {run_dir.name}: {folder}", flush=True)
+            show(f"{host.name}: {', '.join(words)}; {run_dir.name}: {folder}")
         if request.launcher != "none":
             ranks.start(MEASURING)
             while not ranks.have_ended() and not ranks.silent_code() and signals.first is None:
@@ -207,6 +207,6 @@ def check_hosts(request: LaunchRequest, module: str, run_dir: Path, *, signals: 
                 "the ranks of the hosts do not reach each other, their words are above: name the network by "
                 "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) and --master-addr, and open its ports"
             )
-        print(f"{counted(len(ranks.hosts), 'host')} can run {module}; nothing was started", flush=True)
+        show(f"{counted(len(ranks.hosts), 'host')} can run {module}; nothing was started")
     finally:
         ranks.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.configuration.redact import repeated
-from pipeline.errors import InputError
+from pipeline.errors import InputError, say
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
 BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
@@ -111,7 +111,7 @@ class LastCounts(argparse.Action):
     ) -> None:
         """Keep the value; `--no_ssh` has its own, which stands for that of `--launcher`."""
         if self.dest in namespace:
-            print(f"note: {repeated(f'--{self.dest}', getattr(namespace, self.dest))}", file=sys.stderr)
+            say(f"note: {repeated(f'--{self.dest}', getattr(namespace, self.dest))}")
         setattr(namespace, self.dest, self.const or values)
 
 

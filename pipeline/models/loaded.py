@@ -17,7 +17,7 @@ from torch import nn
 
 from pipeline import dist
 from pipeline.cache_memory import memory_of
-from pipeline.errors import InputError
+from pipeline.errors import InputError, say
 from pipeline.files import GIB
 from pipeline.models.loading import default_device
 from pipeline.models.partitions import has_shards_on_disk, local_range, local_share
@@ -58,7 +58,7 @@ def on_devices(model: M, path: str) -> M:
             f"{path}: no layer fits into {limits[0] / GIB:.1f} GiB, 80 % of the GPU's free memory; free more"
         )
     where = ", ".join(f"{count} on {device}" for device, count in shares.items())
-    print(f"{path}: {size / GIB:.1f} GiB of weights, more than a GPU takes: {where}", file=sys.stderr, flush=True)
+    say(f"{path}: {size / GIB:.1f} GiB of weights, more than a GPU takes: {where}")
     return dispatch_model(model, devices, offload_buffers=True)
 
 

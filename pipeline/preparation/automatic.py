@@ -17,8 +17,7 @@ from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
-from pipeline.console import say
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, say
 from pipeline.files import read_object, write_json
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest

@@ -7,7 +7,7 @@ from pipeline import errors
 from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.files import cache_folder
 from pipeline.launching.request import LaunchRequest
 from pipeline.preparation.autotuning import tuned_flags

@@ -14,7 +14,7 @@ from pipeline.console import WIDTH, wrapped
 from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
-from pipeline.errors import is_coloured
+from pipeline.errors import is_coloured, show
 from pipeline.models.source import prepare_tokenizer
 from pipeline.run.settled import data_of
 from pipeline.training.inputs import lines_about
@@ -36,9 +36,9 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
     tokenizer = prepare_tokenizer(source, flags.template, flags.chat_template_kwargs)
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
-    print(f"== stage {stage.number}: {stage.title_of(config)}: what it trains on")
+    show(f"== stage {stage.number}: {stage.title_of(config)}: what it trains on")
     for line in (line for one in data for line in [*lines_about(*one), *shares_and_lengths(*one)]):
-        print(wrapped(line))
+        show(wrapped(line))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     samples = samples_of(config, data, tokenizer, number=config.run.show_data, seq2seq=seq2seq)
     print(*preview_lines(samples, width, is_coloured=is_coloured(sys.stdout)), sep="\n")

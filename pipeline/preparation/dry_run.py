@@ -13,7 +13,7 @@ from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
 from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, show
 from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
@@ -26,7 +26,7 @@ def show_notes(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
     """Print what a user should know of the settings. Raises InputError for those that contradict each other."""
     engine_jsons(stage, resolved, ranks=ranks)
     for line in with_ranks(resolved, ranks).notes:
-        print(wrapped(f"  note: {line}"))
+        show(wrapped(f"  note: {line}"))
 
 
 def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
@@ -38,13 +38,11 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
         if MICRO in free and resolved.origins[STEPS].startswith(("--", DEFAULT)):  # it follows
             free.add(STEPS)
         for name, value in flat_items(resolved.config):
-            print(f"  {name:<34} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")
+            show(f"  {name:<34} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")
         if free:
-            print(
-                "  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)"
-            )
+            show("  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)")
         for name, content in engine_jsons(stage, resolved, ranks=ranks).items():
-            print(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
+            show(f"  DeepSpeed JSON of the {name}: {json.dumps(content)}")
 
 
 def look_and_plan(
@@ -77,7 +75,7 @@ def look_and_plan(
             configs, dry_run=True, named_by_section=named_by_section, base_of_output=base_of_output
         )
         for line in lines:
-            print(wrapped(f"  note: {line}"))
+            show(wrapped(f"  note: {line}"))
     except EnvironmentFault as fault:
         faults.append(str(fault))
     try:
@@ -115,4 +113,4 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
         look_and_plan({stage: resolved}, slots=slots)
     finally:
         show_flags(stage, resolved, ranks=ranks)
-        print(NOTHING_STARTED)
+        show(NOTHING_STARTED)

@@ -9,6 +9,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
+from pipeline.errors import show
 from pipeline.rendezvous import own_slots
 from pipeline.reporting.process import Reporter
 
@@ -36,7 +37,7 @@ def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:
     if len(slots) > 1 and not resolved.config.run.target:
         machines = " + ".join(map(str, slots))
         ranks = f"{sum(slots)} ranks, {slots[0]} of them here"
-        print(wrapped(f"  note: {ranks}: planned on machines like this one, of {machines} ranks"))
+        show(wrapped(f"  note: {ranks}: planned on machines like this one, of {machines} ranks"))
     dry_run_stage(stage, resolved, slots=slots)
 
 

@@ -11,7 +11,7 @@ from pipeline.configuration.global_batch import Choice, with_ranks
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
-from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.errors import EnvironmentFault, InputError, RunError, show
 from pipeline.files import GIB, read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
 from pipeline.planning.fastest import Candidate, choice_in_words, fastest
@@ -104,7 +104,7 @@ def plan_stages(
         target = parse_target(described) if described else None if slots is None else this_machine(*slots)
         if target is None:
             reason = "the number of ranks is not known here; describe the GPUs by --target"
-            print(wrapped(f"{stage.section}: not planned: {reason}"))
+            show(wrapped(f"{stage.section}: not planned: {reason}"))
             continue
         planner, resolved = stage_planner(stage, given, target, bases)
         start = stage.start_models(resolved.config, bases)[0].path
@@ -119,18 +119,18 @@ def plan_stages(
         except RunError as error:
             unplanned.setdefault(str(error), []).append(stage.section)
             error_class = InputError if isinstance(error, InputError) else error_class
-    print(*map(wrapped, table(plans)), sep="\n")
+    show(*map(wrapped, table(plans)))
     errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
         if rollout := plan.needs.rollout:
             known = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
-            print(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {known}"))
+            show(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {known}"))
         if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):
-            print(wrapped(f"  note: {section}: {note}"))
+            show(wrapped(f"  note: {section}: {note}"))
         if plan.resolved.config.run.explain:
             lines = [f"parts of the plan of {section}", *stage_page(plan), *data[section]]
             lines += measured_lines(of_section[section], plan)
-            print(*map(wrapped, lines), sep="\n")
+            show(*map(wrapped, lines))
     errors += [f"{', '.join(sections)}: not planned: {reason}" for reason, sections in unplanned.items()]
     if errors:
         raise error_class("\n".join(errors))
@@ -147,11 +147,11 @@ def print_proposals(section: str, plan: StagePlan) -> list[str]:
     if not any(lacking(plan.memory, target, high=True)):
         return faults
     answers = Answers.of(plan.planner, plan.resolved)
-    print(*map(wrapped, proposals(section, plan, answers, all_of_them=run.explain)), sep="\n")
+    show(*map(wrapped, proposals(section, plan, answers, all_of_them=run.explain)))
     if fits(plan.memory, target):
         return faults
     if answers.chosen(run.auto_fit):
-        print(f"  --auto_fit {run.auto_fit} makes it fit")
+        show(f"  --auto_fit {run.auto_fit} makes it fit")
         return faults
     here = target.is_cpu and not target.described
     elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""

@@ -13,7 +13,7 @@ from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.job import Job, start_early, start_here
 from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks

@@ -10,7 +10,7 @@ from pipeline import errors
 from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.run_flags import TRIED
 from pipeline.configuration.stage import Stage
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.launching.job import Job
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.verdict import Verdict

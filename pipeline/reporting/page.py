@@ -1,9 +1,10 @@
 """The pages of a report, report.html and report.md, with the pictures of curves/ beside them."""
 
+import functools
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 from filelock import FileLock
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from pipeline.console import fence
-from pipeline.errors import InputError
+from pipeline.console import code_span, fence
+from pipeline.errors import InputError, say
 from pipeline.files import refused_by_disk, write_text
 from pipeline.reporting import tables
 from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
@@ -55,7 +56,7 @@ class Chapter:
         """Return the chapter of some runs of a stage."""
         kinds = dict.fromkeys(run.kind for run in runs)
         title = " and ".join(kinds) if len(runs) > 1 else runs[0].title
-        return cls(re.sub(r"[^\w.-]", "_", key), title, runs, panels_of(runs))
+        return cls(file_part(key), title, runs, panels_of(runs))
 
 
 def visible(text: Any) -> str:
@@ -78,7 +79,17 @@ def fenced(text: Any) -> str:
 
 def cell(text: Any) -> str:
     """Return a text as code in a cell of a Markdown table, in which nothing is markup."""
-    return "`" + visible(text).replace("\n", " ").replace("`", "'").replace("|", "\\|") + "`"
+    return code_span(visible(text))
+
+
+def plain(text: Any) -> str:
+    """Return a text in one line of Markdown without markup; templates escape what HTML would read."""
+    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", visible(text).replace("\n", " "))
+
+
+def file_part(text: str) -> str:
+    """Return a text as a part of a file's name."""
+    return re.sub(r"[^\w.-]", "_", text)[:80]
 
 
 def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
@@ -98,6 +109,7 @@ def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
     return [Chapter.of(section, [run for run in runs if run.stage == section]) for section in sections]
 
 
+@functools.cache
 def templates() -> Environment:
     """Return the templates of the pages; what they are given is escaped, but for our own pictures."""
     environment = Environment(
@@ -108,7 +120,7 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"visible": visible, "number": tables.number, "duration": tables.duration}
-    environment.filters |= {"fenced": fenced, "cell": cell, "shell": shlex.join}
+    environment.filters |= {"fenced": fenced, "cell": cell, "plain": plain, "shell": shlex.join}
     return environment
 
 
@@ -122,13 +134,15 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         check_own(output)
         output.mkdir(parents=True, exist_ok=True)
         with FileLock(output / LOCK, timeout=LOCKED_S):
-            chapters = chapters_of(folders)
+            answers = tables.answers(output)
+            chapters = [one for one in chapters_of(folders) if is_shown(one.title, [one], {}, folders, output)]
+            if answers and not is_shown(tables.ANSWERS_FILE, [], answers, folders, output):
+                answers = {}
             (output / "curves").mkdir(exist_ok=True)
             pictures = [write_group(output, chapter, group) for chapter in chapters for group in chapter.groups]
-            content = contents(chapters, folders, output) | {"pictures": pictures}
-            environment = templates()
+            content = contents(chapters, answers, folders, output) | {"pictures": pictures}
             for name in BEGINNINGS:
-                write_text(output / name, environment.get_template(f"{name}.j2").render(content))
+                write_text(output / name, templates().get_template(f"{name}.j2").render(content))
     return output / "report.html"
 
 
@@ -139,8 +153,9 @@ def check_own(output: Path) -> None:
         text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
         if not BEGINNINGS[page.name].match(text):
             raise InputError(f"{page}: found a file that no report wrote; name another folder by --output")
-    if not pages and (output / "curves").exists() and not (output / LOCK).exists():
-        raise InputError(f"{output / 'curves'}: found one that no report wrote; name another folder by --output")
+    curves = output / "curves"
+    if curves.is_symlink() or (not pages and curves.exists() and not (output / LOCK).exists()):
+        raise InputError(f"{curves}: found one that no report wrote; name another folder by --output")
 
 
 def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:
@@ -148,7 +163,7 @@ def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, s
 
     One that is younger than the metrics of its runs is kept.
     """
-    file = output / "curves" / f"{chapter.key}-{group}.png"
+    file = output / "curves" / f"{chapter.key}-{file_part(group)}.png"
     written = max((one.stat().st_mtime for run in chapter.runs for one in run.folder.glob("*.jsonl")), default=0.0)
     if len(chapter.runs) > 1 or not file.is_file() or file.stat().st_mtime <= written:
         write_png(file, chapter.groups[group])
@@ -159,7 +174,23 @@ def heading(group: str) -> str:
     return GROUPS.get(group, group.capitalize())
 
 
-def contents(chapters: Sequence[Chapter], folders: Sequence[Path], output: Path) -> dict[str, Any]:
+def is_shown(
+    what: str, chapters: Sequence[Chapter], answers: Mapping[str, Any], folders: Sequence[Path], output: Path
+) -> bool:
+    """Return whether this can be shown; in a line where it cannot, because its files are not as a run writes them."""
+    try:
+        content = contents(chapters, answers, folders, output) | {"pictures": []}
+        for name in BEGINNINGS:
+            templates().get_template(f"{name}.j2").render(content)
+    except Exception as error:
+        say(f"warning: {what} is left out of the report: {type(error).__name__}: {error}"[:MOST_TEXT])
+        return False
+    return True
+
+
+def contents(
+    chapters: Sequence[Chapter], answers: Mapping[str, Any], folders: Sequence[Path], output: Path
+) -> dict[str, Any]:
     """Return what the templates are filled with."""
     runs = [run for chapter in chapters for run in chapter.runs]
     drawn = {
@@ -173,7 +204,7 @@ def contents(chapters: Sequence[Chapter], folders: Sequence[Path], output: Path)
         "is_comparison": len(folders) > 1,
         "verdict": tables.verdict(runs),
         "folder": folders[0].resolve().name if len(folders) == 1 else f"{len(folders)} folders",
-        "answers": tables.answers(output),
+        "answers": answers,
         "command": tables.answers_command(runs, output) if len(folders) == 1 else "",
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }

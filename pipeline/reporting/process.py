@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.processes import python_environment
 from pipeline.run.layout import road_folder
 from pipeline.run.outcome import supervisor_name

@@ -25,6 +25,7 @@ from pipeline.errors import (
     InputError,
     RunError,
     print_error,
+    say,
 )
 from pipeline.hub import check_push
 from pipeline.processes import WAITS, has_word, let_threads_sleep
@@ -163,7 +164,7 @@ def command_flags(
         if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
             raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")
     for line in resolved.notes:
-        print(f"note: {line}", file=sys.stderr)
+        say(f"note: {line}")
     return resolved
 
 

@@ -7,14 +7,13 @@ import errno
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, say
 from pipeline.processes import is_alive
 from pipeline.run.layout import lock_file, output_lock
 
@@ -59,7 +58,7 @@ def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> It
             raise EnvironmentFault(in_use(folder, holder, flag)) from None
     try:
         if (holder := read_holder(file)) and file.parent == folder:
-            print(f"{folder}: taking over from pid {holder[0]} on {holder[1]}, which is gone", file=sys.stderr)
+            say(f"{folder}: taking over from pid {holder[0]} on {holder[1]}, which is gone")
         file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n", encoding="utf-8")
         try:
             yield

@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline import rendezvous
 from pipeline.configuration.stage import Stage
-from pipeline.console import fitted, lasting_stream, printable
-from pipeline.errors import is_coloured
+from pipeline.console import PrintableFormatter, fitted, lasting_stream
+from pipeline.errors import is_coloured, printable
 from pipeline.run.layout import rank_log_file
 
 # Logs to files only: the console prints the first cause of all ranks, once (pipeline/run/run.py:report).
@@ -24,21 +24,18 @@ class StderrHandler(logging.StreamHandler[Any]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.setFormatter(ReaderFormatter())
 
     @property
     def stream(self) -> Any:
         return sys.stderr
 
 
-class FileFormatter(logging.Formatter):
-    """Lines with time, level and module, in which no text of models or data can steer a terminal."""
+class FileFormatter(PrintableFormatter):
+    """Lines with time, level and module."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
-        return printable(super().format(record))
 
 
 class ReaderFormatter(logging.Formatter):
@@ -74,7 +71,8 @@ def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> N
     else:
         handlers[1].addFilter(is_wait_here)
     for handler in handlers:
-        handler.setFormatter(ReaderFormatter() if isinstance(handler, StderrHandler) else FileFormatter())
+        if not isinstance(handler, StderrHandler):
+            handler.setFormatter(FileFormatter())
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     transformers.utils.logging.disable_progress_bar()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeline import dist
-from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFault
+from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFault, say, show
 from pipeline.files import GIB
 from pipeline.rendezvous import local_size, read_environment
 from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants, query_gpu
@@ -101,17 +101,17 @@ def main() -> int:
         if rank == 0 and size > 1:
             sent = 2 * (size - 1) / size * num_bytes / seconds / 1e9
             exchanged = f"all-reduce of {num_bytes / GIB:.3g} GiB over {size} ranks"
-            print(f"{exchanged}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s", flush=True)
+            show(f"{exchanged}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s")
             if constants and local_size() == size:
                 constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
         what = str(constants_file())
         if constants:
             keep_constants(constants)
-            print(f"{constants}; kept in {what}", flush=True)
+            show(f"{constants}; kept in {what}")
         elif rank == 0:
-            print("no GPU here: no constants are kept", flush=True)
+            show("no GPU here: no constants are kept")
     except (EnvironmentFault, RuntimeError, OSError) as error:  # gloo's and nccl's own, a disk that refuses
-        print(f"error: {what}: {str(error).splitlines()[0]}", file=sys.stderr)
+        say(f"error: {what}: {str(error).splitlines()[0]}")
         return EXIT_ENVIRONMENT
     dist.finish()
     return EXIT_DONE

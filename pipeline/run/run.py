@@ -34,8 +34,8 @@ from pipeline.errors import (
     EnvironmentFault,
     RunError,
     StoppedRun,
-    painted,
     print_error,
+    say,
 )
 from pipeline.files import refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
@@ -230,7 +230,7 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, 
         halved = error.halved if isinstance(error, BatchTooLarge) else {}
         file_log.exception("%s", message)
     if run_config.debug:
-        sys.stderr.write(redacted(trace))
+        say(redacted(trace))
     stop.is_set()  # from now on a signal must not end the process as if nothing had been done
     heartbeat.end()
     with suppress(OSError):  # a full disk; then the message is only printed
@@ -287,10 +287,10 @@ def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
     if code == EXIT_DONE or is_reported(code, folder) or not is_first_to_fail(folder, secondary=secondary):
         return
     if code == EXIT_STOPPED:
-        print(message, file=sys.stderr)
+        say(message)
         return
     lines = message.splitlines()
     if code == EXIT_FAULT:
         lines[0] = f"rank {own_rank()} on {socket.gethostname()}: {lines[0]}"
         lines.append(f"the traceback is in {rank_log_file(folder, own_rank())}")
-    print(*(painted(f"error: {line}") for line in lines), sep="\n", file=sys.stderr, flush=True)
+    say(*(f"error: {line}" for line in lines))

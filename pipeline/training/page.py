@@ -17,11 +17,11 @@ from rich.text import Text
 from pipeline.checkpoints.checkpoint_files import held_line
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.stage import StageConfig
-from pipeline.console import printable, terminal_width
+from pipeline.console import terminal_width
 from pipeline.data.counts import Counts
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import is_coloured
+from pipeline.errors import is_coloured, printable
 from pipeline.files import read_object
 from pipeline.models.partitions import whole_numel
 from pipeline.run.evaluations import reached

@@ -13,13 +13,13 @@ import numpy as np
 from rich.cells import cell_len
 
 from pipeline.configuration.stage import StageConfig
-from pipeline.console import printable
 from pipeline.data.batching import pack_rows
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Fate
 from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import end_token_ids
+from pipeline.errors import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, say
 from pipeline.files import check_replaceable, has_config
 from pipeline.run.entry import command_flags, run_command
 from pipeline.run.output_checks import clashes
@@ -42,7 +42,7 @@ def run(argv: list[str], prog: str) -> None:
     check_folders(source, output, overwrite=config.overwrite)
     from pipeline.checkpoints.deepspeed_chat import convert
 
-    print(f"written: {convert(source, output, tokenizer_path=config.tokenizer)}", file=sys.stderr)
+    say(f"written: {convert(source, output, tokenizer_path=config.tokenizer)}")
 
 
 def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:

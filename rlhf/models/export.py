@@ -11,7 +11,7 @@ from typing import Literal
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.files import refused_by_disk, write_json
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_flags, run_command
@@ -49,7 +49,7 @@ def run(argv: list[str], prog: str) -> None:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # the checkpoint has what a report of missing weights names
     if config.dtype == "int8":
-        print(write_int8(config.checkpoint, Path(config.output).expanduser()))
+        show(write_int8(config.checkpoint, Path(config.output).expanduser()))
         return
     checkpoint = open_checkpoint(Path(config.checkpoint).expanduser(), STAGES, output=config.output, dtype=config.dtype)
     mark = export_mark(config.output)
@@ -59,7 +59,7 @@ def run(argv: list[str], prog: str) -> None:
     checkpoint.run.stage.export(checkpoint)
     mark.unlink()
     dtype = checkpoint.run.resolved.config.run.save_dtype
-    print(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage.section} in {dtype}")
+    show(f"{config.output}: step {checkpoint.saved['step']} of {checkpoint.run.stage.section} in {dtype}")
 
 
 def write_int8(path: str, output: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.models.paths import read_adapter_config
 from pipeline.run.entry import command_flags, run_command
 
@@ -100,11 +100,11 @@ def run(argv: list[str], prog: str) -> None:
         load(ModelSource(output), dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences
     )
     codes = "" if stored == "none" else f"the {stored} codes of "
-    print(f"{output}: {path} merged into {codes}{base} in {str(dtype).removeprefix('torch.')}")
+    show(f"{output}: {path} merged into {codes}{base} in {str(dtype).removeprefix('torch.')}")
     kind = "base" if quantization == "none" else f"{quantization} base"
-    print(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
+    show(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
     for line in difference_lines(trained, merged, sentences):
-        print(line)
+        show(line)
 
 
 def trained_quantization(path: str, *, scores: bool) -> str:

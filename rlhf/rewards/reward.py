@@ -11,14 +11,14 @@ import yaml
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
-from pipeline.console import printable
-from pipeline.errors import InputError
+from pipeline.errors import InputError, printable, say, show
 from pipeline.rewards.box.table import BOX, settings_of
 from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
 from pipeline.rewards.worker_flags import WorkerFlags
 from pipeline.run.entry import command_flags, run_command
+from pipeline.run.logs import StderrHandler
 
 JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of an example
 WIDTH = 40  # characters of a completion
@@ -51,7 +51,7 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError("--data: missing; name a file with prompts, a folder or a hub id")
     functions = parse_reward_functions(config.reward_function)
     rows = responses_of(config)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # what functions print, to stderr
+    logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # what functions print, to stderr
     show_settings([function for function in functions if function.target in BOX and not function.args])
     with config.pool(functions) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
@@ -84,7 +84,7 @@ def responses_of(config: RewardTrialConfig) -> list[Responses]:
         own = (str(record.origin), record.messages, is_conversation, texts, [[*text.encode()] for text in texts])
         rows.append(Responses(*own, columns=json.loads(record.extra)))
     for line in counts.lines():
-        print(f"note: {line}", file=sys.stderr)
+        say(f"note: {line}")
     return rows
 
 
@@ -98,27 +98,27 @@ def show_settings(functions: Sequence[RewardFunction]) -> None:
     """Print a YAML file with all settings of those functions of the box that have any, at their defaults."""
     known = [(one, settings_of(BOX[one.target]) | (JUDGE if one.name == "judge" else {})) for one in functions]
     if entries := [{"name": one.name, "weight": one.weight, "args": args} for one, args in known if args]:
-        print("note: settings are given in a file, --config FILE; this one has the defaults:", file=sys.stderr)
-        print(yaml.safe_dump({"reward_function": entries}, sort_keys=False), file=sys.stderr)
+        say("note: settings are given in a file, --config FILE; this one has the defaults:")
+        say(*yaml.safe_dump({"reward_function": entries}, sort_keys=False).splitlines())
 
 
 def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], values: dict[str, list[Value]]) -> None:
     """Print a line for each row, then mean, None and failures of each function, and the first failure."""
     names = [function.name for function in functions]
     wide = max(12, *map(len, names)) + 2
-    print(f"{'row':<6} {'completion':<{WIDTH}}", *(f"{name:>{wide}}" for name in names), sep="")
+    show("".join((f"{'row':<6} {'completion':<{WIDTH}}", *(f"{name:>{wide}}" for name in names))))
     for number, row in enumerate(rows):
         text = printable(" ".join(row.texts[0].split()))[:WIDTH]
         cells = (f"{shown(values[name][number]):>{wide}}" for name in names)
-        print(f"{row.row.rpartition(':')[2]:<6} {text:<{WIDTH}}", *cells, sep="")
+        show("".join((f"{row.row.rpartition(':')[2]:<6} {text:<{WIDTH}}", *cells)))
     for title, summary in SUMMARIES.items():
-        print(f"{'':<6} {title:<{WIDTH}}", *(f"{summary(values[name]):>{wide}}" for name in names), sep="")
+        show("".join((f"{'':<6} {title:<{WIDTH}}", *(f"{summary(values[name]):>{wide}}" for name in names))))
     for name in names:
         given = {str(value) for value in values[name] if isinstance(value, float | list)}
         if len(given) == 1 < len(values[name]):
-            print(f"note: {name}: {shown(values[name][0])} for each response: it teaches nothing", file=sys.stderr)
+            say(f"note: {name}: {shown(values[name][0])} for each response: it teaches nothing")
         for failure in [value for value in values[name] if isinstance(value, Failure)][:1]:
-            print(f"note: {name}: {failure.kind}: {failure.message}", file=sys.stderr)
+            say(f"note: {name}: {failure.kind}: {failure.message}")
 
 
 def shown(value: Value) -> str:

@@ -16,7 +16,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype
 from pipeline.configuration.redact import masked
-from pipeline.errors import InputError, counted
+from pipeline.errors import InputError, counted, say
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
@@ -140,11 +140,11 @@ def run(argv: list[str], prog: str) -> None:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)
         if samples.last:
-            print(f"{file}: going on behind prompt {samples.last} of {num_prompts}", file=sys.stderr)
+            say(f"{file}: going on behind prompt {samples.last} of {num_prompts}")
         if data.prompts and samples.last < data.prompts[-1].number:
             write_rows(config, data, pool, samples)
     if whole and size > 1 and (count := join_parts(whole, settings, rank=rank, size=size)):
-        print(f"{whole}: {counted(count, 'row')} of {size} ranks", file=sys.stderr)
+        say(f"{whole}: {counted(count, 'row')} of {size} ranks")
 
 
 def scorers(config: SampleConfig) -> list[RewardFunction]:
@@ -207,11 +207,11 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
                 causes.setdefault(name, failures[0])
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()
-            print(f"prompt {prompt.number}, up to {data.prompts[-1].number}", file=sys.stderr, flush=True)
+            say(f"prompt {prompt.number}, up to {data.prompts[-1].number}")
     for line in summary.lines():
-        print(line, file=sys.stderr)
+        say(line)
     num_new, num_prompts = samples.num_rows - num_before, sum(one.number > first for one in data.prompts)
-    print(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written", file=sys.stderr)
+    say(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written")
     print_notes(f"{counted(count, 'prompt')} without a row: {reason}" for reason, count in reasons.items())
     print_notes(
         f"{name} gave no value for {counted(num_failed(counts[name]), 'answer')}, at first ({one.kind}): {one.message}"
@@ -224,7 +224,7 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
 
 def print_notes(lines: Iterable[str]) -> None:
     for line in lines:
-        print(f"note: {line}", file=sys.stderr)
+        say(f"note: {line}")
 
 
 if __name__ == "__main__":

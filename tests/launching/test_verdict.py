@@ -6,7 +6,7 @@ from pathlib import Path
 import pyte
 import pytest
 
-from pipeline.console import say
+from pipeline.errors import say
 from pipeline.heartbeat import Beat
 from pipeline.launching.rank_watch import RankState
 from pipeline.launching.verdict import JobStatus, hang_verdict, judge

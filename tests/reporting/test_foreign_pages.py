@@ -1,5 +1,7 @@
 """`rlhf report` replaces pages and pictures of a report alone."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -75,3 +77,47 @@ def test_a_page_that_is_a_folder_is_refused(folder):
     (folder / "report.html").mkdir()
     with pytest.raises(InputError, match=r"report.html: found a file that no report wrote"):
         write_report([folder], folder)
+
+
+MARKUP = "[x](http://e) ![i](j) *b* _c_ `d` | <img src=e> ~~f~~\n# g"
+
+
+def test_messages_titles_and_names_are_no_markup_in_markdown(tmp_path, folder):
+    meaning = json.loads((folder / "meaning.json").read_text())
+    metrics = {
+        name: metric | {"title": MARKUP, "unit": MARKUP, "group": MARKUP} for name, metric in meaning["metrics"].items()
+    }
+    (folder / "meaning.json").write_text(json.dumps(meaning | {"title": MARKUP, "stage": MARKUP, "metrics": metrics}))
+    outcome = json.loads((folder / "outcome" / "rank-0.json").read_text())
+    (folder / "outcome" / "rank-0.json").write_text(json.dumps(outcome | {"code": 1, "message": MARKUP}))
+    write_report([folder], folder)
+    text = (folder / "report.md").read_text()
+    outside = re.sub(r"^(`{3,})text$.*?^\1$", "", text, flags=re.S | re.M)
+    outside = re.sub(r"(?<!\\)`[^`\n]*`|\]\(curves/[^)]*\)", "", outside)
+    assert outside.count("x\\](http") >= 4
+    assert not re.search(r"(?<!\\)(\]\(http|!?\[i|\*b|_c|`d|~~)|<img|^# g", outside, re.M)
+
+
+def test_a_group_leads_to_no_other_folder(tmp_path, folder):
+    meaning = json.loads((folder / "meaning.json").read_text())
+    for metric in meaning["metrics"].values():
+        metric["group"] = f"/../../../{'x' * 300}/../evil"
+    (folder / "meaning.json").write_text(json.dumps(meaning))
+    before = {path for path in tmp_path.rglob("*") if folder not in path.parents}
+    write_report([folder], folder)
+    assert {path for path in tmp_path.rglob("*") if folder not in path.parents} == before
+    assert [path.suffix for path in (folder / "curves").iterdir()] == [".png"]
+
+
+def test_pictures_are_not_written_through_a_link(tmp_path, folder):
+    (tmp_path / "mine").mkdir()
+    for name, text in OF_BEFORE.items():
+        (folder / name).write_text(text)
+    (folder / "curves").symlink_to(tmp_path / "mine")
+    with pytest.raises(InputError, match="curves: found one that no report wrote"):
+        write_report([folder], folder)
+    (folder / "curves").unlink()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (folder / ".report.md.writing").symlink_to(tmp_path / "mine" / "thesis.txt")
+    write_report([folder], folder)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"

@@ -162,7 +162,7 @@ def test_the_markdown_file_shows_texts_literally(bpe_folder, questions, capsys, 
     compared(capsys, tmp_path, "--models", odd, odd, "--prompts", questions)
     content = (tmp_path / "out" / "run-0.5.md").read_text()
     assert "```text\n#`<b>|\n```" in content and f"- A = `{odd}`" in content
-    assert "| B | " in content and "max_new_tokens 100" in content
+    assert "| B | " in content and "max_new_tokens `100`" in content
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def test_a_start_that_is_killed_at_any_moment_is_followed_by_the_same_command(tm
         assert code in (0, -signal.SIGKILL), folder.with_suffix(".log").read_text()
         run_dir = folder / "runs" / "sft"
         names |= {path.name for path in run_dir.glob("*")}
-        if not (run_dir / "config.json").exists():  # behind it the folder has all of a begun run
+        if not all((run_dir / name).exists() for name in ("env.json", "config.json")):  # else it is a begun run's
             again = forks.exit_code([forks.start(begin_killed, folder, -1)])
             assert again == 0, (at, folder.with_suffix(".log").read_text())
         at += 1
