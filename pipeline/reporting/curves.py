@@ -3,6 +3,7 @@
 The only module that imports matplotlib; it runs in the report's own process.
 """
 
+import functools
 import io
 import math
 import re
@@ -198,6 +199,7 @@ def style(axes: Axes, ink: str, grid: str) -> None:
         text.set_color(ink)
 
 
+@functools.cache  # a report looks first whether it can be drawn
 def svg(panel: Panel, salt: str) -> str:
     """Return a panel as an SVG element that takes its colours from the page; `salt`: its name in the page."""
     ink, grid, colours = IN_PAGE

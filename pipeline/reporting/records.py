@@ -1,9 +1,8 @@
 """What the files of a run's folder say. A file that is missing or was cut off is read as far as it goes."""
 
-import json
-import math
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EXIT_STOPPED
-from pipeline.files import read_object
+from pipeline.files import parse_json, read_object
 from pipeline.processes import read_process
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
@@ -24,6 +23,10 @@ SIGN_OF_LIFE_S = 300.0  # without one for so long a run of another machine is ta
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) \S+ (.*)")
 RESUMED = re.compile(r"resuming from \S*step-(\d+)")
 Point = tuple[int, float]
+# Types of what a run's meaning.json says, by name; what has another one is left out.
+MEANING: Mapping[str, Any] = {
+    "number": int, "began": int | float, "outputs": list, "metrics": dict, "steps": int, "compared": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class RunRecord:
     @cached_property
     def meaning(self) -> dict[str, Any]:
         """What the run is and what its metrics mean; see `pipeline.training.metrics.write_meaning`."""
-        return read_object(meaning_file(self.folder))
+        content = read_object(meaning_file(self.folder))
+        return {name: value for name, value in content.items() if isinstance(value, MEANING.get(name, object))}
 
     @property
     def stage(self) -> str:
@@ -48,7 +52,7 @@ class RunRecord:
     def kind(self) -> str:
         """Its stage by number and in words; of a run that does not say them, the name of its folder."""
         if "number" in self.meaning:
-            return f"Stage {self.meaning['number']}: {self.meaning['title']}"
+            return f"Stage {self.meaning['number']}: {self.meaning.get('title')}"
         return f"Run {self.folder.resolve().name}"
 
     @property
@@ -60,8 +64,7 @@ class RunRecord:
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
         """What each metric means, by name: the fields of a `Metric`."""
-        declared = self.meaning.get("metrics")
-        return declared if isinstance(declared, dict) else {}
+        return {name: one for name, one in self.meaning.get("metrics", {}).items() if isinstance(one, dict)}
 
     def metric(self, name: str) -> Mapping[str, Any]:
         """Return what a metric means, also one on held-out rows; of one that is not declared its name alone."""
@@ -119,7 +122,9 @@ class RunRecord:
         """Level and text of the lines of log.txt since the run began, without those of an earlier one there."""
         began, found = self.meaning.get("began", 0.0), list[tuple[str, str]]()
         with suppress(OSError):
-            for line in (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n"):
+            file = self.folder / "log.txt"
+            text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+            for line in text.split("\n"):
                 if match := LOG_LINE.match(line):
                     moment, level, text = match.groups()
                     if datetime.strptime(moment, "%Y-%m-%d %H:%M:%S").timestamp() >= began - 1.0:
@@ -168,7 +173,8 @@ def is_running(folder: Path, outcome: Outcome) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Not math.isfinite, which raises OverflowError for an integer of 400 digits.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_flag(entry: Any) -> bool:
@@ -179,9 +185,9 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines; lines that are none, as one that was cut off, are left out."""
     with suppress(OSError):
         # Not splitlines: a sample may hold other characters that end a line to it.
-        for line in file.read_bytes().split(b"\n"):
+        for line in file.read_bytes().split(b"\n") if file.is_file() else ():
             with suppress(ValueError):
-                value = json.loads(line)
+                value = parse_json(line)
                 if isinstance(value, dict):
                     yield value
 

@@ -3,7 +3,6 @@
 The reader is the supervisor (rlhf/launch.py), which names itself in the environment of the ranks.
 """
 
-import json
 import os
 import socket
 import time
@@ -11,8 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from pipeline.errors import EXIT_DONE, EXIT_STOPPED, EnvironmentFault
+from pipeline.files import read_object
 from pipeline.heartbeat import replace_json
 from pipeline.out_of_memory import Halved
 from pipeline.processes import is_alive, read_process
@@ -86,15 +87,18 @@ def write_outcome(
 
 def read_outcome(run_dir: Path, rank: int) -> Outcome | None:
     """Return the outcome of `rank`; None if it wrote none that can be read."""
-    with suppress(OSError, ValueError, KeyError):
-        content = json.loads(outcome_file(run_dir, rank).read_text(encoding="utf-8"))
-        return Outcome(**{field.name: content[field.name] for field in fields(Outcome)})
+    content = read_object(outcome_file(run_dir, rank))
+    types: dict[str, Any] = {"code": int | None, "message": str, "pid": int, "host": str, "time": int | float}
+    if all(isinstance(content.get(name, ...), kind) for name, kind in types.items()):
+        with suppress(KeyError):
+            return Outcome(**{field.name: content[field.name] for field in fields(Outcome)})
     return None
 
 
 def ranks_with_outcome(run_dir: Path) -> list[int]:
     files = outcome_file(run_dir, 0).parent.glob("rank-*.json")
-    return sorted(int(file.stem.removeprefix("rank-")) for file in files)
+    numbers = (file.stem.removeprefix("rank-") for file in files)
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def check_nobody_left(run_dir: Path) -> None:
