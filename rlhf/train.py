@@ -27,7 +27,7 @@ from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
-from pipeline.run.evaluations import reached, recorded_seconds
+from pipeline.run.evaluations import cost, recorded_seconds, verdict
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
 from rlhf.starts import on_free_gpus, start_lines
@@ -180,9 +180,8 @@ def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[s
         code, asked = run_script([*command_of(planned, config), *again], environment)
     took = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        figures, worse = reached(planned.run_dir, stage, planned.resolved.config)
-        parts = [f"done in {took}", figures, f"WORSE than at the start: {worse}" if worse else ""]
-        said = ", ".join(filter(None, parts))
+        found = verdict(planned.run_dir)
+        said = ", ".join(filter(None, [f"done in {took}", found.figures, found.words, cost(planned.run_dir)]))
         show(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}", terminal_width()))
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
@@ -251,7 +250,7 @@ def run(argv: list[str], prog: str) -> int:
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
         later = command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
         following = chat if last.stage.makes_chat_model else later
-        worse = [one for one in plan.chosen if reached(one.run_dir, one.stage, one.resolved.config)[1]]
+        worse = [one for one in plan.chosen if verdict(one.run_dir).worse]
         for one in worse[:1]:
             flags, rate = f"--{one.stage.section}.", one.stage.rate_flag(one.resolved.config)
             again = f"{flags}overwrite and a lower {flags}{rate}"

@@ -10,14 +10,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
-from pipeline.data.loader import to_device
+from pipeline.data.loader import in_row_order, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation.eager import EagerGenerator
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import as_chat_model, decode, generate_answers
 from pipeline.models.forward.packed_attention import packed_mask
 from pipeline.models.loading import base_model
-from step1_sft.loss import token_sum_loss
+from pipeline.run.evaluations import WEIGHT
 
 Batch = SFTBatch | Seq2SeqBatch
 
@@ -36,19 +36,25 @@ def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> t
 
 
 @torch.no_grad()
-def evaluate(model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device) -> dict[str, float]:
-    """Return `eval_loss` (nats per trained token over all ranks), `eval_perplexity`, `eval_rows`; {} without rows."""
-    total = torch.zeros(3, dtype=torch.float64, device=device)
+def evaluate(
+    model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return metrics of held-out rows, and those of each row as `row_values_line` takes them; {} twice without rows.
+
+    The metrics are `eval_loss` (nats per trained token over all ranks), `eval_perplexity` and `eval_rows`.
+    """
+    parts = []
     for make in batches:
         batch = to_device(make(), device)
         log_probs, trained = forward_log_probs(model, batch, packed=False)
-        counts = torch.stack([trained.sum(), trained.any(1).sum()]).double()  # a padding row has no trained token
-        total += torch.cat([token_sum_loss(log_probs, trained).double().unsqueeze(0), counts])
-    loss_sum, count, num_rows = dist.sum_over_ranks(total).tolist()
-    if not count:
-        return {}
-    loss = loss_sum / count
-    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_rows": num_rows}
+        losses = -torch.where(trained, log_probs, 0.0).double().sum(1)
+        parts.append(torch.stack([losses, trained.sum(1).double(), batch.weights.double()], dim=1))
+    losses, counts, _ = in_row_order(parts).unbind(1) if parts else torch.zeros(3, 0)
+    if not counts.sum():
+        return {}, {}
+    loss = (losses.sum() / counts.sum()).item()
+    found = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_rows": float((counts > 0).sum())}
+    return found, {WEIGHT: counts.tolist(), "eval_loss": (losses / counts).tolist()}
 
 
 def evaluate_answers(

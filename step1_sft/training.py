@@ -23,6 +23,7 @@ from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
+from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_stage
@@ -135,8 +136,8 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     if state.evaluated == state.step:
         return
     with sft.evaluation(state, course) as batches:
-        measured = measure(sft, batches)
-    course.recorder.write(state.step, measured)
+        measured, rows = measure(sft, batches)
+    course.recorder.write(state.step, measured, rows)
     state.evaluated = state.step
     loss = measured.get("eval_loss")
     if not sft.config.keep_best or loss is None or not math.isfinite(loss):
@@ -147,21 +148,20 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
         state.best_eval_loss, state.best_step = loss, state.step
 
 
-def measure(sft: SFT, batches: list[Callable[[], Any]]) -> dict[str, float]:
-    """Return the loss on evaluation batches, and with `--eval_metric` the score of answers to their prompts."""
-    measured = evaluate(sft.engine, batches, sft.run.world.device)
+def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the loss on evaluation batches and of each row; with `--eval_metric` the score of answers to prompts."""
+    measured, rows = evaluate(sft.engine, batches, sft.run.world.device)
     if sft.config.eval_metric != "loss":
         metric, longest = sft.config.eval_metric, sft.config.eval_max_new_tokens
         measured |= evaluate_answers(sft.engine, sft.tokenizer, batches, metric=metric, max_new_tokens=longest)
-    return measured
+    return measured, rows
 
 
 def save_unless_best(sft: SFT, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
     if sft.config.keep_best and state.best_eval_loss is not None and is_saved(sft.config.run.output_dir):
-        log.info(
-            "--keep_best: the saved model is that of step %d, eval_loss %.4g", state.best_step, state.best_eval_loss
-        )
+        best = (state.best_step, state.best_eval_loss, beside_last(sft.run.folder, "eval_loss", state.best_step))
+        log.info("--keep_best: the saved model is that of step %d, eval_loss %.4g%s", *best)
     else:
         save(sft, state)
 

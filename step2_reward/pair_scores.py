@@ -12,7 +12,7 @@ from pipeline import dist
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
-from pipeline.data.loader import evaluation_batches, to_device
+from pipeline.data.loader import evaluation_batches, in_row_order, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError, counted, say
 from pipeline.models.loaded import on_devices
@@ -81,22 +81,25 @@ def score_pairs(
     if not columns:
         empty = torch.zeros(0)
         return PairScores(empty, empty, empty, empty, float("nan"))
-    # rank_slices deals rows out batch by batch, so batch k of all ranks in rank order is a run of rows.
-    table = torch.cat([dist.gather_rows(part) for part in columns]).cpu()
-    table = table[table[:, 4] > 0]
+    table = in_row_order(columns)
     loss = dist.sum_over_ranks(loss_sum).item() / max(1, len(table))
     return PairScores(table[:, 0], table[:, 1], table[:, 2], table[:, 3], loss)
+
+
+def of_pairs(scores: PairScores) -> dict[str, torch.Tensor]:
+    """Return the numbers of an evaluation that are means over pairs, (N,) fp32 each."""
+    difference = scores.chosen - scores.rejected
+    wins = (difference > 0).float() + 0.5 * (difference == 0).float()
+    return {"eval_accuracy": wins, "eval_margin": difference}
 
 
 def summary(scores: PairScores) -> dict[str, float]:
     """Return the metrics of an evaluation; {} where nothing is held out."""
     if not len(scores.chosen):
         return {}
-    difference = scores.chosen - scores.rejected
     return {
         "eval_loss": scores.loss,
-        "eval_accuracy": ((difference > 0).float() + 0.5 * (difference == 0).float()).mean().item(),
-        "eval_margin": difference.mean().item(),
+        **{name: values.mean().item() for name, values in of_pairs(scores).items()},
         "eval_mean_chosen_score": scores.chosen.mean().item(),
         "eval_mean_rejected_score": scores.rejected.mean().item(),
         "eval_rows": float(len(scores.chosen)),

@@ -18,6 +18,7 @@ from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
+from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_stage
@@ -25,7 +26,7 @@ from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
 from step2_reward.config import RewardConfig
 from step2_reward.metrics import METRICS, SHOWN
-from step2_reward.pair_scores import batch_loss, pair_collator, score_pairs, score_statistics, summary
+from step2_reward.pair_scores import batch_loss, of_pairs, pair_collator, score_pairs, score_statistics, summary
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
         log.warning("no pair is held out: mean and std of scores are those of the last %s", state.score_pairs)
         return
     measured = summary(scores)
-    course.recorder.write(state.step, measured)
+    course.recorder.write(state.step, measured, {name: values.tolist() for name, values in of_pairs(scores).items()})
     accuracy = measured.get("eval_accuracy")
     if not reward.config.keep_best or accuracy is None:
         return
@@ -162,7 +163,9 @@ def last_training_pairs(reward: Reward, state: State) -> list[Callable[[], PairB
 def save_unless_best(reward: Reward, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
     if reward.config.keep_best and state.best_accuracy is not None and is_saved(reward.config.run.output_dir):
-        log.info("--keep_best: the saved model is that of step %d, accuracy %.4g", state.best_step, state.best_accuracy)
+        beside = beside_last(reward.run.folder, "eval_accuracy", state.best_step)
+        best = (state.best_step, state.best_accuracy, beside)
+        log.info("--keep_best: the saved model is that of step %d, accuracy %.4g%s", *best)
     else:
         save(reward, state)
 

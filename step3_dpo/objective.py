@@ -99,22 +99,27 @@ def point_of(dpo: DPO, batches: Iterable[ResponseBatch]) -> float:
     return kto_point(total, count)
 
 
-def measured(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) -> Tensor:
-    """Return sums (9,) fp64 over the sequences that count, with the numbers of their terms behind them.
+def measured(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) -> tuple[Tensor, Tensor]:
+    """Return sums (9,) fp64 over the sequences that count, with the numbers of their terms behind them; rows (N, 4).
 
-    They are: loss; comparisons won, and the number of pairs, or of KTO's responses; implicit rewards of chosen
-    responses and their number, the same of rejected ones; log-ratios, and the number of response tokens.
+    The sums are: loss; comparisons won, and the number of pairs, or of KTO's responses; implicit rewards of chosen
+    responses and their number, the same of rejected ones; log-ratios, and the number of response tokens. A row is a
+    pair, of KTO a response: its comparison won, its reward (of a pair chosen - rejected, of a rejected response its
+    negative), its label, and whether it counts.
     """
     counted, rewards = batch.weights > 0, config.beta * compared(config, ratios, batch)
     if config.method == "kto":
         leads, units = torch.where(batch.labels, ratios - z0, z0 - ratios), counted
+        margins = torch.where(batch.labels, rewards, -rewards)
     else:
         chosen, rejected = rewards.chunk(2)
-        leads, units = chosen - rejected, counted[: len(chosen)]
+        leads = margins = chosen - rejected
+        units = counted[: len(chosen)]
     wins = (leads > 0) + 0.5 * (leads == 0)
     sums = [loss_of(config, ratios, batch, z0)]
     of_chosen, of_rejected = counted & batch.labels, counted & ~batch.labels
     for values, which in ((wins, units), (rewards, of_chosen), (rewards, of_rejected), (ratios, counted)):
         sums += [torch.where(which, values, 0).sum(), which.sum()]
     sums[-1] = torch.where(counted, batch.num_response_tokens, 0).sum()
-    return torch.stack([value.double() for value in sums])
+    rows = torch.stack([wins, margins, batch.labels[: len(units)].float(), units.float()], dim=1)
+    return torch.stack([value.double() for value in sums]), rows

@@ -14,7 +14,7 @@ from pipeline.checkpoints.model_folder import save_trained
 from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
-from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, Step, in_row_order, sequence_lengths, to_device
 from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.source import prepare_tokenizer
@@ -145,12 +145,14 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
     if state.evaluated == state.step:
         return
     device = dpo.run.world.device
-    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    sums, parts = torch.zeros(9, dtype=torch.float64, device=device), list[Tensor]()
     with dpo.evaluation(state, course) as batches:
         z0 = z0_of_evaluation(dpo, mismatches, state, course)
         for make in batches:
             batch = to_device(make(), device)
-            sums += measured(dpo.config, log_ratios(dpo, batch), batch, z0)
+            batch_sums, rows = measured(dpo.config, log_ratios(dpo, batch), batch, z0)
+            sums += batch_sums
+            parts.append(rows)
     state.evaluated = state.step
     loss, wins, num_rows, chosen, num_chosen, rejected, num_rejected, kl, tokens = dist.sum_over_ranks(sums).tolist()
     if not num_rows:
@@ -164,7 +166,11 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
         values["margin"] = values["mean_chosen_reward"] - values["mean_rejected_reward"]
     if mismatches is not None:
         values["z0"] = z0
-    course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()})
+    won, margins, is_chosen, _ = in_row_order(parts).unbind(1)
+    # With these weights KTO's margin, a difference of two means, is a mean over all responses.
+    margins *= torch.where(is_chosen > 0, num_rows / max(num_chosen, 1), num_rows / max(num_rejected, 1))
+    of_rows = {"eval_accuracy": won.tolist(), "eval_margin": margins.tolist()}
+    course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)
 
 
 def save(dpo: DPO, state: Counters) -> None:

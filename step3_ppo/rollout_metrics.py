@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.files import tolerated
+from pipeline.run.evaluations import WEIGHT
 from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.metrics import finite
 from step3_ppo.experience import Experience, Responses, Scores
@@ -130,9 +131,19 @@ def value_metrics(experience: Experience, ppo: PPOCoefficients) -> dict[str, flo
     return found | {"advantages/lambda": mean_of(lambdas, mask.any(1))}
 
 
+def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) -> dict[str, list[float]]:
+    """Return the means of each held-out prompt's responses that count, as `row_values_line` takes them."""
+    prompts = responses.row_index[rewarded.valid]
+    values = {"objective/scores": rewarded.scores, "completions/truncated_fraction": ~responses.finished}
+    weights = torch.bincount(prompts, minlength=num_prompts)
+    sums = {f"eval_{name}": column[rewarded.valid].double() for name, column in values.items()}
+    means = {name: torch.bincount(prompts, column, num_prompts) / weights for name, column in sums.items()}
+    return {name: column.tolist() for name, column in {WEIGHT: weights, **means}.items()}
+
+
 def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
-    """Keep the metrics that describe a policy on `num_rows` held-out prompts, with the prefix `eval_`."""
-    kept = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/")
+    """Keep the metrics that describe a policy on `num_rows` held-out responses, with the prefix `eval_`."""
+    kept = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/", "rows_masked")
     return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
 
 

@@ -34,6 +34,7 @@ from step3_ppo.rollout_metrics import (
     group_metrics,
     pass_metrics,
     rollout_metrics,
+    row_values,
     warn_of_equal_rewards,
 )
 from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
@@ -296,7 +297,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             rows = append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
-        course.recorder.write(state.step, evaluation_metrics(metrics, num_rows=int(rewarded.valid.sum())))
+        metrics = evaluation_metrics(metrics, num_rows=int(responses.valid.sum()))
+        course.recorder.write(state.step, metrics, row_values(responses, rewarded, num_prompts=count))
         course.recorder.show_samples(state.step, rows)
         ppo.models.release_gathered()
     state.evaluated = state.step

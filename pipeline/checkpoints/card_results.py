@@ -9,34 +9,18 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from pipeline.checkpoints.shared_names import code, data_name, fenced, table
-from pipeline.run.evaluations import comparable, evaluations, metrics_lines, samples
+from pipeline.run.evaluations import comparable, evaluations, metrics_lines, samples, standard_error, verdict
 from pipeline.run.run import Run
 
 MAX_POINTS = 10
 BAR = 20  # characters of the longest bar
 NUM_SAMPLES = 3
-# Metrics of an evaluation that are means of a field of its samples.
-OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
 
 
 def evaluated(run: Run, step: int) -> list[dict[str, Any]]:
     """Return the first and the last evaluation up to `step` that are comparable; [] without any."""
-    lines = comparable([line for line in evaluations(run.folder) if line["step"] <= step])
+    lines = comparable(evaluations(run.folder, step))
     return [lines[0], lines[-1]] if lines else []
-
-
-def standard_error(run: Run, last: dict[str, Any], name: str) -> float | None:
-    """Return the standard error of a metric of an evaluation; None where the run has not kept what it takes.
-
-    That of an accuracy is binomial; that of a mean is of the samples, where each is of another prompt.
-    """
-    rows, value = last.get("eval_rows") or 0.0, last[name]
-    if name == "eval_accuracy" and rows:
-        return math.sqrt(value * (1 - value) / rows)
-    found = samples(run.folder, last["step"]) if name in OF_SAMPLES else []
-    values = [row[OF_SAMPLES[name]] for row in found if row[OF_SAMPLES[name]] is not None]
-    is_whole = len(found) == len(values) == rows == len({row["prompt"] for row in found})
-    return statistics.stdev(values) / math.sqrt(rows) if is_whole and rows > 1 else None
 
 
 def results(run: Run, step: int, task: str) -> list[EvalResult]:
@@ -54,7 +38,7 @@ def results(run: Run, step: int, task: str) -> list[EvalResult]:
 
 
 def is_result(name: str) -> bool:
-    return name.startswith("eval_") and name != "eval_rows"
+    return name.startswith("eval_") and not name.startswith("eval_rows")
 
 
 def evaluation_table(run: Run, step: int) -> list[str]:
@@ -65,14 +49,15 @@ def evaluation_table(run: Run, step: int) -> list[str]:
     rows = []
     for name, value in last.items():
         if is_result(name) and value is not None:
-            error, before = standard_error(run, last, name), first.get(name)
-            shown = ["" if number is None else f"{number:.4g}" for number in (before, value, error)]
+            numbers = (first.get(name), value, standard_error(run.folder, last, name))
+            shown = ["" if number is None or number != number else f"{number:.4g}" for number in numbers]
             rows.append([code(name), *shown])
     number = f"{last['eval_rows']:g} " if "eval_rows" in last else ""
     heading = ("metric", f"step {first['step']}", f"step {last['step']}", "standard error")
+    said = f" From step to step: {words}." if (words := verdict(run.folder, step=step).words) else ""
     return [
         "## Evaluation",
-        f"Measured on {number}held-out rows; the standard errors are those of the last column.",
+        f"Measured on {number}held-out rows; the standard errors are those of the last column.{said}",
         table(heading, rows),
     ]
 

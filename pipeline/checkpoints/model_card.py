@@ -22,6 +22,7 @@ from pipeline.data.sources import hub_id, is_local, parse_path
 from pipeline.files import read_object
 from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
+from pipeline.run.evaluations import cost
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 
@@ -74,10 +75,12 @@ def model_documents(
         eval_results=results(run, step, task),
         **licence_of(parent),
     )
+    spent = f", {spent}" if (spent := cost(run.folder)) else ""
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {kind}",
         f"Trained by {run.stage.title} (stage `{run.stage.section}` of rlhf-pipeline"
-        f"{method and f', method `{method}`'}): {step} optimizer steps. Written on {datetime.now(UTC):%Y-%m-%d}.",
+        f"{method and f', method `{method}`'}): {step} optimizer steps{spent}. "
+        f"Written on {datetime.now(UTC):%Y-%m-%d}.",
         "## How to load it",
         f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
         *evaluation_table(run, step),

@@ -5,6 +5,7 @@ in host memory until transformers writes the shards.
 """
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ from pipeline.models.tokenizers import eos_ids
 from pipeline.models.weight_files import SENTENCEPIECE_FILES
 from pipeline.run.host_storage import share
 from pipeline.run.run import Run
+
+log = logging.getLogger(__name__)
 
 SHARD_SIZE = "5GB"
 # Prefixes of peft's wrappers in the names of weights; transformers' names lack them.
@@ -179,11 +182,15 @@ def save_trained(
         score_fields: fields of config.json of a model with a score head, whose adapter is never saved alone.
     """
     scores, seq2seq = score_fields is not None, isinstance(module, Seq2SeqLM)
+    dtype, start = saved_dtype(run), base_model(module.get_submodule("model")).source_config.dtype
+    if run.resolved.config.run.save_dtype == "auto" and start and start.itemsize < dtype.itemsize:
+        note = "%s: saved in %s, as it was trained; its start is in %s, which takes less room: see --save_dtype"
+        log.info(note, folder, *(str(one).removeprefix("torch.") for one in (dtype, start)))
     save_model(
         module.get_submodule("model"),
         tokenizer,
         folder,
-        dtype=saved_dtype(run),
+        dtype=dtype,
         # Read from the run's files, which rank 0 has written.
         documents=dist.on_main(
             lambda: model_documents(run, model=model, kind=kind, step=step, scores=scores, seq2seq=seq2seq)

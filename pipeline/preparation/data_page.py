@@ -17,7 +17,7 @@ from pipeline.data.selection import DataOptions
 from pipeline.errors import is_coloured, show
 from pipeline.models.source import prepare_tokenizer
 from pipeline.run.settled import data_of
-from pipeline.training.inputs import lines_about
+from pipeline.training.inputs import lines_about, most_tokens
 from pipeline.training.preview import length_limit, preview_lines, samples_of
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -37,7 +37,9 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
     show(f"== stage {stage.number}: {stage.title_of(config)}: what it trains on")
-    for line in (line for one in data for line in [*lines_about(*one), *shares_and_lengths(*one)]):
+    for line in (
+        line for one in data for line in [*lines_about(*one, most_tokens(source, config)), *shares_and_lengths(*one)]
+    ):
         show(wrapped(line))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     samples = samples_of(config, data, tokenizer, number=config.run.show_data, seq2seq=seq2seq)

@@ -327,7 +327,8 @@ def sample_of(path: str, options: DataOptions, tokenizer: "PreTrainedTokenizerBa
     number = read + sum(1 for _ in islice(records, COUNTED_RECORDS))
     rows, is_whole = len(lengths) * (1 - held_out) * number / max(read, 1), next(records, None) is None
     sampled = f"all {read:,}" if number == read else f"the first {read:,} of {'' if is_whole else 'over '}{number:,}"
-    return f"{len(lengths):,} rows{tokens} from {sampled} records{fates}", rows if is_whole else None
+    dropped = f", {counts.fates['dropped']:,} dropped"
+    return f"{len(lengths):,} rows{tokens} from {sampled} records{dropped}{fates}", rows if is_whole else None
 
 
 def output_bytes(stage: Stage, config: StageConfig, base_of_output: Mapping[str, str]) -> Iterator[tuple[Path, int]]:

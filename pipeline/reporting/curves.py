@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.files import write_bytes
-from pipeline.reporting.records import Point, RunRecord, is_number
+from pipeline.reporting.records import Point, RunRecord
+from pipeline.run.evaluations import is_number
 
 matplotlib.use("Agg")
 HIDDEN_GROUPS = ("memory", "progress")  # told in numbers, not as curves

@@ -2,10 +2,9 @@
 
 import os
 import re
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EXIT_STOPPED
-from pipeline.files import parse_json, read_object
+from pipeline.files import read_object
 from pipeline.processes import read_process
+from pipeline.run.evaluations import described, is_number, json_lines
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
@@ -68,8 +68,7 @@ class RunRecord:
 
     def metric(self, name: str) -> Mapping[str, Any]:
         """Return what a metric means, also one on held-out rows; of one that is not declared its name alone."""
-        found = self.metrics.get(name) or self.metrics.get(name.removeprefix("eval_")) or {}
-        return {"title": found.get("title") or name, "unit": found.get("unit", ""), "better": found.get("better", 0)}
+        return described(self.meaning, name)
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -85,11 +84,6 @@ class RunRecord:
     def points(self, name: str) -> list[Point]:
         """Return step and value of a metric wherever it is a finite number."""
         return [(line["step"], line[name]) for line in self.lines if is_number(line.get(name))]
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The lines that hold an evaluation."""
-        return [line for line in self.lines if any(name.startswith("eval_") for name in line)]
 
     @property
     def last_step(self) -> int:
@@ -172,24 +166,8 @@ def is_running(folder: Path, outcome: Outcome) -> bool:
     return time.time() - max(signs, default=0.0) < SIGN_OF_LIFE_S
 
 
-def is_number(value: Any) -> bool:
-    # Not math.isfinite, which raises OverflowError for an integer of 400 digits.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def is_flag(entry: Any) -> bool:
     return isinstance(entry, dict) and "value" in entry
-
-
-def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; lines that are none, as one that was cut off, are left out."""
-    with suppress(OSError):
-        # Not splitlines: a sample may hold other characters that end a line to it.
-        for line in file.read_bytes().split(b"\n") if file.is_file() else ():
-            with suppress(ValueError):
-                value = parse_json(line)
-                if isinstance(value, dict):
-                    yield value
 
 
 def is_run(folder: Path) -> bool:

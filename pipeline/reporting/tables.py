@@ -2,63 +2,28 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import has_config, read_object
-from pipeline.reporting.records import RunRecord, is_number
-from pipeline.run.evaluations import without_rounding
+from pipeline.reporting.records import RunRecord
+from pipeline.run import evaluations
+from pipeline.run.evaluations import Change, is_number, without_rounding
 
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes there
 SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A number of the evaluations of a run, before and after.
-
-    name: of the metric.
-    title: the name in words.
-    unit: what the number is counted in.
-    better: 1 where higher is better, -1 where lower is, 0 where neither is.
-    first: the number at the first evaluation; None where it was not finite.
-    last: the number at the last one; None too where there is one alone.
-    num_rows: held-out rows of the last one.
-    """
-
-    name: str
-    title: str
-    unit: str
-    better: int
-    first: float | None
-    last: float | None
-    num_rows: float | None
-
-    @property
-    def verdict(self) -> str:
-        """Return better, worse, or nothing where it did not change, or has no direction."""
-        if not self.better or self.first is None or self.last is None or self.first == self.last:
-            return ""
-        return "better" if self.better * (self.last - self.first) > 0 else "worse"
-
-
-def changes(run: RunRecord, names: Sequence[str]) -> list[Change]:
-    """Return the numbers of these names at the first and the last evaluation of a run, as metrics.jsonl has them."""
-    evaluations, found = run.evaluations, list[Change]()
-    for name in names:
-        lines = [line for line in evaluations if name in line]
-        values = [line[name] if is_number(line[name]) else None for line in lines]
-        if values:
-            metric, last = run.metric(name), values[-1] if len(values) > 1 else None
-            rows = lines[-1].get("eval_rows")
-            found.append(Change(name, metric["title"], metric["unit"], metric["better"], values[0], last, rows))
-    return found
+# Kind of a verdict -> its colour and headline, in the order in which several runs are judged.
+HEADLINES = {
+    "worse": ("bad", "Worse than at the start"),
+    "same": ("open", "No difference that the held-out rows can show"),
+    "better": ("good", "Better than at the start"),
+    "unknown": ("open", "Finished; no values of rows say whether it is better than at the start"),
+}
 
 
 def compared(run: RunRecord) -> list[Change]:
-    """Return the numbers by which a run is judged."""
-    return changes(run, [str(name) for name in run.meaning.get("compared", [])])
+    """Return the numbers of a run's evaluations that are shown before and after."""
+    return evaluations.compared(run.folder, [str(name) for name in run.meaning.get("compared", [])])
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
@@ -68,13 +33,10 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
         return "bad", "Broken off", broken
     if unfinished := [words for kind, words in endings if kind != "finished"]:
         return "open", "Not finished", unfinished
-    found = [(change, f"{name_of(run)}: {change_in_words(change)}") for run in runs for change in compared(run)]
-    if worse := [words for change, words in found if change.verdict == "worse"]:
-        return "bad", "Worse than at the start", worse
-    if unmoved := [words for run in runs for words in without_change(run)]:
-        return "open", "No better than at the start", unmoved
-    if better := [words for change, words in found if change.verdict == "better"]:
-        return "good", "Better than at the start", better
+    found = [(name_of(run), evaluations.verdict(run.folder)) for run in runs]
+    for kind, (colour, headline) in HEADLINES.items():
+        if any(one.kind == kind for _, one in found):
+            return colour, headline, [f"{name}: {one.figures}: {one.words}" for name, one in found if one.kind == kind]
     return "open", "Finished; no evaluation says whether it is better than at the start", []
 
 
@@ -83,21 +45,11 @@ def name_of(run: RunRecord) -> str:
     return run.label if run.label == run.stage else f"{run.label}, {run.stage}"
 
 
-def without_change(run: RunRecord) -> list[str]:
-    """Return the numbers of a run that have a direction, where none of them is another at its end."""
-    judged = [change for change in compared(run) if change.better and None not in (change.first, change.last)]
-    return [] if any(one.verdict for one in judged) else [f"{name_of(run)}: {change_in_words(one)}" for one in judged]
-
-
-def change_in_words(change: Change) -> str:
-    return f"{change.title} {number(change.first)} \N{RIGHTWARDS ARROW} {number(change.last)}"
-
-
 def number(value: Any) -> str:
     """Return a number with four digits; a dash where there is none."""
     if not is_number(value):
         return "\N{EN DASH}"
-    if abs(value) >= 10_000:
+    if 10_000 <= abs(value) < 1_000_000:
         return f"{value:,.0f}"
     return f"{without_rounding(value):.4g}"
 

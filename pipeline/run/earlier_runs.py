@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 BATCH = (MICRO, STEPS)
 IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
 RUN_FILES = (
-    "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "rows.json", "done.json",
-    "meaning.json", "plan.json", "report.html", "report.md", "curves",
+    "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
+    "done.json", "meaning.json", "plan.json", "report.html", "report.md", "curves",
 )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
 
     Raises:
         InputError: another run is finished here, or has left the checkpoint to go on from; a line for each difference,
-            and how to go on; or --resume names no folder.
+            and how to go on; or the checkpoint is beyond --max_steps; or --resume names no folder.
     """
     run: RunConfig = config.run
     check_resume(run.resumes_from)
@@ -226,8 +226,14 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     if missing:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
     if goes_on or missing:
+        folder, state = checkpoint_state(run_folder, run.resumes_from)
+        if 0 < run.max_steps < (step := state.get("step", 0)):
+            raise InputError(
+                f"--max_steps {run.max_steps}: {folder} is of step {step} already; give a larger number, or take the "
+                f"model as it is there by `rlhf export {folder} --output FOLDER`"
+            )
         if not run.force_resume:  # else the differences are told when it resumes
-            check_resumed(*checkpoint_state(run_folder, run.resumes_from), config, ranks)
+            check_resumed(folder, state, config, ranks)
         return False
     holder, lengths = "the finished run", list(other_length(run, done))
     others = list(other_settings(done, config, "same", "output", ranks=ranks, holder=holder))

@@ -1,28 +1,223 @@
-"""The metrics, samples and flags of a run, read back: for its last line, its model card, and plans.
+"""Evaluations, samples, costs and flags of a run, read back: for its last line, model card and report, and for plans.
 
 Imports no torch.
 """
 
 import json
 import math
-from collections.abc import Sequence
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.stage import Stage, StageConfig
-from pipeline.files import read_object
-from pipeline.run.layout import meaning_file
+from pipeline.files import parse_json, read_object
+from pipeline.run.layout import environment_file, meaning_file, row_values_file
 
 CUT = "eval_completions/truncated_fraction"
 TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
 CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
+ERRORS = 2.0  # standard errors that a difference has to exceed
+ALIKE = 6  # rows that show a difference where all moved by the same: so many tossed coins agree once in 32 times
+MOST_ROWS = 1_000  # values of an evaluation that are kept; of more rows every second, third, ...
+WEIGHT = "weight"  # in a line of row values: what each row counts in a mean, its tokens or its responses with a value
+EXPONENTIALS = {"eval_perplexity": "eval_loss"}  # metrics that are exp of a mean over rows
+# Metrics of an evaluation that are means of a field of its samples.
+OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
+WORDS = {
+    "worse": "WORSE than at the start: {worse}",
+    "better": "better than at the start",
+    "same": "no difference that {rows:g} rows can show",
+    "unknown": "not known whether better or worse: the values of its rows were not kept",
+}
+Rows = Mapping[tuple[str, int], tuple[float, float]]  # a held-out row -> its value, and the weight of that
 
 
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl that hold an evaluation, in order; null where a number was not finite."""
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A number of the evaluations of a run, before and after.
+
+    name: of the metric.
+    title: the name in words.
+    unit: what the number is counted in.
+    first: the number at the first evaluation; NaN where it was not finite.
+    last: that at the last one, with `--keep_best` at the best one; None where there is one evaluation alone.
+    num_rows: held-out rows of the last one.
+    verdict: a key of WORDS, by what the rows can show; "" where the number has no direction, or was not compared.
+    """
+
+    name: str
+    title: str
+    unit: str
+    first: float
+    last: float | None
+    num_rows: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run went by its evaluations.
+
+    kind: a key of WORDS, the first one that one of its numbers has; "" where none was compared.
+    words: the kind for people.
+    figures: the numbers at both ends for people.
+    worse: the numbers that are worse, for people.
+    """
+
+    kind: str
+    words: str
+    figures: str
+    worse: str
+
+
+def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
+    """Return how a run went by its evaluations up to `step`.
+
+    Its last line, report, model card and the command that is proposed next follow it. The figures are `held-out
+    perplexity 15.4 -> 5.1 (25 sequences)`.
+    """
+    meaning, ends = read_object(meaning_file(run_dir)), comparable(evaluations(run_dir, step))
+    titles: dict[str, str] = meaning.get("titles", {})
+    changes = compared(run_dir, [*titles], step=step)
+    worse = [titles[one.name] for one in changes if one.verdict == "worse"]
+    if ends and ends[-1].get(CUT) == 1.0 and not number_of(ends[0].get(CUT)) >= CUT_AT_FIRST:
+        worse.append("every answer is cut at --max_answer_seq_len")
+    kind = "worse" if worse else next((one for one in WORDS if one in {change.verdict for change in changes}), "")
+    numbers = [[f"{without_rounding(x):.4g}" for x in (one.first, one.last) if x is not None] for one in changes]
+    figures = ", ".join(f"{titles[one.name]} {' -> '.join(both)}" for one, both in zip(changes, numbers, strict=True))
+    num_rows = number_of(ends[-1].get("eval_rows")) if ends else math.nan
+    if figures and num_rows == num_rows:
+        masked = number_of(ends[-1].get("eval_rows_masked", 0))
+        rows = str(meaning.get("rows", "rows")).replace("prompts", "responses")  # of which a prompt may have several
+        figures += f" ({f'{num_rows - masked:g} of ' if masked else ''}{num_rows:g} {rows})"
+    words = WORDS.get(kind, "").format(worse=", ".join(worse), rows=num_rows)
+    return Verdict(kind, words, figures, ", ".join(worse))
+
+
+def compared(run_dir: Path, names: Sequence[str], *, step: float = math.inf) -> list[Change]:
+    """Return these numbers at the first and the last evaluation of the same rows, up to `step`."""
+    meaning, lines, found = read_object(meaning_file(run_dir)), evaluations(run_dir, step), list[Change]()
+    keeps_best = run_flags(run_dir).get("keep_best")
+    for name in names:
+        if ends := comparable([line for line in lines if name in line]):
+            metric, values, last = described(meaning, name), [number_of(line[name]) for line in ends], ends[-1]
+            if keeps_best and metric["better"]:
+                last = ends[-max((metric["better"] * x, -n) for n, x in enumerate(values) if n == 0 or x == x)[1]]
+            is_judged = metric["better"] and last is not ends[0] and values[0] == values[0]
+            kind = judged(run_dir, name, ends[0], last, better=metric["better"]) if is_judged else ""
+            after, num_rows = number_of(last[name]) if len(ends) > 1 else None, last.get("eval_rows")
+            found.append(Change(name, metric["title"], metric["unit"], values[0], after, num_rows, kind))
+    return found
+
+
+def beside_last(run_dir: Path, name: str, step: int) -> str:
+    """Say whether a number of the last evaluation differs from that of `step` by more than the rows can show."""
+    lines = comparable([line for line in evaluations(run_dir) if name in line])
+    for line in (line for line in lines[:-1] if line["step"] == step):
+        kind = judged(run_dir, name, line, lines[-1], better=1)
+        said = {"same": "differs by no more", "unknown": "may differ by no more"}.get(kind, "differs by more")
+        return f"; the last one {said} than the held-out rows can show"
+    return ""
+
+
+def judged(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any], *, better: int) -> str:
+    """Return how a number of an evaluation differs from that of another, as a key of WORDS.
+
+    Two standard errors count: of the paired difference where rows have values in both, else of the two means.
+    """
+    if (after := number_of(last[name])) != after:
+        return "worse"
+    kept, num_rows = row_values(run_dir), number_of(last.get("eval_rows"))
+    before, now = (rows_of(kept.get(str(line["step"]), {}), name) for line in (first, last))
+    if before and now:
+        difference, error = difference_of(before, now)
+        num_rows = min(len(before), len(now))
+    else:
+        errors = (standard_error(run_dir, line, name) for line in (first, last))
+        difference, error = after - number_of(first[name]), math.hypot(*errors)
+    if error != error:
+        return "unknown"
+    is_shown = abs(difference) > max(ERRORS * error, TINY) and (error > TINY or num_rows >= ALIKE)
+    return "same" if not is_shown else "better" if better * difference > 0 else "worse"
+
+
+def difference_of(before: Rows, after: Rows) -> tuple[float, float]:
+    """Return the difference of two weighted means over rows, and its standard error; NaN for one row alone.
+
+    The error is the root of the summed squares of what each row adds to the difference: that of the paired difference
+    where both have the same rows, that of two means where they have none in common, and right in between.
+    """
+    added, difference = defaultdict[tuple[str, int], float](float), 0.0
+    for sign, rows in ((-1, before), (1, after)):
+        total = sum(weight for _, weight in rows.values()) or 1.0
+        mean = sum(value * weight for value, weight in rows.values()) / total
+        difference += sign * mean
+        for row, (value, weight) in rows.items():
+            added[row] += sign * weight * (value - mean) / total
+    count = min(len(rows) for rows in (before, after) if rows)
+    return difference, math.sqrt(sum(x * x for x in added.values()) * count / (count - 1)) if count > 1 else math.nan
+
+
+def standard_error(run_dir: Path, line: dict[str, Any], name: str) -> float:
+    """Return the standard error of a number of an evaluation; NaN where the run has not kept what it takes.
+
+    Without values of rows that of an accuracy is binomial, and that of a mean is of samples, if each is of another
+    prompt.
+    """
+    num_rows, value = number_of(line.get("eval_rows")), number_of(line[name])
+    if rows := rows_of(row_values(run_dir).get(str(line["step"]), {}), name):
+        return difference_of({}, rows)[1] * (value if name in EXPONENTIALS else 1.0)
+    if name == "eval_accuracy" and num_rows and 0 <= value <= 1:
+        return math.sqrt(value * (1 - value) / num_rows)
+    found = samples(run_dir, line["step"]) if name in OF_SAMPLES else []
+    values = [row[OF_SAMPLES[name]] for row in found if row[OF_SAMPLES[name]] is not None]
+    is_whole = len(found) == len(values) == num_rows == len({row["prompt"] for row in found})
+    return statistics.stdev(values) / math.sqrt(num_rows) if is_whole and num_rows > 1 else math.nan
+
+
+def row_values_line(step: int, values: Mapping[str, Sequence[float]], rows: str) -> str:
+    """Return the line of `row_values_file` of an evaluation.
+
+    Args:
+        values: metric -> its value at each held-out row in their order, NaN without one; WEIGHT -> the rows' weights.
+        rows: what tells these rows from those of other data.
+    """
+    every = math.ceil(max(map(len, values.values())) / MOST_ROWS)
+    kept = {name: column[::every] for name, column in values.items()}
+    short = {name: [float(f"{x:.6g}") if is_number(x) else None for x in column] for name, column in kept.items()}
+    return json.dumps({"step": step, "rows": rows, "every": every, **short}, separators=(",", ":")) + "\n"
+
+
+def row_values(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the lines of a run's `row_values_file` by their steps."""
+    return {str(line.get("step")): line for line in json_lines(row_values_file(run_dir))}
+
+
+def rows_of(line: Mapping[str, Any], name: str) -> Rows:
+    """Return the rows of a line of `row_values_file` that have a value of a metric; {} where it was not kept."""
+    columns = (line.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
+    values, weights = (column if isinstance(column, list) else [] for column in columns)
+    pairs = enumerate(zip(map(number_of, values), map(number_of, weights or [1] * len(values)), strict=False))
+    source = f"{line.get('rows')}/{line.get('every')}"
+    return {(source, n): (value, weight) for n, (value, weight) in pairs if value == value and weight > 0}
+
+
+def described(meaning: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return title, unit and direction of a metric, also on held-out rows; of one that is not declared its name."""
+    declared = metrics if isinstance(metrics := meaning.get("metrics"), dict) else {}
+    found = declared.get(name) or declared.get(name.removeprefix("eval_")) or {}
+    return {"title": found.get("title") or name, "unit": found.get("unit", ""), "better": found.get("better", 0)}
+
+
+def evaluations(run_dir: Path, step: float = math.inf) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that hold an evaluation, up to `step`; null where a number was not finite."""
     # Most lines are of training steps: they are not parsed.
-    return [json.loads(line) for line in metrics_lines(run_dir) if '"eval_' in line]
+    lines = json_lines(run_dir / "metrics.jsonl", having=b'"eval_')
+    return [line for line in lines if number_of(line.get("step", 0)) <= step]
 
 
 def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,25 +229,19 @@ def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("eval_rows", num_rows) == num_rows]
 
 
-def reached(run_dir: Path, stage: Stage, config: StageConfig) -> tuple[str, str]:
-    """Return the first evaluation of a run and its last of as many rows in words; and by what it ends worse.
+def cost(run_dir: Path) -> str:
+    """Return `1.5 GPU hours, 12.3M tokens` of a run so far, without steps that were lost; "" where nothing says it.
 
-    `held-out perplexity 15.4 -> 5.1 (25 sequences)` and "", or two empty texts without an evaluation. A run that keeps
-    its best model ends well.
+    Hours are those of all ranks, from the start of their processes to their last line of metrics.
     """
-    lines, figures, worse = comparable(evaluations(run_dir)), list[str](), list[str]()
-    titles = read_object(meaning_file(run_dir)).get("titles", {})
-    for name, better in stage.reached.items():
-        title = titles.get(name, name)
-        if values := [math.nan if line[name] is None else line[name] for line in lines if name in line]:
-            figures.append(f"{title} {without_rounding(values[0]):.4g} -> {without_rounding(values[-1]):.4g}")
-            # NaN at the end is worse too.
-            worse += [title] if better and values[0] == values[0] and not better * (values[-1] - values[0]) >= 0 else []
-    if lines and lines[-1].get(CUT) == 1.0 and (lines[0].get(CUT) or 0.0) < CUT_AT_FIRST:
-        worse.append("every answer is cut at --max_answer_seq_len")
-    kind = stage.kind_of_rows(config).replace("prompts", "responses")  # of which a prompt may have several
-    rows = f" ({lines[-1]['eval_rows']:g} {kind})" if figures and "eval_rows" in lines[-1] else ""
-    return ", ".join(figures) + rows, "" if getattr(config, "keep_best", False) else ", ".join(worse)
+    starts, lines = read_object(meaning_file(run_dir)).get("starts", []), list(json_lines(run_dir / "metrics.jsonl"))
+    hours, tokens = 0.0, max((number_of(line.get("num_tokens", 0)) for line in lines), default=0.0)
+    with suppress(TypeError, ValueError, KeyError):  # not as `write_meaning` writes them
+        for (step, ranks, began), (end, *_) in zip(starts, [*starts[1:], [math.inf]], strict=True):
+            hours += ranks * max((line["time"] - began for line in lines if step < line["step"] <= end), default=0)
+    device = "hours of CPU ranks" if read_object(environment_file(run_dir)).get("device") == "cpu" else "GPU hours"
+    parts = [f"{hours / 3600:.2g} {device}" if hours else "", f"{tokens / 1e6:.3g}M tokens" if tokens else ""]
+    return ", ".join(filter(None, parts))
 
 
 def without_rounding(value: float) -> float:
@@ -60,12 +249,31 @@ def without_rounding(value: float) -> float:
     return 0.0 if abs(value) < TINY else value
 
 
+def number_of(value: Any) -> float:
+    """Return a finite number, NaN for anything else that a file may hold."""
+    return float(value) if is_number(value) else math.nan
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def json_lines(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; lines that are none, as one that was cut off, are left out.
+
+    having: what a line has to hold to be read.
+    """
+    with suppress(OSError):
+        # Not splitlines: a sample may hold other characters that end a line to it.
+        for line in file.read_bytes().split(b"\n") if file.is_file() else ():
+            with suppress(ValueError):
+                if having in line and isinstance(value := parse_json(line), dict):
+                    yield value
+
+
 def all_samples(run_dir: Path) -> list[dict[str, Any]]:
     """Return the samples of all evaluations, in order; [] where a stage writes none."""
-    file = run_dir / "samples.jsonl"
-    # Not splitlines: a sample may hold other characters that end a line to it. What has no end was cut short.
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []
-    return [json.loads(line) for line in lines]
+    return list(json_lines(run_dir / "samples.jsonl"))
 
 
 def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:

@@ -52,6 +52,17 @@ def meaning_file(run_dir: Path) -> Path:
     return run_dir / "meaning.json"
 
 
+def row_values_file(run_dir: Path) -> Path:
+    """Return the file of the values of held-out rows, by which two evaluations are compared: a line for each.
+
+    `{"step": 40, "rows": "1f0c...", "every": 1, "weight": [12, 9], "eval_loss": [1.25, null]}`: at place n of a list is
+    the value of held-out row n * every, in the order of the rows and not of ranks; null where it has none. Rows are the
+    same where `rows`, a hash of the data, is. Without a weight each row counts alike in the mean. There are at most
+    MOST_ROWS values of a metric (`pipeline/run/evaluations.py`).
+    """
+    return run_dir / "row_values.jsonl"
+
+
 def plan_file(run_dir: Path) -> Path:
     """Return the file of the plan by which a run chose its flags; none where it chose none (on a CPU)."""
     return run_dir / "plan.json"

@@ -117,8 +117,8 @@ def cut_responses(history: History) -> str:
     if not (share := history.mean("completions/truncated_fraction")) > MOST_CUT:
         return ""
     return (
-        f"{share:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise it, or "
-        "--missing_eos_penalty"
+        f"{share:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise "
+        "--missing_eos_penalty, or the limit where the model has more positions"
     )
 
 
@@ -250,7 +250,7 @@ def equal_pairs(num_equal: int, num_pairs: int) -> str:
         return ""
     return (
         f"{num_equal / num_pairs:.0%} of the pairs have the same tokens as chosen and as rejected, maybe after "
-        "truncation: they are dropped; raise --max_seq_len, or look at the data"
+        "truncation: they are dropped; look at the data, and at --max_seq_len"
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import check_models, check_rows
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import WIDTH, terminal_width
 from pipeline.data.cache import StageData, load_or_build
@@ -16,6 +17,7 @@ from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
 from pipeline.errors import is_coloured
+from pipeline.models.source import num_positions
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
 from pipeline.run.settled import data_of
@@ -24,6 +26,8 @@ from pipeline.training.preview import Sample, preview_lines, rows_document, samp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from pipeline.models.source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ def prepare_stage(
             the checkpoint.
     """
     data = data_of(run.stage, config, seq2seq=seq2seq)
-    built = [prepare_data(options, tokenizer) for options in data]
+    most = most_tokens(run.stage.start_models(config, {})[0].source, config)
+    built = [prepare_data(options, tokenizer, most) for options in data]
     if getattr(config, "keep_best", False):
         check_held_out(len(built[0].eval))
 
@@ -55,7 +60,7 @@ def prepare_stage(
         shown = list(zip(data, built, strict=True))
         samples = samples_of(config, shown, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq)
         show_rows(samples)
-        run.rows.update(rows_document(shown, [line for one in shown for line in lines_about(*one)], samples))
+        run.rows.update(rows_document(shown, [line for one in shown for line in lines_about(*one, most)], samples))
 
     dist.on_main(check_and_show)
     return built
@@ -73,14 +78,23 @@ def show_rows(samples: Sequence[Sample]) -> None:
     )
 
 
-def lines_about(options: DataOptions, rows: StageData) -> list[str]:
+def most_tokens(source: "ModelSource", config: StageConfig) -> int | None:
+    """Return for how many tokens of a row, in stage 3 of a prompt, a model has positions; None without a limit."""
+    positions = num_positions(source.config)
+    return positions and positions - dict(flat_items(config)).get("max_answer_seq_len", 0)
+
+
+def lines_about(options: DataOptions, rows: StageData, most: int | None) -> list[str]:
     """Return the lines of the log about a data set's rows, warnings included."""
     lines = row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
-    return [*lines, *row_warnings(options.title, options.kind, rows.counts)]
+    return [*lines, *row_warnings(options.title, options.kind, rows.counts, most)]
 
 
-def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
+def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", most: int | None = None) -> StageData:
     """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
+
+    Args:
+        most: see `most_tokens`.
 
     Raises:
         InputError: a source cannot be read.
@@ -91,7 +105,7 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> 
     if dist.is_main():
         for line in row_lines(options.title, built.counts, options.data_split, num_sequences=len(built.train)):
             log.info("%s", line)
-        for line in row_warnings(options.title, options.kind, built.counts):
+        for line in row_warnings(options.title, options.kind, built.counts, most):
             log.warning("%s", line)
     return built
 
@@ -124,8 +138,11 @@ def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int
     return lines
 
 
-def row_warnings(title: str, kind: RowKind, counts: Counts) -> list[str]:
-    """Return the warnings about a data set's rows: none held out, many dropped, columns that are not read."""
+def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = None) -> list[str]:
+    """Return the warnings about a data set's rows: none held out, many dropped, columns that are not read.
+
+    most: see `most_tokens`; no longer rows are proposed.
+    """
     fates = counts.fates
     warnings = []
     if not fates["held out"] and kind is not BLOCKS:
@@ -133,7 +150,7 @@ def row_warnings(title: str, kind: RowKind, counts: Counts) -> list[str]:
     num_kept = fates["to train on"] + fates["held out"]
     share = fates["dropped"] / max(1, num_kept + fates["dropped"])
     if share > MOST_DROPPED:
-        warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths)}")
+        warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths, most)}")
     if words := equal_pairs(counts[SAME_TOKENS], fates["to train on"] + fates["held out"] + counts[SAME_TOKENS]):
         warnings.append(f"health: {words}")
     for path, columns in counts.unread.items():
@@ -141,11 +158,12 @@ def row_warnings(title: str, kind: RowKind, counts: Counts) -> list[str]:
     return warnings
 
 
-def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int]) -> str:
+def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int], most: int | None) -> str:
     """Name the limit that KEPT_SHARE of the rows would fit, and the rows it helps; nothing where they fit already."""
     num_more = math.ceil(KEPT_SHARE * (num_kept + lengths.total())) - num_kept
     if num_more <= 0:
         return ""
-    length = max(kind.least_length, sorted(lengths.elements())[num_more - 1])
-    helped = sum(number for size, number in lengths.items() if size <= length)
+    length = min(max(kind.least_length, sorted(lengths.elements())[num_more - 1]), most or math.inf)
+    if not (helped := sum(number for size, number in lengths.items() if size <= length)):
+        return f"; the model has no positions for the {lengths.total()} that are too long"
     return f"; --{kind.length_flag} {length} would keep {helped} of the {lengths.total()} that are too long"

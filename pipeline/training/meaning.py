@@ -20,6 +20,8 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
     """
     stage, config, file = run.stage, run.resolved.config, meaning_file(run.folder)
     process, before = read_process(os.getpid()), read_object(file) if start_step >= 0 else {}
+    began = process.started_s if process else time.time()
+    starts = [start for start in before.get("starts", []) if start[0] < start_step]
     content = {
         "stage": stage.section,
         "number": stage.number,
@@ -27,7 +29,8 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "rows": stage.kind_of_rows(config),
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,
-        "began": before.get("began", process.started_s if process else time.time()),
+        "began": before.get("began", began),
+        "starts": [*starts, [start_step, run.world.size, began]],  # step, ranks and time, of those whose steps stay
         "start": dict(flat_items(config))[stage.path_flag(next(iter(stage.starts)))],
         "outputs": [str(folder) for folder in stage.outputs(config)],
         "answers": stage.makes_chat_model,

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.files import tolerated, write_text
+from pipeline.run.evaluations import row_values_line
+from pipeline.run.layout import row_values_file
 from pipeline.training.sinks import SINKS, Sink
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ SHARED: dict[str, Metric] = {
     "num_tokens": Metric("real tokens that went through training so far, all ranks", "tokens", "progress", better=0),
     "skipped_updates": Metric("steps so far that changed nothing: gradient or loss not finite", "steps", "progress"),
     "eval_rows": Metric(
-        "held-out rows that an evaluation's means are of", "rows", "progress", better=0, title="held-out rows"
+        "held-out rows (stage 3: responses) of an evaluation", "rows", "progress", better=0, title="held-out rows"
     ),
     "micro_batch_size": Metric(
         "rows (stage 2: pairs) of a micro-batch on each rank in force at this step: that of the flags unless an "
@@ -130,7 +132,8 @@ class MetricsWriter:
         self.stage, self._metrics = stage, metrics
         self.path = run_dir / "metrics.jsonl"
         cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
-        cut_to_step(run_dir / "samples.jsonl", start_step, lambda line: json.loads(line)["step"])
+        for file in (run_dir / "samples.jsonl", row_values_file(run_dir)):
+            cut_to_step(file, start_step, lambda line: json.loads(line)["step"])
         cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
         self._samples = run_dir / "samples.jsonl"
@@ -160,6 +163,11 @@ class MetricsWriter:
             except Exception as error:
                 del self._sinks[name]
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
+
+    def write_rows(self, step: int, values: Mapping[str, Sequence[float]], rows: str) -> None:
+        """Append the values of an evaluation's rows to their file; the arguments are those of `row_values_line`."""
+        with tolerated("values of held-out rows"), row_values_file(self.path.parent).open("a") as file:
+            file.write(row_values_line(step, values, rows))
 
     def _new_samples(self) -> list[dict[str, Any]]:
         """Return the first samples of the evaluation that has just added its own to samples.jsonl, if it has."""

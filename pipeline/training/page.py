@@ -5,6 +5,7 @@ A terminal gets them drawn by rich, the logs and a pipe as plain lines.
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import is_coloured, printable
 from pipeline.files import read_object
 from pipeline.models.partitions import whole_numel
-from pipeline.run.evaluations import reached
+from pipeline.run.evaluations import cost, verdict
 from pipeline.run.layout import environment_file
 from pipeline.run.run import PROJECT, Run
 from pipeline.training.inputs import fates_line
@@ -64,13 +65,16 @@ def show_end(run: Run, seconds: float) -> None:
 
     Warns of a run that ends worse than it began.
     """
-    figures, worse = reached(run.folder, run.stage, run.resolved.config)
-    if worse:
+    found, fates = verdict(run.folder), Counter(run.rows.get("rows", {}))
+    if found.worse:
         rate = run.stage.rate_flag(run.resolved.config)
-        log.warning("the run ends worse than it began: %s: %s; lower --%s", worse, figures, rate)
+        log.warning("the run ends worse than it began: %s: %s; lower --%s", found.worse, found.figures, rate)
+    if fates["dropped"] > fates["to train on"] + fates["held out"]:
+        log.warning("most rows were dropped: %s", fates_line(fates, run.resolved.config.data.data_split))
     reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]
     lines = {
-        "held-out rows": figures,
+        "held-out rows": ": ".join(filter(None, (found.figures, found.words))),
+        "cost": cost(run.folder),
         "checkpoint": held_line(run.folder / "checkpoints"),
         "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
         "report": ", ".join(str(report) for report in reports if report.is_file()),

@@ -118,8 +118,8 @@ class Terminal(Console):
 
 
 def readable(value: float) -> str:
-    """Return a number with four significant digits, or all before its point; 0 for one that is rounding alone."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{without_rounding(value):.4g}"
+    """Return a number with four significant digits, or its six before the point; 0 for one that is rounding alone."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1_000_000 else f"{without_rounding(value):.4g}"
 
 
 def duration(seconds: float) -> str:

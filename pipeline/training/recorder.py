@@ -1,10 +1,12 @@
 """The metrics of a run as they are made: times, rates and memory are added, and progress lines are printed."""
 
+import hashlib
 import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class Recorder:
         for name in shown:
             metric_of(name, metrics)
         self.shown, self._metrics = shown, metrics
-        self.device = run.world.device
+        self.device, self._run = run.world.device, run
         self._models = dict(models or {})
         self._peaks = Peaks(self.device)
         self._phase = ""
@@ -75,9 +77,14 @@ class Recorder:
                 run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every
             )
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics outside a training step: evaluations."""
+    def write(
+        self, step: int, values: Mapping[str, float], rows: Mapping[str, Sequence[float]] = MappingProxyType({})
+    ) -> None:
+        """Metrics outside a training step: evaluations, with the values of their rows (see `row_values_line`)."""
         if self._writer is not None and values:
+            if rows:
+                data = hashlib.sha256(json.dumps(self._run.contents, sort_keys=True).encode()).hexdigest()[:12]
+                self._writer.write_rows(step, rows, data)
             self._note(step, values)
             titles = {name: title_of(name, self._metrics).removeprefix("held-out ") for name in values}
             named = {name: title for name, title in titles.items() if title != name} or titles

@@ -4,16 +4,21 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.row_options import ROWS
 from support.tiny_run import write_lines
+from transformers import LlamaConfig
 
+from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SEQUENCES
 from pipeline.data.selection import options_of
-from pipeline.training.inputs import prepare_data, row_lines, row_warnings
+from pipeline.training.inputs import most_tokens, prepare_data, row_lines, row_warnings
+from rlhf.stages import stage_of
 
 
 def pair(name: str, words: int = 1, **extra: object) -> dict:
@@ -82,6 +87,24 @@ def test_the_length_that_is_advised_is_one_that_the_flag_takes():
     for title, kind, flag in (("reward", PAIRS, "--max_seq_len 8"), ("ppo", PROMPTS, "--max_prompt_seq_len 1")):
         (line,) = row_warnings(title, kind, counts_of(kept=8, lengths=(1, 1)))
         assert line == f"{title} rows: 20% dropped; {flag} would keep 2 of the 2 that are too long"
+
+
+def test_no_length_beyond_the_models_positions_is_advised():
+    (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 610)
+    assert line == "reward rows: 20% dropped; --max_seq_len 610 would keep 10 of the 20 that are too long"
+    (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 600)
+    assert line == "reward rows: 20% dropped; the model has no positions for the 20 that are too long"
+
+
+@pytest.mark.parametrize(
+    ("section", "words", "most"), [("reward", [], 512), ("ppo", ["--max_answer_seq_len=100"], 412)]
+)
+def test_in_stage_3_the_answer_needs_positions_too(section, words, most):
+    stage: Any = stage_of(section)
+    words = [*words, "--data_path", "a"] + (["--model_name_or_path", "b"] if section == "reward" else [])
+    config = parse(stage.config, words, section=section).config
+    source: Any = SimpleNamespace(config=LlamaConfig(max_position_embeddings=512))
+    assert most_tokens(source, config) == most
 
 
 def test_the_length_that_is_advised_speaks_of_the_rows_that_it_would_help():

@@ -47,11 +47,15 @@ def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, 
 def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
     run_dir = tmp_path / "out/runs/sft"
     run_dir.mkdir(parents=True)
-    values = [{"eval_perplexity": 15.391}, {"loss": 2.0}, {"eval_perplexity": None}, {"eval_perplexity": 5.104}]
+    values = [{"eval_accuracy": 0.25}, {"loss": 2.0}, {"eval_accuracy": None}, {"eval_accuracy": 0.75104}]
+    lines = [{"step": step, "eval_rows": 64, "num_tokens": 2e6, **value} for step, value in enumerate(values)]
+    meaning = {"titles": {"eval_accuracy": "held-out accuracy"}, "metrics": {"accuracy": {"better": 1}}}
     (run_dir / "run.lock").touch()
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in values))
+    (run_dir / "meaning.json").write_text(json.dumps({**meaning, "rows": "pairs"}))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
-    assert re.search(r"stage 1: done in [\d:]+, eval_perplexity 15.39 -> 5.104; model: out/sft", done.stdout)
+    figures = r"held-out accuracy 0.25 -> 0.751 \(64 pairs\), better than at the start, 2M tokens"
+    assert re.search(rf"stage 1: done in [\d:]+, {figures}; model: out/sft", " ".join(done.stdout.split()))
 
 
 def test_a_failed_step_ends_the_run(tmp_path):

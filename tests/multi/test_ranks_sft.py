@@ -74,6 +74,10 @@ def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
 def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
     assert [found[size][0]["some held out"]["rows"] for size in (1, 2)] == [[2, 2, 8], [4, 4, 8]]
     assert all(rank["some held out"] == found[2][0]["some held out"] for rank in found[2])
+    few, some, whole = found[1][0]["some held out"]["losses"]
+    assert len(set(whole)) == 8
+    for losses in (few, some, *found[2][0]["some held out"]["losses"]):  # each row's, in the order of the rows
+        assert losses == pytest.approx(whole[: len(losses)], rel=1e-4)
 
 
 KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", "z3 by layers", UNPARTITIONED]

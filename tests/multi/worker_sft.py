@@ -221,10 +221,8 @@ def some_held_out(inputs: Path) -> dict[str, Any]:
     """Rows of an evaluation in two batches of one row on each rank, whatever batch it is made in; and all of them."""
     words = ("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 1, "--eval_iters")
     some, whole = setup(inputs, 2, (*words, 2)), setup(inputs, 2, (*words, 0))
-    counts = [
-        training.measure(sft, sft.held_out(size))["eval_rows"] for sft, size in ((some, 1), (some, 3), (whole, 3))
-    ]
-    return {"rows": counts}
+    found = [training.measure(sft, sft.held_out(size)) for sft, size in ((some, 1), (some, 3), (whole, 3))]
+    return {"rows": [metrics["eval_rows"] for metrics, _ in found], "losses": [rows["eval_loss"] for _, rows in found]}
 
 
 def cases() -> dict[str, Any]:

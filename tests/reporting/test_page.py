@@ -171,14 +171,15 @@ def verdict_of(output: Path) -> tuple[str, str, list[str]]:
 @pytest.mark.usefixtures("no_pictures")
 def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     folder = record(tmp_path, "reward")
-    better = ["reward: accuracy on pairs 0.5 → 0.6935"]
+    better = ["reward: held-out accuracy on pairs 0.5 -> 0.6935 (600 pairs): better than at the start"]
     assert verdict_of(folder) == ("good", "Better than at the start", better)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.5, "eval_rows": 600}\n')
-    same = ["reward: accuracy on pairs 0.5 → 0.5"]
-    assert verdict_of(folder) == ("open", "No better than at the start", same)
+    same = ["reward: held-out accuracy on pairs 0.5 -> 0.5 (600 pairs): no difference that 600 rows can show"]
+    assert verdict_of(folder) == ("open", "No difference that the held-out rows can show", same)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.25, "eval_rows": 600}\n')
-    assert verdict_of(folder) == ("bad", "Worse than at the start", ["reward: accuracy on pairs 0.5 → 0.25"])
+    kind, headline, (words,) = verdict_of(folder)
+    assert (kind, headline) == ("bad", "Worse than at the start") and words.startswith("reward: held-out accuracy on")
     die(folder)
     kind, _, (words,) = verdict_of(folder)
     assert kind == "bad" and words.startswith("reward: died at step 7 of 6 without a word")

@@ -183,6 +183,18 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp
         assert not is_finished(run, sft(tmp_path, max_steps=6, **changes), SFT, ranks=None)
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["newest", "named"])
+def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_path, named):
+    folder = save_checkpoint(tmp_path / "runs", sft(tmp_path), step=270)
+    flags = {"resume": folder} if named else {}
+    (line,) = differences(tmp_path / "runs", sft(tmp_path, max_steps=100, **flags))
+    assert line.startswith(f"--max_steps 100: {folder} is of step 270 already; give a larger number, or ")
+    assert f"`rlhf export {folder} --output FOLDER`" in line
+    for more in (270, 271, 0):
+        assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=more, **flags), SFT, ranks=1)
+    assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=100, overwrite="true"), SFT, ranks=1)
+
+
 def test_the_checkpoint_that_is_named_is_compared(tmp_path):
     run, other = tmp_path / "runs", tmp_path / "elsewhere"
     save_checkpoint(run, sft(tmp_path))
@@ -219,7 +231,7 @@ def test_what_cannot_matter_is_no_difference(tmp_path):
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):
     for name in ("checkpoints/step-3", "log"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("metrics.jsonl", "samples.jsonl", "rows.json", "done.json", "config.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "row_values.jsonl", "rows.json", "done.json", "config.json"):
         (tmp_path / name).write_text("")
     clear(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "log"]

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pipeline.training.health import RULES, History
 from step3_ppo import training
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.mathematics.estimators import next_kl_coef
+from step3_ppo.rollout_metrics import row_values
 from step3_ppo.state import PPO
 
 OF_THE_POLICY = {
@@ -155,12 +157,51 @@ def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_p
     assert loop.state.kl_coef == 0.1, "no KL was observed"
     loop.evaluate()
     (evaluation,) = loop.course.evaluations
-    assert evaluation.pop("eval_rows") == 0
+    assert evaluation.pop("eval_rows") == evaluation.pop("eval_rows_masked") == len(loop.ppo.prompts.eval)
     assert "eval_objective/score_clipfrac" in evaluation and all(map(math.isnan, evaluation.values()))
     samples = (tmp_path / "samples.jsonl").read_text().splitlines()
     for line in samples:
         sample = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert sample["score"] is None and sample["kl"] is None
+
+
+def test_an_evaluation_is_of_the_rows_that_were_asked_for(world, trained_folders, tmp_path, monkeypatch):
+    """A function that gives no value for some responses: the rows stay the same ones, in their order."""
+    judge, missing = training.judge_responses, [1]
+
+    def judged(*args, **settings):
+        found = judge(*args, **settings)
+        found[missing] = math.nan
+        return found
+
+    monkeypatch.setattr(training, "judge_responses", judged)
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders), num_eval=5)
+    loop.evaluate()
+    loop.state.step, missing[:] = 1, [0, 3]
+    loop.evaluate()
+    first, last = loop.course.evaluations
+    assert first["eval_rows"] == last["eval_rows"] == 5
+    assert (first["eval_rows_masked"], last["eval_rows_masked"]) == (1, 2)
+    whole, part = ([math.isnan(x) for x in rows["eval_objective/scores"]] for rows in loop.course.row_values)
+    assert (whole, part) == ([False, True, False, False, False], [True, False, False, True, False])
+    for values, rows in zip(loop.course.evaluations, loop.course.row_values, strict=True):
+        for name in ("eval_objective/scores", "eval_completions/truncated_fraction"):
+            assert values[name] == pytest.approx(sum(x for x in rows[name] if x == x) / sum(rows["weight"]))
+
+
+def test_values_of_rows_are_those_of_their_prompts_in_any_order_of_ranks():
+    """Two responses to each of three prompts as two ranks and padding mix them, one without a value."""
+    responses: Any = SimpleNamespace(
+        row_index=torch.tensor([2, 0, 1, 2, 0, 1, 0]),
+        finished=torch.tensor([True, False, True, True, True, True, False]),
+    )
+    rewarded: Any = SimpleNamespace(
+        valid=torch.tensor([True, True, False, True, True, True, False]), scores=torch.tensor([4.0, 1, 9, 6, 2, 7, 9])
+    )
+    found = row_values(responses, rewarded, num_prompts=4)
+    assert found["weight"] == [2, 1, 2, 0] and found["eval_objective/scores"][:3] == [1.5, 7.0, 5.0]
+    assert math.isnan(found["eval_objective/scores"][3])
+    assert found["eval_completions/truncated_fraction"][:3] == [0.5, 0.0, 0.0]
 
 
 def test_a_policy_whose_weights_became_nan_ends_the_run_as_diverged(world, trained_folders, tmp_path):

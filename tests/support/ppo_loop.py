@@ -1,7 +1,7 @@
 """PPO's loop taken apart for tests: one rollout, its updates, an evaluation; metrics are kept, nothing is written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ class KeptMetrics:
         self.recorder = self
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.evaluations: list[dict[str, float]] = []
+        self.row_values: list[dict[str, Sequence[float]]] = []
         self.rates: list[dict[str, float]] = []
 
     def rows_of_evaluation(self, num_rows: int) -> int:
@@ -51,8 +52,9 @@ class KeptMetrics:
         """A time that rates can be divided by."""
         return 1.0
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float], rows: Mapping[str, Sequence[float]]) -> None:
         self.evaluations.append(dict(values))
+        self.row_values.append(dict(rows))
 
     def show_samples(self, step: int, rows: Any) -> None:
         """They are not shown."""

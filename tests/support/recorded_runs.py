@@ -83,7 +83,7 @@ def record(
     resolved = parse(kind.config, words_of(stage, output), section=stage, prog="test")
     folder = kind.run_folder(resolved.config.run)
     folder.mkdir(parents=True)
-    run: Any = SimpleNamespace(stage=kind, resolved=resolved, folder=folder)
+    run: Any = SimpleNamespace(stage=kind, resolved=resolved, folder=folder, world=SimpleNamespace(size=1))
     write_meaning(run, METRICS[stage], start_step=-1, total_steps=total or steps)
     content = {"value": None, "from": "default"}
     given = {name: {"value": value, "from": "command line"} for name, value in flags.items()}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -40,11 +41,14 @@ class Saves:
         self.finished += 1
 
 
-def make_course(folder, *, resumed_step: int | None = None, full: bool = False, model=None, **settings) -> Course:
+def make_course(
+    folder, *, resumed_step: int | None = None, full: bool = False, model=None, rows=None, **settings
+) -> Course:
     config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings), model=model or {})
     run = SimpleNamespace(
         world=World(rank=0, size=1, device=torch.device("cpu")), folder=folder, stage=STAGE,
         resolved=Resolved(config, {}), stopped=lambda step, total: StoppedRun(f"{step} of {total}"), contents={},
+        rows=rows or {},
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
     course = Course(
@@ -175,11 +179,22 @@ def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog)
 def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog, last, lora_dim, rate):
     course = make_course(tmp_path, model={"lora_dim": lora_dim})
     for step, value in ((0, 3.0), (9, last)):
-        course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7})
+        losses = [math.log(value) + n / 10 for n in range(-3, 4)]
+        course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7}, {"eval_loss": losses})
     course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     text = "the run ends worse than it began: held-out perplexity: held-out perplexity 3 -> 4 (7 sequences)"
     assert warned == ([f"{text}; lower --{rate}"] if last > 3 else [])
+
+
+@pytest.mark.parametrize(("dropped", "says"), [(10, False), (11, True)])
+def test_a_run_that_dropped_most_of_its_rows_says_so_at_its_end(tmp_path, caplog, dropped, says):
+    course = make_course(
+        tmp_path, rows={"rows": {"to train on": 8, "held out": 2, "of other stages": 9, "dropped": dropped}}
+    )
+    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    text = "most rows were dropped: 8 to train on, 2 held out, 9 of other stages (--data_split auto), 11 dropped, of 30"
+    assert (text in caplog.text) == says
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.console import fitted
 from pipeline.dist import World
+from pipeline.run.layout import row_values_file
 from pipeline.run.logs import StderrHandler
 from pipeline.training.metrics import MetricGroup, MetricsWriter, Unit, finite, metric_of, title_of
 from pipeline.training.progress import Progress, Terminal, duration, readable
@@ -115,6 +116,17 @@ def test_a_resumed_run_continues_behind_its_checkpoint(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
     rows = list(csv.reader((tmp_path / "metrics.csv").open()))
     assert rows == [["0", "loss", "0.0"], ["1", "loss", "1.0"], ["2", "loss", "2.0"], ["3", "loss", "30.0"]]
+
+
+def test_values_of_rows_behind_the_checkpoint_are_written_again(tmp_path):
+    first = writer(tmp_path)
+    for step in (0, 2, 4):
+        first.write_rows(step, {"eval_loss": [1.0, float("nan"), 2.0 + step]}, "data")
+    writer(tmp_path, start_step=2).write_rows(3, {"eval_loss": [1 / 3]}, "data")
+    found = [json.loads(line) for line in row_values_file(tmp_path).read_text().splitlines()]
+    assert [line["step"] for line in found] == [0, 2, 3]
+    assert found[0] == {"step": 0, "rows": "data", "every": 1, "eval_loss": [1.0, None, 2.0]}
+    assert found[2]["eval_loss"] == [0.333333]
 
 
 def test_lines_that_hold_other_ends_of_lines_are_kept_whole(tmp_path):
@@ -359,7 +371,7 @@ def test_the_numbers_of_an_evaluation_are_one_line_which_a_terminal_gets_cut_bet
 
 def test_numbers_and_durations_are_readable():
     assert [readable(x) for x in (1e-5, -2.185e-08, 0.41234567, 999.96, 13456.7, -2e6)] == [
-        "1e-05", "0", "0.4123", "1000", "13,457", "-2,000,000",
+        "1e-05", "0", "0.4123", "1000", "13,457", "-2e+06",
     ]  # fmt: skip
     assert [duration(s) for s in (59.9, 60, 3661, 90061)] == ["59s", "1m 00s", "1h 01m", "25h 01m"]
 

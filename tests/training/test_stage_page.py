@@ -11,7 +11,7 @@ from pipeline.checkpoints.card_results import evaluated
 from pipeline.configuration.flags import parse
 from pipeline.console import shell_lines, wrapped
 from pipeline.files import write_json
-from pipeline.run.evaluations import reached
+from pipeline.run.evaluations import verdict
 from pipeline.run.layout import meaning_file
 from pipeline.training.page import show_samples
 from rlhf.stages import stage_of
@@ -53,36 +53,31 @@ def test_a_run_is_called_by_its_method():
 
 
 def test_what_was_reached_is_said_in_words(tmp_path):
-    stage = stage_of("ppo")
-    config = parse(stage.config, [], section="ppo").config
     lines = [
-        '{"eval_objective/scores": 0.5, "eval_objective/kl": 0.0}',
-        '{"eval_objective/scores": 0.25, "eval_objective/kl": 2.0}',
+        '{"step": 0, "eval_objective/scores": 0.5, "eval_objective/kl": 0.0}',
+        '{"step": 4, "eval_objective/scores": null, "eval_objective/kl": 2.0}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    write_json(meaning_file(tmp_path), {"titles": {"eval_objective/scores": "held-out score"}})
-    assert reached(tmp_path, stage, config) == (
-        "held-out score 0.5 -> 0.25, eval_objective/kl 0 -> 2",
-        "held-out score",
-    )
+    titles = {"eval_objective/scores": "held-out score", "eval_objective/kl": "held-out KL"}
+    write_json(meaning_file(tmp_path), {"titles": titles, "metrics": {"objective/scores": {"better": 1}}})
+    found = verdict(tmp_path)
+    assert (found.figures, found.worse) == ("held-out score 0.5 -> nan, held-out KL 0 -> 2", "held-out score")
 
 
 def test_evaluations_of_other_rows_are_not_compared(tmp_path):
     """A run that goes on may evaluate fewer rows: their score is no fall, in its last line and its card."""
-    stage = stage_of("ppo")
-    config = parse(stage.config, [], section="ppo").config
-    scores = [(0.5, 6), (0.75, 6), (0.25, 2), (0.125, 2)]
-    evaluations = [
-        {"step": step, "eval_objective/scores": score, "eval_rows": rows} for step, (score, rows) in enumerate(scores)
-    ]
+    accuracies = [(0.5, 60), (0.75, 60), (0.875, 40), (0.125, 40)]
+    evaluations = [{"step": n, "eval_accuracy": value, "eval_rows": rows} for n, (value, rows) in enumerate(accuracies)]
     lines = [json.dumps(line) + "\n" for line in evaluations]
-    for number, found in [
-        (2, ("eval_objective/scores 0.5 -> 0.75 (6 responses)", "")),
-        (3, ("eval_objective/scores 0.25 -> 0.25 (2 responses)", "")),
-        (4, ("eval_objective/scores 0.25 -> 0.125 (2 responses)", "eval_objective/scores")),
+    meaning = {"titles": {"eval_accuracy": "accuracy"}, "metrics": {"accuracy": {"better": 1}}, "rows": "pairs"}
+    write_json(meaning_file(tmp_path), meaning)
+    for number, kind, figures in [
+        (2, "better", "accuracy 0.5 -> 0.75 (60 pairs)"),
+        (3, "", "accuracy 0.875 (40 pairs)"),
+        (4, "worse", "accuracy 0.875 -> 0.125 (40 pairs)"),
     ]:
         (tmp_path / "metrics.jsonl").write_text("".join(lines[:number]))
-        assert reached(tmp_path, stage, config) == found
+        assert (verdict(tmp_path).kind, verdict(tmp_path).figures) == (kind, figures)
         run: Any = SimpleNamespace(folder=tmp_path)
         ends = evaluated(run, step=number)
         assert [line["step"] for line in ends] == {2: [0, 1], 3: [2, 2], 4: [2, 3]}[number]
