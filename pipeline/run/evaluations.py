@@ -86,7 +86,8 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
     worse = [titles[one.name] for one in changes if one.verdict == "worse"]
     if ends and ends[-1].get(CUT) == 1.0 and not number_of(ends[0].get(CUT)) >= CUT_AT_FIRST:
         worse.append("every answer is cut at --max_answer_seq_len")
-    kind = "worse" if worse else next((one for one in WORDS if one in {change.verdict for change in changes}), "")
+    kinds = ["worse"] * len(worse) + [one.verdict for one in changes]
+    kind = next((one for one in WORDS if one in kinds), "")
     numbers = [[f"{without_rounding(x):.4g}" for x in (one.first, one.last) if x is not None] for one in changes]
     figures = ", ".join(f"{titles[one.name]} {' -> '.join(both)}" for one, both in zip(changes, numbers, strict=True))
     num_rows = number_of(ends[-1].get("eval_rows")) if ends else math.nan
@@ -131,8 +132,7 @@ def judged(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any]
     """
     if (after := number_of(last[name])) != after:
         return "worse"
-    kept, num_rows = row_values(run_dir), number_of(last.get("eval_rows"))
-    before, now = (rows_of(kept.get(str(line["step"]), {}), name) for line in (first, last))
+    num_rows, (before, now) = number_of(last.get("eval_rows")), (rows_of(run_dir, line, name) for line in (first, last))
     if before and now:
         difference, error = difference_of(before, now)
         num_rows = min(len(before), len(now))
@@ -169,7 +169,7 @@ def standard_error(run_dir: Path, line: dict[str, Any], name: str) -> float:
     prompt.
     """
     num_rows, value = number_of(line.get("eval_rows")), number_of(line[name])
-    if rows := rows_of(row_values(run_dir).get(str(line["step"]), {}), name):
+    if rows := rows_of(run_dir, line, name):
         return difference_of({}, rows)[1] * (value if name in EXPONENTIALS else 1.0)
     if name == "eval_accuracy" and num_rows and 0 <= value <= 1:
         return math.sqrt(value * (1 - value) / num_rows)
@@ -192,17 +192,13 @@ def row_values_line(step: int, values: Mapping[str, Sequence[float]], rows: str)
     return json.dumps({"step": step, "rows": rows, "every": every, **short}, separators=(",", ":")) + "\n"
 
 
-def row_values(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of a run's `row_values_file` by their steps."""
-    return {str(line.get("step")): line for line in json_lines(row_values_file(run_dir))}
-
-
-def rows_of(line: Mapping[str, Any], name: str) -> Rows:
-    """Return the rows of a line of `row_values_file` that have a value of a metric; {} where it was not kept."""
-    columns = (line.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
+def rows_of(run_dir: Path, line: Mapping[str, Any], name: str) -> Rows:
+    """Return the held-out rows that have a value of a metric in an evaluation; {} where values were not kept."""
+    *_, kept = {}, *json_lines(row_values_file(run_dir), having=f'{{"step":{line.get("step")},'.encode())
+    columns = (kept.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
     values, weights = (column if isinstance(column, list) else [] for column in columns)
     pairs = enumerate(zip(map(number_of, values), map(number_of, weights or [1] * len(values)), strict=False))
-    source = f"{line.get('rows')}/{line.get('every')}"
+    source = f"{kept.get('rows')}/{kept.get('every')}"
     return {(source, n): (value, weight) for n, (value, weight) in pairs if value == value and weight > 0}
 
 

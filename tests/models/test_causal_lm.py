@@ -189,13 +189,13 @@ def test_evaluation_is_the_mean_over_all_tokens_and_rows_that_fill_add_nothing(c
     samples = [{"ids": row.tolist(), "trained": [i >= 3 for i in range(len(row))]} for row in rows]
     packs = [[samples[0]], [samples[1]]], [[samples[2]], None]
     batches = [partial(packed_sft_batch, part, pad_id=EOS) for part in packs]
-    found, rows = evaluate(loaded(causal_folder), batches, torch.device("cpu"))
+    found, kept = evaluate(loaded(causal_folder), batches, torch.device("cpu"))
     tokens = torch.cat([reference_log_probs(causal_folder, row)[2:] for row in rows])  # token 3 is number 2 predicted
     assert found["eval_loss"] == pytest.approx(-tokens.mean().item(), rel=1e-5)
     assert found["eval_perplexity"] == pytest.approx(math.exp(-tokens.mean().item()), rel=1e-5)
-    assert rows["weight"] == [6, 2, 4] and found["eval_rows"] == 3
+    assert kept["weight"] == [6, 2, 4] and found["eval_rows"] == 3
     by_row = [-part.mean().item() for part in tokens.split([6, 2, 4])]
-    assert rows["eval_loss"] == pytest.approx(by_row, rel=1e-5)
+    assert kept["eval_loss"] == pytest.approx(by_row, rel=1e-5)
 
 
 def test_evaluation_without_rows_gives_no_number(causal_folder):

@@ -102,7 +102,10 @@ def record(
             if stage == "ppo":
                 with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                     file.write(samples_at(step, texts))
-            writer.write(step, evaluation_at(stage, step))
+            values, name = evaluation_at(stage, step), {"sft": "eval_loss", "ppo": "eval_objective/scores"}.get(stage)
+            if name:
+                writer.write_rows(step, {name: [values[name] + n / 10 for n in range(-5, 6)]}, "data")
+            writer.write(step, values)
     if code == 0:
         (folder / "done.json").write_text(json.dumps({"stage": stage, "steps": steps}))
     write_outcome(folder, 0, code, "done" if code == 0 else "running" if code is None else "the cause")
