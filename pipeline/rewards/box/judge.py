@@ -287,4 +287,4 @@ async def _last_match(pattern: str, text: str) -> str | None:
     found, _ = await process.communicate(json.dumps([MATCH_LIMIT_S, pattern, text]).encode())
     if process.returncode:
         raise ValueError(f"the search for the pattern takes more than {MATCH_LIMIT_S:g} s")
-    return json.loads(found)  # type: ignore[no-any-return]
+    return json.loads(found)
