@@ -30,6 +30,7 @@ from pipeline.checkpoints.checkpoint_files import (
     write_manifest,
 )
 from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.configuration.global_batch import BATCHES, ROLLOUT
 from pipeline.configuration.resume_rules import SAME, check_same_fingerprints, check_same_settings, refuse
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine
@@ -302,9 +303,13 @@ def check_whole(folder: Path) -> None:
 
 
 def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults: Any) -> None:
-    """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding."""
+    """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding.
+
+    The size of a rollout, which several flags may say, is compared among the checkpoint's "sizes".
+    """
     log.info("resuming from %s (--overwrite starts over)", folder)
-    now = {**rounding, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
+    in_force = {name: value for name, value in rounding.items() if name not in (ROLLOUT, BATCHES)}
+    now = {**in_force, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
     then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
     if changed:

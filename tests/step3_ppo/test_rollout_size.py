@@ -1,7 +1,9 @@
 """The size of a rollout: by its own flag, by the product of older ones, or by the checkpoint of a run that goes on."""
 
 import json
+import logging
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 from support.in_process import error_lines, undone_afterwards
 from support.tiny_run import make_folder, read_metrics
 
+from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.global_batch import Choice, with_ranks
+from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
@@ -265,6 +269,24 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
 
 
+@pytest.mark.parametrize("changes", ["", "--actor_zero_stage 1"])
+def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, caplog, changes):
+    """A new run's rollouts are of the prompts at once that it gives; one that goes on has them from its checkpoint."""
+    words = f"{GENERATED} 8 --per_device_train_batch_size 4 --output_dir {tmp_path}/out --data_split none".split()
+    began = with_ranks(read_flags(STAGE, words), 1).config
+    checkpoint = STAGE.run_folder(began.run) / "checkpoints/step-3"
+    saved = {"layout": values_by_rule(began, "rounding"), "settings": values_by_rule(began, "same"), "world_size": 1}
+    saved |= {"step": 3, "sizes": batch_sizes(began, 1), "versions": {name: version(name) for name in PACKAGES}}
+    write_state(checkpoint, saved)
+    (checkpoint.parents[1] / "run.lock").touch()
+    goes_on = with_ranks(read_flags(STAGE, [*words, *changes.split()]), 1).config
+    assert (began.sampling.generation_batches, goes_on.sampling.rollout_batch_size) == (1, 8)
+    with caplog.at_level(logging.WARNING):
+        log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
+    told = ["resumed with other settings: actor_zero_stage 0 -> 1; numbers are equal up to rounding"] if changes else []
+    assert caplog.messages == told
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("rollout-size"))
@@ -302,7 +324,9 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
     assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 10
     few = tmp_path / "few"
-    assert trained(folder, few, 6, f"{GENERATED} 16") == 0 and trained(folder, few, 10, f"{GENERATED} 3") == 0
+    assert trained(folder, few, 6, f"{GENERATED} 16") == 0 and trained(folder, few, 7, f"{GENERATED} 16") == 0
+    assert "other settings" not in (few / "runs/ppo/log.txt").read_text(), "the same command"
+    assert trained(folder, few, 10, f"{GENERATED} 3") == 0
     assert losses(few) == pytest.approx(losses(whole), rel=1e-5), "fewer prompts at once, the same rollouts"
     assert trained(folder, tmp_path / "new", 2, "--rollout_batch_size 16") == 0
     capsys.readouterr()
