@@ -8,7 +8,7 @@ from pipeline.training.metrics import SUPERVISED, Metric
 METRICS: dict[str, Metric] = SUPERVISED | {
     "accuracy": Metric(
         "share of pairs whose chosen response has the higher implicit reward; of KTO share of responses whose "
-        "log-ratio is above z0 where the label is true, below it where it is false; ties count half",
+        "log-ratio is above z0 where the label is true, below it where it is false; ties within rounding count half",
         "share",
         better=1,
         title="accuracy",

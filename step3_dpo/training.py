@@ -15,8 +15,9 @@ from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, in_row_order, sequence_lengths, to_device
-from pipeline.engine.build import language_model_engine, start_engines
+from pipeline.engine.build import compute_dtype, language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
+from pipeline.models.loading import DTYPES
 from pipeline.models.source import prepare_tokenizer
 from pipeline.planning.room import make_room
 from pipeline.run.run import Run
@@ -146,11 +147,12 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
         return
     device = dpo.run.world.device
     sums, parts = torch.zeros(9, dtype=torch.float64, device=device), list[Tensor]()
+    eps = torch.finfo(DTYPES[compute_dtype(dpo.run)]).eps
     with dpo.evaluation(state, course) as batches:
         z0 = z0_of_evaluation(dpo, mismatches, state, course)
         for make in batches:
             batch = to_device(make(), device)
-            batch_sums, rows = measured(dpo.config, log_ratios(dpo, batch), batch, z0)
+            batch_sums, rows = measured(dpo.config, log_ratios(dpo, batch), batch, z0, eps)
             sums += batch_sums
             parts.append(rows)
     state.evaluated = state.step

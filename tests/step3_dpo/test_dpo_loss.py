@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from step3_dpo.batches import ResponseBatch
+from step3_dpo.config import DPOConfig
 from step3_dpo.loss import dpo_loss, ipo_loss
+from step3_dpo.objective import measured
 
 WEIGHTS = torch.tensor([1.0, 1, 0.5, 1, 0, 2, 0])
 
@@ -98,3 +101,30 @@ def test_loss_and_gradient_are_those_of_trl(kind, method):
     (found,) = torch.autograd.grad(ours, policy)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize(
+    ("dtype", "difference", "won"),
+    [
+        (torch.float32, 0.0, 0.5),
+        (torch.float32, 1e-5, 0.5),  # nats, of a sum of -40: four units in its last place
+        (torch.float32, 1e-3, 1.0),
+        (torch.bfloat16, 0.05, 0.5),  # of 16 tokens, the third place of each of which is rounded
+        (torch.bfloat16, 0.5, 1.0),
+    ],
+)
+def test_a_tie_within_rounding_is_half_a_win(method: str, dtype: torch.dtype, difference: float, won: float):
+    """A pair by a difference and one by its opposite; of KTO good responses alone."""
+    labels = torch.tensor([True, True, method == "kto", method == "kto"])
+    batch = ResponseBatch(
+        *[torch.zeros(4, 0, dtype=torch.int64)] * 3, lengths=torch.full((4,), 20), prompt_lengths=torch.full((4,), 4),
+        labels=labels, reference=torch.full((4,), -40.0), weights=torch.ones(4),
+    )  # fmt: skip
+    ratios = torch.tensor([difference, -difference, 0.0, 0.0])
+    eps = torch.finfo(dtype).eps
+    for signs, wins in ((1, won), (-1, 1 - won)):
+        counts = torch.tensor([1.0, 0.0, 1.0, 0.0])
+        one = ResponseBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"weights": counts})
+        found = measured(DPOConfig(method=method), signs * ratios, one, 0.0, eps)
+        assert (found[1] / found[2]).item() == (wins if method != "kto" else (wins + 0.5) / 2)

@@ -217,6 +217,8 @@ def test_the_last_evaluation_is_that_of_transformers(trained: Trained, name: str
     assert {key: last[key] for key in expected} == pytest.approx(expected, abs=2e-5)
 
 
-def test_before_the_first_step_all_pairs_are_ties(trained: Trained) -> None:
-    first = next(line for line in read_metrics(trained.run("whole")) if "eval_loss" in line)
+@pytest.mark.parametrize("name", WAYS)
+def test_before_the_first_step_all_pairs_are_ties(trained: Trained, name: str) -> None:
+    """Whatever batches the reference and the evaluation had, on one rank and on two."""
+    first = next(line for line in read_metrics(trained.run(name)) if "eval_loss" in line)
     assert first["eval_accuracy"] == 0.5
