@@ -49,8 +49,8 @@ def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
     prompts = [json.loads(line)["prompt"] for line in lines]
     template = load_tokenizer(str(output / "sft"))
     stage = stages_of_method(method)[3]
-    has_kl = stage.section == "ppo"  # of its own samples; DPO, IPO and KTO make none
-    results: dict[str, Any] = {"prompts": len(prompts), "method": stage.methods[method] if has_kl else method.upper()}
+    samples = stage.section == "ppo"  # DPO, IPO and KTO make none
+    results: dict[str, Any] = {"prompts": len(prompts), "method": stage.methods[method] if samples else method.upper()}
     shown = [{"prompt": prompt} for prompt in prompts[:NUM_SHOWN]]
     for name, folder in (("base", "demo/base"), ("sft", "sft"), ("ppo", "actor")):
         texts = answers(output / folder, prompts, template=template, seed=seed)
@@ -61,12 +61,11 @@ def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
         for row, text in zip(shown, texts, strict=False):
             row[name] = text
     perplexity = metrics(output, "sft", "eval_perplexity")
-    reward = metrics(output, "ppo", "eval_objective/scores") if has_kl else metrics(output, "dpo", "eval_margin")
+    reward = metrics(output, "ppo", "eval_objective/scores") if samples else metrics(output, "dpo", "eval_margin")
     results |= {"perplexity_before": perplexity[0], "perplexity_after": perplexity[-1]}
     if method == "ppo":
         results["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
-    if has_kl:
-        kl = metrics(output, "ppo", "eval_objective/kl")
+    if samples and (kl := metrics(output, "ppo", "eval_objective/kl")):  # of a run with a reference
         results |= {"kl_start": kl[0], "kl_end": kl[-1]}
     results |= {"reward_start": reward[0], "reward_end": reward[-1]}
     return results | {"answers": shown}
@@ -93,7 +92,8 @@ def table(results: dict[str, Any]) -> str:
     """The report for people, readable at 80 columns."""
     rate, method = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}", results["method"]
     has_model, has_kl = "reward_accuracy" in results, "kl_end" in results
-    score = "mean score of the reward model" if has_model else "mean reward" if has_kl else "margin on unseen pairs"
+    own = "mean reward" if method in stages_of_method("ppo")[3].methods.values() else "margin on unseen pairs"
+    score = "mean score of the reward model" if has_model else own
     rows = [
         ("", "before", "after"),
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),

@@ -1,7 +1,7 @@
 """The flags of stage 3, PPO, and the checks of generation that need no model."""
 
-import math
 from dataclasses import fields
+from math import gcd
 from pathlib import Path
 from typing import Literal, Self
 
@@ -70,7 +70,9 @@ class PPOConfig(StageConfig):
         on_resume="rounding",
         needs="a reward model",
     )
-    offload_reference_model: bool = flag(False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding")
+    offload_reference_model: bool = flag(
+        False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding", needs="a reference"
+    )
     offload_reward_model: bool = flag(
         False, "As --reward_model_offload_weights cpu", on_resume="rounding", needs="a reward model"
     )
@@ -116,9 +118,9 @@ class PPOConfig(StageConfig):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models that the run needs, the actor first."""
-        absent = {"critic": self.method.has_critic, "reward": self.has_reward_model}
-        num_further = len(self.rewards.more_reward_models)
-        return roles_without(*(name for name, is_there in absent.items() if not is_there), num_further=num_further)
+        there = {"critic": self.method.has_critic, "reference": self.ppo.has_reference, "reward": self.has_reward_model}
+        absent = (name for name, is_there in there.items() if not is_there)
+        return roles_without(*absent, num_further=len(self.rewards.more_reward_models))
 
     @property
     def trained_roles(self) -> list[Role]:
@@ -265,8 +267,7 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _states_leave_the_device_once(self) -> Self:
-        learning = [self.flags_of(role) for role in self.trained_roles]
-        always = [offloads(self.deepspeed, model)["offload_optimizer"] for model in learning]
+        always = [offloads(self.deepspeed, self.flags_of(role))["offload_optimizer"] for role in self.trained_roles]
         if self.sampling.offload_optimizer_during_rollout and all(always):
             raise ValueError("--offload_optimizer_during_rollout: with --offload the states never are on the device")
         return self
@@ -332,8 +333,7 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
-        divisor = math.gcd(size, ranks)
-        errors.append(f"--inference_tp_size {size}: must divide the {counted(ranks, 'rank')}; give {divisor}")
+        errors.append(f"--inference_tp_size {size}: must divide the {counted(ranks, 'rank')}; give {gcd(size, ranks)}")
     if size > 1 and backend not in ("auto", "fused"):
         errors.append(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)

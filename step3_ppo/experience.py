@@ -178,13 +178,13 @@ class Scores:
     """The outputs of the models for `Responses`, raw: no penalty, no normalisation; tokens after the end are 0.
 
     log_probs: (N, T) fp32, those of the policy before the update ("old"), the trainer's or the sampler's.
-    ref_log_probs: (N, T) fp32.
+    ref_log_probs: (N, T) fp32; None without a reference.
     entropy: (N, T) fp32; None with the sampler's log_probs.
     values: (N, T) fp32, on the normalised reward scale; None without a critic.
     """
 
     log_probs: Tensor
-    ref_log_probs: Tensor
+    ref_log_probs: Tensor | None
     entropy: Tensor | None
     values: Tensor | None
 
@@ -207,7 +207,7 @@ class Experience(Rows):
 
     response_mask: (N, T) bool, True = a token of a row that counts.
     log_probs: (N, T) fp32, those of the policy before the update.
-    ref_log_probs: (N, T) fp32.
+    ref_log_probs: (N, T) fp32; None without a reference.
     advantages: (N, T) fp32, whitened with `--whiten_advantages`.
     targets: those of a critic; None without one.
     positive_mask: (N, T) bool, True = a token of a right response that counts; None without `--positive_nll_coef`.
@@ -215,7 +215,7 @@ class Experience(Rows):
 
     response_mask: Tensor
     log_probs: Tensor
-    ref_log_probs: Tensor
+    ref_log_probs: Tensor | None
     advantages: Tensor
     targets: ValueTargets | None
     positive_mask: Tensor | None = None
@@ -309,7 +309,7 @@ class Collected:
         for name, tensor in tensors.items():
             part, _, column = name.partition("/")
             parts[part][column] = tensor.to(device)
-        known = parts["experience"]
+        known = {"ref_log_probs": None, **parts["experience"]}
         has_values = {f.name for f in fields(ValueTargets)} <= known.keys()
         known["targets"] = ValueTargets(known.pop("values"), known.pop("returns")) if has_values else None
         responses = Responses(**parts["responses"])

@@ -181,7 +181,7 @@ class PolicyObjective(Objective):
             sums.add(sampler_kl=(torch.expm1(difference) - difference).sum())
             sums.add(sampler_ratio=ratio.sum(), sampler_squares=ratio.square().sum())
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
-        if self.ppo.kl_in_loss:
+        if self.ppo.kl_in_loss and known.ref_log_probs is not None:
             estimator = self.ppo.kl_estimator
             kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=estimator, weights=factors)
             sums.add(kl=kl)
@@ -256,9 +256,7 @@ class PolicyObjective(Objective):
             "policy/clipfrac": totals["clipped"] / num_tokens,
             "policy/approx_kl": totals["approx_kl"] / num_tokens,
         }
-        if self.ppo.kl_in_loss:
-            metrics["loss/kl"] = totals["kl"] / num_tokens
-        for name in ("entropy_bonus", "positive_nll"):
+        for name in ("kl", "entropy_bonus", "positive_nll"):
             if name in totals:
                 metrics[f"loss/{name}"] = totals[name] / num_tokens
         if self.text is not None:

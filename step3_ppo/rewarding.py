@@ -42,8 +42,8 @@ class Rewarded:
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
     clipped: (N,) bool, True = `reward_clip` cut the score of a reward model.
-    kl: (N, T) fp32, KL estimate k1.
-    kl_k3: (N, T) fp32, KL estimate k3.
+    kl: (N, T) fp32, KL estimate k1; None without a reference.
+    kl_k3: (N, T) fp32, KL estimate k3; None without a reference.
     advantage_mean: mean of the advantages before whitening.
     advantage_std: standard deviation of the advantages before whitening.
     equal_share: of groups with a response that counts, those whose rewards are all equal; NaN without groups.
@@ -56,8 +56,8 @@ class Rewarded:
     sequence_rewards: Tensor
     total_rewards: Tensor
     clipped: Tensor
-    kl: Tensor
-    kl_k3: Tensor
+    kl: Tensor | None
+    kl_k3: Tensor | None
     advantage_mean: float
     advantage_std: float
     equal_share: float
@@ -102,7 +102,7 @@ def reward_responses(
     Args:
         judged: (N, R) fp32 raw scores of the reward models; those of functions are in `responses`.
     """
-    columns = [scores.log_probs, scores.ref_log_probs] + ([] if scores.values is None else [scores.values])
+    columns = [one for one in (scores.log_probs, scores.ref_log_probs, scores.values) if one is not None]
     valid = is_scored(responses, judged, terms) & torch.stack([column.isfinite().all(1) for column in columns]).all(0)
     normalised, shaped, at_tokens = summed(responses, judged, valid, ppo, terms)
     alike = equal_groups(shaped, valid, group_size=terms.group_size)
@@ -111,15 +111,15 @@ def reward_responses(
         valid = valid & ~alike.repeat_interleave(terms.group_size)
         shaped = torch.where(valid, shaped, 0.0)
     mask = responses.response_mask & valid.unsqueeze(1)
-    log_probs, ref_log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns)
+    log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns)
+    ref_log_probs = None if scores.ref_log_probs is None else rest.pop(0)
     values = rest[0] if rest else None
-    penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
+    zero = torch.zeros_like(log_probs)
+    penalty = zero if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
     per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
     if at_tokens is not None:
         # What a function gives tokens stands at them, and not at the last one.
-        per_token = (
-            per_token + token_rewards(-at_tokens.sum(1), torch.zeros_like(penalty), mask, kl_coef=0.0) + at_tokens
-        )
+        per_token = per_token + token_rewards(-at_tokens.sum(1), zero, mask, kl_coef=0.0) + at_tokens
     advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
     mean, variance = finish_moments(moments(advantages, mask))
     trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
@@ -141,8 +141,8 @@ def reward_responses(
         sequence_rewards=shaped,
         total_rewards=per_token.sum(1),
         clipped=torch.stack([column.abs() > ppo.reward_clip for column in normalised or [shaped * 0]]).any(0),
-        kl=kl_estimate(log_probs, ref_log_probs, estimator="k1"),
-        kl_k3=kl_estimate(log_probs, ref_log_probs, estimator="k3"),
+        kl=None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator="k1"),
+        kl_k3=None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator="k3"),
         advantage_mean=mean.item(),
         advantage_std=variance.sqrt().item(),
         equal_share=equal_share,

@@ -29,15 +29,15 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     NaN where no row counts: it is logged as null.
     """
     valid, mask = rewarded.valid, rewarded.experience.response_mask
-    kl, kl_k3 = (torch.where(mask, kl, 0.0).sum(1) for kl in (rewarded.kl, rewarded.kl_k3))
     finished = responses.finished.float()
     found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
     found |= reward_metrics(responses, rewarded)
+    for name, kl in {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}.items():
+        if kl is not None:
+            found[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
     if (positive := rewarded.experience.positive_mask) is not None:
         found["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
     return found | {
-        "objective/kl": mean_of(kl, valid),
-        "objective/kl_k3": mean_of(kl_k3, valid),
         "objective/scores": mean_of(rewarded.scores, valid),
         "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
         "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
@@ -151,7 +151,7 @@ def append_samples(
     path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """Add the responses of an evaluation on this rank to samples.jsonl; returns its new lines."""
-    rows = []
+    rows, kl = [], rewarded.kl
     for n in range(len(responses.sequences)):
         if not responses.valid[n]:
             continue
@@ -161,10 +161,11 @@ def append_samples(
             "prompt": tokenizer.decode(responses.sequences[n, :start], skip_special_tokens=True),
             "response": tokenizer.decode(responses.sequences[n, start : start + length], skip_special_tokens=True),
             "score": finite(round(rewarded.scores[n].item(), 4)),
-            "kl": round(rewarded.kl[n].sum().item(), 4) if rewarded.valid[n] else None,
             "tokens": length,
             "finished": bool(responses.finished[n]),
         }
+        if kl is not None:
+            row["kl"] = round(kl[n].sum().item(), 4) if rewarded.valid[n] else None
         rows.append(row)
     with tolerated("samples"), path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -74,21 +74,27 @@ def score_responses(
     policy: tuple[Tensor, Tensor | None],
     *,
     temperature: float,
+    with_reference: bool = True,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Run reference and critic over all responses, each rank its own micro-batches. A collective.
+    """Run reference and critic, those that are there, over all responses, each rank its micro-batches. A collective.
 
     Args:
         batches: this rank's micro-batches.
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         between: called before each of them; may raise.
     """
-    ref_log_probs, *values = over_all(
-        responses, batches, lambda *part: score_batch(models, *part, temperature=temperature), between
-    )
-    models.release_gathered("reference")  # the others may be updated next
+
+    def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
+        return score_batch(models, part, batch, temperature=temperature, with_reference=with_reference)
+
     log_probs, entropy = policy
-    return Scores(log_probs, ref_log_probs, entropy, values[0] if values else None)
+    if not with_reference and models.critic is None:
+        return Scores(log_probs, None, entropy, None)
+    columns = over_all(responses, batches, compute, between)
+    models.release_gathered("reference")  # the others may be updated next
+    ref_log_probs = columns.pop(0) if with_reference else None
+    return Scores(log_probs, ref_log_probs, entropy, columns[0] if columns else None)
 
 
 @torch.no_grad()
@@ -135,11 +141,17 @@ def over_all(
     return gather_scores(parts, places, width=responses.sampler_log_probs.shape[1])
 
 
-def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
-    """(n, T') reference log-probabilities and, with a critic, (n, T') values of one micro-batch."""
-    with models.reference_policy() as reference:
-        ref_log_probs, _ = log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)
-    return (ref_log_probs,) if models.critic is None else (ref_log_probs, values_of(models.critic, responses, batch))
+def score_batch(
+    models: Models, responses: Responses, batch: MicroBatch, *, temperature: float, with_reference: bool = True
+) -> tuple[Tensor, ...]:
+    """(n, T') reference log-probabilities, if asked for, and with a critic (n, T') values of one micro-batch."""
+    columns = list[Tensor]()
+    if with_reference:
+        with models.reference_policy() as reference:
+            columns.append(log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)[0])
+    if models.critic is not None:
+        columns.append(values_of(models.critic, responses, batch))
+    return tuple(columns)
 
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:

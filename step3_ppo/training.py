@@ -164,8 +164,8 @@ def reward(
     metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
+    metrics |= {"objective/kl_coef": state.kl_coef} if ppo.config.ppo.has_reference else {}
     metrics |= {
-        "objective/kl_coef": state.kl_coef,
         "time/generate_s": generate_s,
         "time/score_s": course.recorder.seconds("score"),
         "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
@@ -259,7 +259,7 @@ def moved_too_far(ppo: PPO, update: Update | None) -> bool:
 
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
     """Move the KL coefficient towards `--kl_target`, where there is one, once the critic's warm-up has ended."""
-    settings, observed = ppo.config.ppo, rollout.metrics["objective/kl"]
+    settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
     # Until then the policy is that of the start.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps
     if settings.kl_target and math.isfinite(observed) and not waits:
@@ -332,8 +332,15 @@ def score_others(
 ) -> Scores:
     """Run reference and critic over the responses. A collective; raises Interrupted."""
     batches, between = scoring_parts(ppo, responses, state, course)
-    temperature = ppo.config.sampling.temperature
-    return score_responses(ppo.models, responses, batches, policy, temperature=temperature, between=between)
+    return score_responses(
+        ppo.models,
+        responses,
+        batches,
+        policy,
+        temperature=ppo.config.sampling.temperature,
+        with_reference=ppo.config.ppo.has_reference,
+        between=between,
+    )
 
 
 def scoring_parts(

@@ -91,7 +91,7 @@ def sample_blocks(run: Run, step: int) -> list[str]:
     for row in samples(run.folder, step)[:NUM_SAMPLES]:
         end = "ended by itself" if row["finished"] else "cut at its limit"
         facts = "".join(
-            f"{name} {row[name.lower()]:.4g}, " for name in ("score", "KL") if row[name.lower()] is not None
+            f"{name} {row[name.lower()]:.4g}, " for name in ("score", "KL") if row.get(name.lower()) is not None
         )
         parts += ["Prompt:", fenced(row["prompt"]), f"Answer ({facts}{row['tokens']} tokens, {end}):"]
         parts.append(fenced(row["response"]))

@@ -82,6 +82,8 @@ def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseMod
             return f"a model at {flag.needs}, found {' and '.join(map(str, sorted(stages)))}"
     if flag.needs == "fp16" and values["dtype"] != "fp16":
         return f"--dtype fp16, found {values['dtype']}"
+    if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
+        return "a reference (--kl_coef above 0, or --log_kl true), found none"
     lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
     if flag.needs == "LoRA" and not values[lora_dim]:
         return f"--{lora_dim}, found 0"

@@ -219,7 +219,10 @@ def phase_memory(
     dtype: str,
     resident: int,
 ) -> PhaseMemory:
-    """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains."""
+    """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains.
+
+    A phase without passes has what is resident.
+    """
     used = dict.fromkeys(work.role for work in passes)
     trained = [role for role in used if any(work.trains for work in passes if work.role == role)]
     gathered = sum(states[role].gathered if trained else states[role].passing for role in used)
@@ -238,7 +241,7 @@ def phase_memory(
         waiting = {role: states[role].gradients for role in trained[number:]}
         gathered = sum(states[role].gathered for role in trained[number + 1 :])
         moments.append(PhaseMemory(resident, waiting, states[role].step, gathered))
-    return max(moments, key=lambda moment: moment.total)
+    return max(moments, key=lambda moment: moment.total, default=PhaseMemory(resident, {}))
 
 
 def is_before(role: str, work: Pass, trained: Sequence[str]) -> bool:

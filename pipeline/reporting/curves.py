@@ -181,7 +181,8 @@ def sample_panels(runs: Sequence[RunRecord]) -> Iterator[Panel]:
 
     yield Panel("samples", "scores", "Scores of the held-out responses", histogram)
     yield Panel("samples", "score_length", "Score against length", against("tokens", "response length (tokens)"))
-    yield Panel("samples", "score_kl", "Score against KL", against("kl", "KL to the reference (nats)"))
+    if any("kl" in one for one in samples):
+        yield Panel("samples", "score_kl", "Score against KL", against("kl", "KL to the reference (nats)"))
 
 
 def style(axes: Axes, ink: str, grid: str) -> None:

@@ -70,7 +70,8 @@ def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
     def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for number, sample in enumerate(samples):
             # Indented by four spaces, a text is no markup to TensorBoard, which reads it as Markdown.
-            said = f"{sample['prompt']}\n\u2192 {sample['response']}\n(score {sample['score']}, KL {sample['kl']})"
+            numbers = ", ".join(f"{name} {sample[name.lower()]}" for name in ("score", "KL") if name.lower() in sample)
+            said = f"{sample['prompt']}\n\u2192 {sample['response']}\n({numbers})"
             writer.add_text(f"samples/{number + 1}", "    " + said.replace("\n", "\n    "), step)
         writer.flush()
 

@@ -250,6 +250,7 @@ class PPOCoefficients(Group):
     kl_coef: float = flag(
         0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0, other_tools="init_kl_coef beta"
     )
+    log_kl: bool = flag(False, "Log objective/kl at kl_coef 0 too, for which the reference is loaded", before=True)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
@@ -283,6 +284,11 @@ class PPOCoefficients(Group):
     )
     enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
     ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
+
+    @property
+    def has_reference(self) -> bool:
+        """True where the KL to the reference weighs something, or is logged."""
+        return bool(self.kl_coef or self.log_kl)
 
     @property
     def weighs_off_policy(self) -> bool:

@@ -159,16 +159,20 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
     rewards = [role for role in config.roles if role.is_reward_model]
     models.rewards.extend(scoring_model(config, models, sources, role) for role in rewards)
-    for role in config.held_roles:
+    held = config.held_roles
+    served = {role.flags for role in config.roles if role not in held}  # by the trained model with these flags
+    for role in held:
         source = sources.starts[role.name]
         if not role.is_trained:
             models.frozen[role.name] = make_frozen(run, config, role, source)
             continue
         models.trained[role.name] = make_trained(run, config, role, source)
-        if config.holds_start(role) and source.base is not None:
+        if role.flags in served and source.base is not None:
             keep_start_adapter(models.trained[role.name].module.model)
     for engine in models.named().values():
         enable_packed_attention(engine.module.get_submodule("model"), device=run.world.device)
+    if config.ppo.log_kl and not config.ppo.kl_coef:
+        log.info("the reference is there for objective/kl alone (--log_kl true): at --kl_coef 0 it weighs nothing")
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 

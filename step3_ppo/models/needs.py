@@ -123,7 +123,8 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
         passes.append(Pass("actor", micro, length, micro * answer, times=-(-num_responses // micro)))
     # Without models of their own the reference is the actor, the reward model the critic, their adapters switched off.
     reference = "reference" if "reference" in roles else "actor"
-    passes.append(Pass(reference, rows, length, rows * answer, times=times, without_adapters=reference == "actor"))
+    if config.ppo.has_reference:
+        passes.append(Pass(reference, rows, length, rows * answer, times=times, without_adapters=reference == "actor"))
     reward = "reward model" if "reward model" in roles else "critic"
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, times=times))
