@@ -7,7 +7,10 @@ from pipeline.training.metrics import SHARED, Metric
 
 METRICS: dict[str, Metric] = SHARED | {
     "objective/kl": Metric(
-        "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens", better=0, title="KL to the reference"
+        "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens; as kl_k3 and kl_coef absent without "
+        "a reference, which a kl_coef of 0 has with log_kl alone",
+        better=0,
+        title="KL to the reference",
     ),
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
     "objective/entropy": Metric("mean entropy of the policy per response token", better=0, title="entropy"),

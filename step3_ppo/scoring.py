@@ -74,7 +74,6 @@ def score_responses(
     policy: tuple[Tensor, Tensor | None],
     *,
     temperature: float,
-    with_reference: bool = True,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
     """Run reference and critic, those that are there, over all responses, each rank its micro-batches. A collective.
@@ -84,16 +83,10 @@ def score_responses(
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
         between: called before each of them; may raise.
     """
-
-    def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
-        return score_batch(models, part, batch, temperature=temperature, with_reference=with_reference)
-
-    log_probs, entropy = policy
-    if not with_reference and models.critic is None:
-        return Scores(log_probs, None, entropy, None)
-    columns = over_all(responses, batches, compute, between)
+    columns = over_all(responses, batches, lambda *part: score_batch(models, *part, temperature=temperature), between)
     models.release_gathered("reference")  # the others may be updated next
-    ref_log_probs = columns.pop(0) if with_reference else None
+    ref_log_probs = columns.pop(0) if models.has_reference else None
+    log_probs, entropy = policy
     return Scores(log_probs, ref_log_probs, entropy, columns[0] if columns else None)
 
 
@@ -141,12 +134,10 @@ def over_all(
     return gather_scores(parts, places, width=responses.sampler_log_probs.shape[1])
 
 
-def score_batch(
-    models: Models, responses: Responses, batch: MicroBatch, *, temperature: float, with_reference: bool = True
-) -> tuple[Tensor, ...]:
-    """(n, T') reference log-probabilities, if asked for, and with a critic (n, T') values of one micro-batch."""
+def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
+    """(n, T') reference log-probabilities and (n, T') values of one micro-batch, without what the run does not have."""
     columns = list[Tensor]()
-    if with_reference:
+    if models.has_reference:
         with models.reference_policy() as reference:
             columns.append(log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)[0])
     if models.critic is not None:

@@ -164,7 +164,7 @@ def reward(
     metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
-    metrics |= {"objective/kl_coef": state.kl_coef} if ppo.config.ppo.has_reference else {}
+    metrics |= {"objective/kl_coef": state.kl_coef} if ppo.models.has_reference else {}
     metrics |= {
         "time/generate_s": generate_s,
         "time/score_s": course.recorder.seconds("score"),
@@ -332,15 +332,8 @@ def score_others(
 ) -> Scores:
     """Run reference and critic over the responses. A collective; raises Interrupted."""
     batches, between = scoring_parts(ppo, responses, state, course)
-    return score_responses(
-        ppo.models,
-        responses,
-        batches,
-        policy,
-        temperature=ppo.config.sampling.temperature,
-        with_reference=ppo.config.ppo.has_reference,
-        between=between,
-    )
+    temperature = ppo.config.sampling.temperature
+    return score_responses(ppo.models, responses, batches, policy, temperature=temperature, between=between)
 
 
 def scoring_parts(

@@ -37,12 +37,14 @@ class Models:
         reference policy when its adapters are switched back to those that training began with, and the critic, with
         the head that it began with, the reward model.
     rewards: what gives responses their raw scores; the reward model is one.
+    has_reference: False = nothing reads the log-probabilities of a reference policy.
     """
 
     tokenizer: Any
     trained: dict[str, TrainingEngine]
     frozen: dict[str, FrozenEngine]
     rewards: list[WeightedReward]
+    has_reference: bool = True
 
     @property
     def actor(self) -> TrainingEngine:
@@ -156,12 +158,12 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     """Load and wrap the models that the run holds."""
-    models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[])
+    has_reference = config.ppo.has_reference
+    models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[], has_reference=has_reference)
+    served = {role.flags for role in config.roles if role not in config.held_roles}  # by the trained model of these
     rewards = [role for role in config.roles if role.is_reward_model]
     models.rewards.extend(scoring_model(config, models, sources, role) for role in rewards)
-    held = config.held_roles
-    served = {role.flags for role in config.roles if role not in held}  # by the trained model with these flags
-    for role in held:
+    for role in config.held_roles:
         source = sources.starts[role.name]
         if not role.is_trained:
             models.frozen[role.name] = make_frozen(run, config, role, source)

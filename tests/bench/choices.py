@@ -53,7 +53,8 @@ def pair(actor: str, critic: str, rest: str = "") -> str:
 
 
 def rewarded(method: str, actor: str, rest: str = "") -> str:
-    return f"--method {method} --reward_function repetition --actor_model_name_or_path {actor} {rest}"
+    """The words of a run; they have a reference each, as all had when these were measured."""
+    return f"--method {method} --reward_function repetition --log_kl true --actor_model_name_or_path {actor} {rest}"
 
 
 ADAPTER = "--actor_lora_dim 32 --save_adapter_only true"

@@ -121,9 +121,9 @@ NEXT = (
 def by_method(method: str, name: str, words: str, *, rows: str, lengths: str) -> PlannedRun:
     """A run of stage 3 that a function rewards, see `held_out`; without a reward model where it names none.
 
-    It shares its GPU: the KV cache stays, whatever is free.
+    It shares its GPU: the KV cache stays, whatever is free. It has a reference, as all had when these were measured.
     """
-    words = f"--method {method} --reward_function repetition --release_inference_cache false {words}"
+    words = f"--method {method} --reward_function repetition --log_kl true --release_inference_cache false {words}"
     run = held_out(f"{method.upper()}, {name}", "ppo", words, rows=rows, lengths=lengths)
     return replace(run, kernels_of_then=False)
 

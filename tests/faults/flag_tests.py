@@ -122,6 +122,7 @@ TWINS: dict[str, Twin] = {
     "ppo.kl_in_loss": Twin("true", "metrics", both={"kl_estimator": "k2", "max_steps": 3, "kl_coef": 5.0}),
     "ppo.kl_target": Twin(0.01, "metrics", both={"max_steps": 3}),
     "ppo.kl_horizon": Twin(10, "metrics", both=ADAPTIVE),
+    "ppo.log_kl": Twin("true", "metrics", both={"kl_coef": 0.0}),
     "ppo.long_prompts": Twin("truncate_left", "metrics", both={"max_prompt_seq_len": SHORT_PROMPT}),
     "ppo.max_answer_seq_len": Twin(3, "metrics", both={"max_answer_seq_len": 12}),
     "ppo.max_prompt_seq_len": Twin(SHORT_PROMPT, "metrics", both=CUT),

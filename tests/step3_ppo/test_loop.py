@@ -245,7 +245,8 @@ def test_an_adaptive_coefficient_follows_the_kl(world, trained_folders, tmp_path
 
 def test_the_kl_in_the_loss_has_the_coefficient_in_force(world, trained_folders, tmp_path):
     """An adaptive one has moved from the flag's value: the policy's loss follows it, by the KL that both share."""
-    config = ppo_config(trained_folders, kl_in_loss=True, kl_estimator="k2", ppo_epochs=2, kl_coef=0.0, actor_rate=0.1)
+    settings = {"kl_in_loss": True, "kl_estimator": "k2", "kl_coef": 0.0, "log_kl": True}
+    config = ppo_config(trained_folders, ppo_epochs=2, actor_rate=0.1, **settings)
     losses = []
     for kl_coef in (0.0, 100.0):
         loop = loop_on_random_prompts(world, tmp_path, config)

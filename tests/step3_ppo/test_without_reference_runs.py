@@ -1,0 +1,158 @@
+"""Without a reference as a user has it: what is planned, two ranks, and a run of a version that always had one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.planned import planner_of
+from support.command_run import files_of, run_command
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder, read_metrics
+
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
+from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.flags import Resolved, parse
+from pipeline.reporting.page import write_report
+from pipeline.run.entry import read_flags
+from step3_ppo.config import PPOConfig
+from step3_ppo.main import main
+from step3_ppo.stage import STAGE
+
+KL = {"objective/kl", "objective/kl_k3", "objective/kl_coef"}
+REWARD = "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("reference"), num_train=16, num_test=4)
+    (folder / "rewards.py").write_text(
+        "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
+    )
+    return folder
+
+
+def words(folder: Path, out: Path, **changes: Any) -> list[str]:
+    flags = {
+        "actor_model_name_or_path": folder / "base", "reward_function": f"{folder}/rewards.py:fifth",
+        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
+        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
+        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "dtype": "fp32", "num_samples_per_prompt": 4,
+        "actor_learning_rate": 1e-3, "max_steps": STEPS, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
+        "method": "grpo",
+    } | changes  # fmt: skip
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+
+
+def resolved_of(folder: Path, out: Path, **changes: Any) -> Resolved:
+    return parse(PPOConfig, words(folder, out, **changes), section="ppo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "roles"),
+    [
+        ({}, ["actor"]),
+        ({"log_kl": "true"}, ["actor", "reference"]),
+        ({"kl_coef": 0.01}, ["actor", "reference"]),
+        ({"kl_coef": 0.01, "kl_target": 3}, ["actor", "reference"]),
+        ({"method": "rloo"}, ["actor", "reference"]),
+        ({"method": "rloo", "kl_coef": 0}, ["actor"]),
+        ({"method": "reinforce_pp", "kl_coef": 0}, ["actor"]),
+        ({"method": "ppo", "kl_coef": 0}, ["actor", "critic"]),
+        ({"actor_lora_dim": 2, "log_kl": "true"}, ["actor"]),
+    ],
+    ids=str,
+)
+def test_only_a_divergence_that_weighs_or_is_logged_has_a_reference(folder, tmp_path, changes, roles):
+    config = resolved_of(folder, tmp_path, **changes).config
+    assert [role.name for role in config.held_roles] == roles
+    found = STAGE.needs(config, {}, "bf16", 1)
+    assert [use.role for use in found.models] == roles
+    passes = [(one.role, one.without_adapters) for one in found.phases["score"]]
+    assert (("actor", True) in passes) == ("actor_lora_dim" in changes) and (("reference", False) in passes) == (
+        "reference" in roles
+    )
+
+
+def test_the_plan_counts_less_by_the_bytes_of_its_weights():
+    given = "--actor_model_name_or_path 125m --method grpo --reward_function length --old_log_probs sampler"
+    made = [planner_of("ppo", given + more, "1xH100") for more in ("", " --log_kl true")]
+    plans = [planner.memory(resolved) for planner, resolved in made]
+    assert "reference" not in plans[0].sizes and plans[1].sizes["reference"].num_bytes > 2.4e8
+    for phase in ("generate", "score", "train"):
+        states = [plan.phases[phase].states for plan in plans]
+        assert states[1] - states[0] == plans[1].sizes["reference"].num_bytes
+    scored = plans[0].phases["score"]
+    assert scored.activations == scored.gathered == 0, "no pass is made"
+
+
+def test_its_offload_is_named_where_there_is_none(folder, tmp_path):
+    for changes, count in (({}, 1), ({"log_kl": "true"}, 0)):
+        given = resolved_of(folder, tmp_path, offload_reference_model="true", actor_zero_stage=3, **changes)
+        lines = [line for line in idle_flags(given.config, given.origins) if "offload_reference_model" in line]
+        assert len(lines) == count
+        assert all("it needs a reference (--kl_coef above 0, or --log_kl true), found none" in line for line in lines)
+
+
+def trained(folder: Path, out: Path, **changes: Any) -> int:
+    with undone_afterwards():
+        return main(words(folder, out, **changes))
+
+
+def made_older(checkpoint: Path) -> None:
+    """Leave out of a checkpoint what a version without the flag did not write."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["settings"]["log_kl"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
+    write_manifest(checkpoint, state["step"], {file.name: manifest_entry(file) for file in files})
+
+
+def numbers(out: Path) -> list[dict[str, Any]]:
+    """What each step logged, without times and memory."""
+    lines = [line for line in read_metrics(out / "runs/ppo") if "step_s" in line]
+    other = ("time", "step_s", "memory", "host_memory", "generate_tokens", "tokens_per", "samples_per")
+    return [{name: value for name, value in line.items() if not name.startswith(other)} for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [{}, {"actor_lora_dim": 2, "actor_lora_learning_rate": 1e-2}], ids=["full", "LoRA"])
+def test_a_run_of_an_older_version_goes_on_with_its_reference(folder, tmp_path, lora):
+    """By the same command, which has no flag for it; a new run of that command has none."""
+    whole, parts, new = (tmp_path / name for name in ("whole", "parts", "new"))
+    assert trained(folder, whole, log_kl="true", **lora) == 0
+    assert trained(folder, parts, log_kl="true", max_steps=STEPS - 1, **lora) == 0
+    made_older(parts / f"runs/ppo/checkpoints/step-{STEPS - 1}")
+    (parts / "runs/ppo/done.json").unlink()
+    assert read_flags(STAGE, words(folder, parts, **lora)).config.ppo.log_kl
+    assert trained(folder, parts, **lora) == 0
+    assert numbers(parts) == numbers(whole) and [line.keys() > KL for line in numbers(whole)] == [True, False, True]
+    assert trained(folder, parts, **lora) == 0, "it is finished: nothing to do"
+    assert trained(folder, new, **lora) == 0
+    assert numbers(new) == [
+        {name: value for name, value in line.items() if name not in KL | {"loss/kl"}} for line in numbers(whole)
+    ]
+    for other in (parts, new):
+        found = [files_of(out / "actor") for out in (whole, other)]
+        first, second = ({p.name: data for p, data in one.items() if p.suffix == ".safetensors"} for one in found)
+        assert first and first == second
+    for out in (whole, new):
+        write_report([out / "runs/ppo"], out / "report")
+        texts = [path.read_text() for path in (*out.glob("report/**/*.md"), out / "actor/README.md")]
+        assert len(texts) == 2 and ["KL" in text.replace("with KL penalty", "") for text in texts] == [out == whole] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_two_ranks_train_without_it_as_with_it(folder, tmp_path, zero_stage):
+    found = []
+    for log_kl in ("true", "false"):
+        out = tmp_path / log_kl
+        given = words(folder, out, log_kl=log_kl, actor_zero_stage=zero_stage, max_steps=2)
+        ended = run_command("step3_ppo", given, folder=tmp_path, ranks=2)
+        assert ended.code == 0, ended.stderr
+        found.append(numbers(out))
+    with_it, without = found
+    assert without == [{name: line[name] for name in line if name not in KL | {"loss/kl"}} for line in with_it]
+    assert len(without) == 2 and all(line.keys() > KL for line in with_it)
