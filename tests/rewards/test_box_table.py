@@ -24,7 +24,7 @@ def test_settings_are_named_and_have_defaults_and_all_else_is_an_argument_of_trl
         others = parameters.keys() - settings_of(function) - {"columns"}
         assert others and others <= {"prompts", "completions", "completion_ids"}, name
         assert all(parameters[setting].default is not inspect.Parameter.empty for setting in settings_of(function))
-    assert settings_of(BOX["keyword_frequency"]) == ["word", "at_least", "at_most"]
+    assert [*settings_of(BOX["keyword_frequency"])] == ["word", "at_least", "at_most"]
 
 
 @pytest.mark.parametrize("name", ["format_match", "title", "overlong", "repetition"])
