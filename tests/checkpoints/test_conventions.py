@@ -1,9 +1,11 @@
 """The folders of a tiny run of all stages, against what vLLM, SGLang, TGI, llama.cpp's converter and peft look for."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from transformers import (
     LlamaTokenizerFast,
 )
 
+from pipeline.checkpoints import model_folder
 from pipeline.checkpoints.model_folder import save_model, with_former_fields
 from pipeline.models.loading import load_language_model
 from pipeline.models.lora import add_lora
@@ -342,3 +345,23 @@ def test_transformers_alone_gives_the_scores(outputs: Path, name: str) -> None:
     expected = last_token_scores(ours(ids, mask), mask.sum(1))
     torch.testing.assert_close(model.eval()(ids, mask.long()).logits.squeeze(1), expected, **CLOSE)
     assert expected.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("start", "given", "says"), [("bfloat16", "auto", True), ("float32", "auto", False), ("bfloat16", "fp32", False)]
+)
+def test_a_model_that_is_saved_larger_than_its_start_says_so(tmp_path, monkeypatch, caplog, start, given, says):
+    saved: list[torch.dtype] = []
+    monkeypatch.setattr(model_folder, "save_model", lambda *_, dtype, **__: saved.append(dtype))
+    monkeypatch.setattr(model_folder, "model_documents", lambda *_, **__: {})
+    monkeypatch.setattr(model_folder, "weights_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(model_folder, "base_model", lambda model: model)
+    config = SimpleNamespace(run=SimpleNamespace(save_dtype=given), deepspeed=SimpleNamespace(save_adapter_only=False))
+    run: Any = SimpleNamespace(resolved=SimpleNamespace(config=config))
+    model: Any = torch.nn.Linear(1, 1)
+    model.source_config = SimpleNamespace(dtype=getattr(torch, start))
+    module, none = torch.nn.ModuleDict({"model": model}), cast(Any, None)
+    with caplog.at_level(logging.INFO):
+        model_folder.save_trained(run, module, none, tmp_path / "sft", model=none, kind="x", step=1)
+    text = f"{tmp_path / 'sft'}: saved in float32, as it was trained; its start is in bfloat16, which takes less room"
+    assert saved == [torch.float32] and (text in caplog.text) == says

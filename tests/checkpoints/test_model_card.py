@@ -106,6 +106,19 @@ def test_the_card_of_a_reward_model_has_the_error_of_its_accuracy(tmp_path: Path
     assert "mean of `accuracy`" in sections(text)["Training"][0]
 
 
+def test_the_card_says_what_the_rows_can_show_and_what_it_cost(tmp_path: Path) -> None:
+    """At the step of its weights: what follows is of other ones."""
+    run = make_run(tmp_path, REWARD, "--model_name_or_path", "org/base", "--data_path", "a.jsonl")
+    values = ((0, 0.5), (20, 0.51), (30, 1.0))
+    lines = [{"step": n, "eval_accuracy": x, "eval_rows": 100, "time": 3600.0, "num_tokens": 2e6} for n, x in values]
+    write_lines(tmp_path, "metrics.jsonl", lines)
+    titles, metrics = {"eval_accuracy": "held-out accuracy"}, {"accuracy": {"better": 1}}
+    (tmp_path / "meaning.json").write_text(json.dumps({"titles": titles, "metrics": metrics, "starts": [[-1, 2, 0.0]]}))
+    for step, said in ((20, "no difference that 100 rows can show"), (30, "better than at the start")):
+        text = card_of(run, step=step, scores=True)
+        assert f"From step to step: {said}." in text and f"{step} optimizer steps, 2 GPU hours, 2M tokens." in text
+
+
 def actor_run(folder: Path, base: Path, *words: object) -> Run:
     (folder / "mine").mkdir(exist_ok=True)
     (folder / "mine/rules.py").write_text("def short(completions): ...\n")

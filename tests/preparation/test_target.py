@@ -162,7 +162,7 @@ def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
     assert "besides in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks" in page
     assert " batch micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step " in page
     assert " verdict fits: " in page and " data train.jsonl: 8 rows of " in page
-    assert "from all 8 records" in page and "; 20% of the prompts are for this stage" in page
+    assert "from all 8 records, 0 dropped" in page and "; 20% of the prompts are for this stage" in page
 
 
 def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned, inputs, capsys):
@@ -175,12 +175,12 @@ def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned,
 
 def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     """A z is a token of its own: no text of the tokenizer's had two of them."""
-    write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4)])
+    write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4, 0)])
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
-    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3} from all 5 records"
+    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3}"
     page = planned("--target", "small.yaml", "--explain", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
-    assert f" data lengths.jsonl: {lengths} " in one_line(page)
+    assert f" data lengths.jsonl: {lengths} from all 5 records, 1 dropped; 1 dropped: " in one_line(page)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,8 @@ def test_a_run_that_was_resumed_and_one_on_two_ranks_say_so(tmp_path):
     with (folder / "log.txt").open("a") as file:
         file.write("2030-01-01 00:00:00,0 INFO x resuming from a/checkpoints/step-3 (--overwrite starts over)\n")
     text = write_report([folder], folder).read_text(encoding="utf-8")
-    assert "Finished after 6 steps · resumed from step 3 · on 2 ranks" in text
+    assert re.search(r"Finished after 6 steps · resumed from step 3 · on 2 ranks · [\d.e-]+ GPU hours", text)
+    assert re.search(r"on 2 ranks; [\d.e-]+ GPU hours", (folder / "report.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.usefixtures("no_pictures")

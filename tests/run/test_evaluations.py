@@ -170,12 +170,12 @@ def test_so_many_rows_are_kept_at_most(tmp_path):
 
 
 def test_the_cost_is_that_of_all_starts_and_ranks(tmp_path):
-    """Two ranks for 90 minutes, and behind a pause four ranks for 30; the first number of tokens is of that step."""
+    """Two ranks for 90 minutes, behind a pause four ranks for 30, and a third start without a step so far."""
     assert cost(tmp_path) == ""
     times = {0: 1000.0, 5: 6400.0, 6: 90_700.0, 9: 91_800.0}
     lines = [{"step": step, "time": time, "num_tokens": 1e6 * step} for step, time in times.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_json(meaning_file(tmp_path), {"starts": [[-1, 2, 1000.0], [5, 4, 90_000.0]]})
+    write_json(meaning_file(tmp_path), {"starts": [[-1, 2, 1000.0], [5, 4, 90_000.0], [9, 8, 95_000.0]]})
     assert cost(tmp_path) == "5 GPU hours, 9M tokens"
     write_json(tmp_path / "env.json", {"device": "cpu"})
     assert cost(tmp_path) == "5 hours of CPU ranks, 9M tokens"
