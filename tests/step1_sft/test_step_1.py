@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, rows_of, run_example, sections
-from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
+from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.sources import fingerprint
@@ -149,6 +149,7 @@ def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:
     lines = read_metrics(trained.run())
     training = [line for line in lines if "loss" in line]
     held_out = [line for line in lines if "eval_loss" in line]
+    assert_rows_give_means(trained.run(), "eval_loss")
     assert [line["step"] for line in training] == list(range(1, NUM_STEPS + 1))
     assert [line["step"] for line in held_out] == [0, NUM_STEPS]
     assert all(line["stage"] == "sft" for line in lines)

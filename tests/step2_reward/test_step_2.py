@@ -9,7 +9,7 @@ import torch
 from support.command_run import Ended, run_command
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
-from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
+from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.models.reward_model import last_token_scores, load_reward_model
@@ -101,6 +101,7 @@ def test_metrics_are_json_lines_with_rising_steps(trained: Trained) -> None:
     lines = read_metrics(trained.run())
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, NUM_STEPS + 1))
     held_out = [line for line in lines if "eval_loss" in line]
+    assert_rows_give_means(trained.run(), "eval_accuracy", "eval_margin")
     assert [line["step"] for line in held_out] == [0, NUM_STEPS]
     assert {"eval_accuracy", "eval_margin", "eval_mean_chosen_score", "eval_mean_rejected_score"} <= held_out[0].keys()
 

@@ -10,7 +10,7 @@ from support.command_run import Ended, files_of, run_command, run_until
 from support.in_process import error_lines, undone_afterwards
 from support.model_card import read_card
 from support.preference_runs import BETA, NUM_STEPS, RATE, pairs_of, response_log_prob, words
-from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
+from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -104,6 +104,7 @@ def test_evaluations_begin_at_the_reference(trained: Trained) -> None:
     rewards = last["eval_mean_chosen_reward"] - last["eval_mean_rejected_reward"]
     assert rewards == pytest.approx(last["eval_margin"], abs=1e-6)
     assert abs(first["eval_kl"]) < 1e-5 and last["eval_kl"] == pytest.approx(kl_by_hand(trained), abs=1e-5)
+    assert_rows_give_means(trained.run("whole"), "eval_accuracy", "eval_margin")
     unknown, unwritten = numbers_and_metrics(trained.run("whole"), METRICS)
     assert (unknown, unwritten) == (set(), ONLY_ELSEWHERE)
 

@@ -11,7 +11,7 @@ import torch
 from support.command_run import Ended, files_of, run_command, run_until
 from support.in_process import error_lines, undone_afterwards
 from support.preference_runs import BETA, pairs_of, response_log_prob, words
-from support.tiny_run import make_folder, numbers_and_metrics, read_metrics, write_lines
+from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.batching import epoch_order
@@ -139,6 +139,7 @@ def test_evaluations_are_of_responses(trained: Trained) -> None:
     assert last["eval_rows"] == 16 and last["eval_accuracy"] > 0.7 and last["eval_margin"] > 0.1 and last["eval_z0"] > 1
     rewards = last["eval_mean_chosen_reward"] - last["eval_mean_rejected_reward"]
     assert rewards == pytest.approx(last["eval_margin"], abs=1e-6)
+    assert_rows_give_means(trained.run("whole"), "eval_accuracy", "eval_margin")
     assert numbers_and_metrics(trained.run("whole"), METRICS) == (set(), ONLY_ELSEWHERE)
     assert "32 to train on (sequences: 64)" in trained.ended["whole"].stderr
     assert "(16 responses)" in trained.ended["whole"].stderr

@@ -6,6 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification, PreTrainedTokenizerFast
@@ -108,6 +110,17 @@ def save_scorer(folder: Path, tokenizer: Any, *, seed: int = 2) -> None:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def assert_rows_give_means(run_dir: Path, *names: str) -> None:
+    """The evaluations of metrics.jsonl are means of the rows' values that the run has kept."""
+    lines = [json.loads(line) for line in (run_dir / "row_values.jsonl").read_text(encoding="utf-8").splitlines()]
+    means = {name: [np.average(line[name], weights=line.get("weight")) for line in lines] for name in names}
+    told = [line for line in read_metrics(run_dir) if "eval_rows" in line]
+    assert [line["step"] for line in lines] == [line["step"] for line in told] and len(told) > 1
+    for name in names:
+        assert means[name] == pytest.approx([line[name] for line in told], rel=1e-4, abs=1e-5), name
+        assert all(len(kept[name]) == line["eval_rows"] for kept, line in zip(lines, told, strict=True))
 
 
 def numbers_and_metrics(run_dir: Path, metrics: Mapping[str, Metric]) -> tuple[set[str], set[str]]:
