@@ -32,11 +32,13 @@ class Kernel(NamedTuple):
     operations: operations of a matrix product or of attention; 0 for other kernels.
     num_bytes: bytes that it reads and writes.
     dequantises: it reads int8 codes.
+    head_width: width of a head, of attention; 0 for other kernels.
     """
 
     operations: float
     num_bytes: int
     dequantises: bool = False
+    head_width: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
     written = sum(map(num_bytes, results))
     if name in LOOK_UPS:
         return Kernel(0.0, 2 * written)
+    head_width = 0
     if name.startswith(ATTENTION):
-        operations = attention_operations(name, args)
+        operations, head_width = attention_operations(name, args), results[0].shape[-1]
     else:
         count = flop_registry.get(func._overloadpacket)
         operations = float(count(*args, **kwargs, out_val=out)) if count else 0.0
@@ -110,6 +113,7 @@ def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kern
         operations,
         sum(map(num_bytes, read)) + written,  # a tensor that is changed in place is among both
         any(tensor.dtype == torch.int8 for tensor in read),
+        head_width,
     )
 
 

@@ -20,9 +20,12 @@ from pipeline.planning.states import gathers_once
 
 # Each constant names the runs on H200s that it was set from; without it at least one phase in the table of
 # docs/memory.md moves by 5 %.
-# Share of the TFLOP/s that products and attention reach: 97 % of what large products do, as in the profile of a step of
-# OPT-1.3B.
+# Share of the TFLOP/s that products reach: 97 % of what large products do, as in the profile of a step of OPT-1.3B.
 PRODUCTS = 0.78
+# Share that attention would reach with endless heads, and the width whose products take as long as the exponentials of
+# a head: between the rates of the flash kernel and of cuDNN's on H100s (Shah et al. 2024, FlashAttention-3, figures 5
+# and 6). A plan does not know which of them a run takes: cuDNN's only for shapes that recur.
+ATTENTION, EXPONENTIALS = 0.53, 40
 # Share of the bandwidth that all other kernels of a pass reach: steps of OPT-1.3B with 16 to 64 rows.
 MOVED = 0.47
 # Seconds that the host takes to launch a kernel of a pass: training of Llama-7B with LoRA, four rows.
@@ -72,7 +75,9 @@ def has_hooks(engine: Json) -> bool:
 def kernel_seconds(kernel: Kernel, target: Target) -> float:
     """Return the seconds of a kernel on the device: of its operations or of its bytes, whichever is longer."""
     moved = target.tb_per_s * 1e12 * (DEQUANTISED if kernel.dequantises else MOVED)
-    return max(kernel.operations / (target.tflops * 1e12 * PRODUCTS), kernel.num_bytes / moved)
+    width = kernel.head_width
+    share = ATTENTION * width / (width + EXPONENTIALS) if width else PRODUCTS
+    return max(kernel.operations / (target.tflops * 1e12 * share), kernel.num_bytes / moved)
 
 
 def decode_seconds(actor: ModelUse, dtype: str, rollout: Rollout, target: Target, *, slots: int) -> float:

@@ -73,6 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8192,
         "vocab_size": 128256,
         "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
     },
     "llama-3-8b": {
         "hidden_size": 4096,
@@ -95,6 +96,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
+        "max_position_embeddings": 32768,
     },
     "qwen3-0.6b": {
         "hidden_size": 1024,
@@ -102,6 +104,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
     },
     "qwen3-1.7b": {
         "hidden_size": 2048,
