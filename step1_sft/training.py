@@ -22,7 +22,7 @@ from pipeline.engine.start_models import check_start_models
 from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.models.source import prepare_tokenizer
-from pipeline.planning.room import make_room
+from pipeline.preparation.room import make_room
 from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course

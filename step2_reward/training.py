@@ -17,7 +17,7 @@ from pipeline.engine.build import start_engines, value_model_engine
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import prepare_tokenizer
-from pipeline.planning.room import make_room
+from pipeline.preparation.room import make_room
 from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course

@@ -19,7 +19,7 @@ from pipeline.engine.build import compute_dtype, language_model_engine, start_en
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.loading import DTYPES
 from pipeline.models.source import prepare_tokenizer
-from pipeline.planning.room import make_room
+from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_stage

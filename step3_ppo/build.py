@@ -13,7 +13,7 @@ from pipeline.engine.moving_average import MovingAverage
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
-from pipeline.planning.room import make_room
+from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor

@@ -120,7 +120,7 @@ class RunConfig(Group):
     )
     target: str = flag(
         "",
-        "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, 1xRTX4090, or a YAML file; empty: this machine",
+        "A dry run for other hardware: 8xH100-80GB, 2x8xA100-40GB, RTX4090, 24GB, or a YAML file; empty: this machine",
         on_resume="free",
     )
     gpu_memory_gib: float = flag(

@@ -21,16 +21,19 @@ USABLE = 0.985
 # Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s; GB/s that a GPU sends to others of its machine (NVLink, or 16
 # lanes of PCIe) and a machine to others: 8 x 400 or 200 Gb/s beside H100 and A100, 4 x 100 beside V100, else 100.
 DEVICES = {
+    "B200-180GB": (180, 8.0, 2250.0, 900.0, 400.0),
     "H200-141GB": (141, 4.8, 989.0, 450.0, 400.0),
     "H100-80GB": (80, 3.35, 989.0, 450.0, 400.0),
     "A100-80GB": (80, 2.0, 312.0, 300.0, 200.0),
     "A100-40GB": (40, 1.555, 312.0, 300.0, 200.0),
     "A6000-48GB": (48, 0.768, 155.0, 32.0, 12.5),
     "L40S-48GB": (48, 0.864, 362.0, 32.0, 12.5),
+    "RTX5090-32GB": (32, 1.792, 209.0, 64.0, 12.5),
+    "V100-32GB": (32, 0.9, 125.0, 150.0, 50.0),
+    "A10-24GB": (24, 0.6, 125.0, 32.0, 12.5),
     "L4-24GB": (24, 0.3, 121.0, 32.0, 12.5),
     "RTX4090-24GB": (24, 1.008, 165.0, 32.0, 12.5),
     "RTX3090-24GB": (24, 0.936, 71.0, 32.0, 12.5),
-    "V100-32GB": (32, 0.9, 125.0, 150.0, 50.0),
     "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
     "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
 }  # fmt: skip
@@ -40,7 +43,7 @@ PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
 SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
 SAME_SIZE = 0.02  # and of one that was measured from USABLE of what the driver says
 SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in a target in words
-TARGET = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", re.ASCII)
+TARGET = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*|(\d+)GB)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
 LIMIT = 1_000_000  # of each number of a description, and of all its GPUs: what is above is a slip
 FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
@@ -155,7 +158,8 @@ def this_machine(*slots: int) -> Target:
 
 def is_model(device: str, name: str) -> bool:
     """Return True if a GPU of this name is a device of DEVICES, as a `NVIDIA GeForce RTX 4090` is RTX4090-24GB."""
-    return device.partition("-")[0] in name.replace(" ", "")
+    words = re.sub(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])", " ?", re.escape(device.partition("-")[0]))
+    return re.search(rf"\b{words}\b", name) is not None
 
 
 def with_constants(target: Target) -> Target:
@@ -197,7 +201,9 @@ def with_limit(target: Target, gib: float) -> Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read `--target`: `[HOSTSx]GPUSxDEVICE`, or a YAML file with the fields of FIELDS.
+    """Read `--target`: `[[HOSTSx]GPUSx]DEVICE`, with one GPU where none is said, or a YAML file with fields of FIELDS.
+
+    A DEVICE is one of DEVICES, or its memory alone as `24GB`, whose speeds are not known.
 
     Raises:
         InputError: an unknown device or field, with those that are known.
@@ -205,14 +211,23 @@ def parse_target(text: str) -> Target:
     if Path(text).suffix in (".yaml", ".yml", ".json") or Path(text).is_file():
         return target_of_file(Path(text))
     match = TARGET.fullmatch(text)
-    if not match or not 0 < int(match[1] or 1) * int(match[2]) < LIMIT:
-        raise InputError(f"--target {text}: wanted GPUSxDEVICE or HOSTSxGPUSxDEVICE (2x8xA100-40GB), or a YAML file")
+    if not match or not 0 < int(match[1] or 1) * int(match[2] or 1) * int(match[4] or 1) < LIMIT:
+        raise InputError(
+            f"--target {text}: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"
+        )
+    slots = (int(match[2] or 1),) * int(match[1] or 1)
+    if match[4]:
+        return Target(match[3], int(int(match[4]) * USABLE * GIB), slots)
+    if re.match(r"MI\d", match[3]):
+        raise InputError(
+            f"--target {text}: {match[3]}: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"
+        )
     names = devices_called(match[3])
     if len(names) != 1:
         reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
         raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
     memory, tb_per_s, tflops, link, network = DEVICES[names[0]]
-    size, slots = int(memory * USABLE * GIB), (int(match[2]),) * int(match[1] or 1)
+    size = int(memory * USABLE * GIB)
     return Target(names[0], size, slots, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
 
 

@@ -5,173 +5,25 @@ out.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
-from pipeline.configuration.global_batch import EVALUATED, SHARED, with_ranks
-from pipeline.configuration.groups import STAGE
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
 from pipeline.files import GIB
 from pipeline.launching.target import Target
+from pipeline.planning.changes import BY_BUS, HEAVY, LIGHT, ON_HOST, OTHER, QUANTISED, Rung
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, lacking
 
-Values = Mapping[str, Any]
-ChangeOf = Callable[[Values, Target], dict[str, Any]]
-LORA_DIM = 16
 LEAST_SHARE = 0.01  # Share of what is missing below which a change is not worth its cost.
-OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 NOT_ENOUGH = "no change of flags is enough: take more GPUs, larger ones, shorter rows or a smaller model"
-STREAMED = "rollout_weights"
-
-
-def named(values: Values, flag: str) -> list[str]:
-    """Return the flags of this name: one, or in stage 3 one of each trained model."""
-    return [name for name in (flag, f"actor_{flag}", f"critic_{flag}") if name in values]
-
-
-def smaller_micro_batch(values: Values, target: Target) -> dict[str, Any]:
-    """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
-
-    --train_batch_size gives that number where the ranks divide it; else the rows that it was rounded to.
-    """
-    micro, meant, ranks = values["per_device_train_batch_size"], values["train_batch_size"], target.num_gpus
-    rows = micro * values["gradient_accumulation_steps"]
-    total: dict[str, Any] = {}
-    if meant and meant % ranks == 0:
-        rows = meant // ranks
-    elif meant:
-        total = {"train_batch_size": rows * ranks}  # accumulation follows from it
-    sizes = [size for size in range(1, micro) if rows % size == 0 and size <= -(-micro // 2)]
-    if not sizes:
-        return {}
-    return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **total}
-
-
-def smaller_evaluation_batch(values: Values, target: Target) -> dict[str, Any]:
-    return {EVALUATED: values[EVALUATED] // 2} if values[EVALUATED] > 1 else {}
-
-
-def with_checkpointing(values: Values, target: Target) -> dict[str, Any]:
-    return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
-
-
-def save_synchronously(values: Values, target: Target) -> dict[str, Any]:
-    return {"save_in_background": False} if values["save_in_background"] else {}
-
-
-def shared_rollout(values: Values, target: Target) -> dict[str, Any]:
-    """Let more GPUs of a machine share the actor's weights in a rollout, where they are not streamed."""
-    if values.get(STREAMED) in (None, "streamed"):
-        return {}
-    sizes = [size for size in range(values[SHARED] + 1, target.gpus + 1) if all(n % size == 0 for n in target.slots)]
-    return {SHARED: sizes[0]} if sizes else {}
-
-
-def streamed_rollout(values: Values, target: Target) -> dict[str, Any]:
-    return {} if STREAMED not in values else {SHARED: 1, STREAMED: "streamed"}
-
-
-def partitioned(stage: int) -> ChangeOf:
-    """Return the change to a ZeRO stage, where there are ranks to partition over; 3 takes no quantised weights."""
-
-    def change(values: Values, target: Target) -> dict[str, Any]:
-        names = [name for name in named(values, STAGE) if target.num_gpus > 1 and values[name] < stage]
-        new: dict[str, Any] = {
-            name: stage for name in names if stage < 3 or values[f"{name.removesuffix(STAGE)}quantization"] == "none"
-        }
-        return new | {"optimizer_states": "fp32"} if new and stage == 3 else new
-
-    return change
-
-
-def states_in_8_bits(values: Values, target: Target) -> dict[str, Any]:
-    """Round the moments where bitsandbytes is installed; offload and ZeRO stage 3 have them in fp32."""
-    return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
-
-
-def offload_states_during_rollout(values: Values, target: Target) -> dict[str, Any]:
-    """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
-    return {} if values["offload"] or OFFLOAD_DURING_ROLLOUT not in values else {OFFLOAD_DURING_ROLLOUT: True}
-
-
-def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
-    """Keep optimizer states in host memory always, at ZeRO stage 1 at least."""
-    if values["offload"]:
-        return {}
-    stages = {name: 1 for name in named(values, STAGE) if not values[name]}
-    changed = {"offload": True, "optimizer_states": "fp32"} | stages
-    return changed | ({OFFLOAD_DURING_ROLLOUT: False} if OFFLOAD_DURING_ROLLOUT in values else {})
-
-
-def parameter_offload(values: Values, target: Target) -> dict[str, Any]:
-    is_partitioned = all(values[name] == 3 for name in named(values, STAGE))
-    return {"offload_parameters": True} if is_partitioned and not values["offload_parameters"] else {}
-
-
-def adapters(place: int, base: str = "none") -> ChangeOf:
-    """Return the change to adapters of a stage's first trained model, or of its second.
-
-    base: how the frozen weights are quantised; ZeRO stage 3 does not partition them then.
-    """
-
-    def change(values: Values, target: Target) -> dict[str, Any]:
-        dims, bases, stages = (named(values, flag)[place : place + 1] for flag in ("lora_dim", "quantization", STAGE))
-        new: dict[str, Any] = {name: LORA_DIM for name in dims if not values[name]}
-        if base == "none" or any(values[name] != "none" for name in bases):
-            return new
-        below_3 = {name: min(2, values[name]) for name in stages}
-        return dict.fromkeys(bases, base) | below_3 | new | ({"offload_parameters": False} if bases else {})
-
-    return change
-
-
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """A way to change flags.
-
-    change: values, target -> other values.
-    cost: what it costs, in words.
-    times: steps of it that are taken at once.
-    """
-
-    change: ChangeOf
-    cost: str
-    times: int = 1
-
-
-# The cheapest first. Those that take no memory of the host,
-LIGHT = (
-    Rung(save_synchronously, "training waits for each checkpoint"),
-    Rung(smaller_micro_batch, "smaller products"),
-    Rung(smaller_evaluation_batch, "smaller passes of an evaluation"),
-    Rung(with_checkpointing, "one more forward pass"),
-    Rung(partitioned(1), "the weights are gathered once a step"),
-    Rung(partitioned(2), "gradients are reduced in each micro-batch"),
-    Rung(shared_rollout, "GPUs exchange hidden states for each token"),
-    Rung(streamed_rollout, "GPUs gather all layers for each token"),
-)
-# those that take it, or time at each pass,
-HEAVY = (
-    Rung(offload_states_during_rollout, "states cross the bus twice a rollout"),
-    Rung(optimizer_offload, "states cross the bus each step"),
-    Rung(partitioned(3), "weights are gathered in each pass"),
-    Rung(parameter_offload, "weights cross the bus in each pass"),
-)
-# and those that train something else.
-OTHER = (
-    Rung(states_in_8_bits, "rounded moments"),
-    Rung(adapters(0), "adapters only"),
-    Rung(adapters(0, "int8"), "adapters on rounded weights"),
-    Rung(adapters(1), "adapters only"),
-    Rung(adapters(1, "int8"), "adapters on rounded weights"),
-)
+DEEPEST = 20  # steps of a change that is made as far as it goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +47,7 @@ class Change:
         (on_device, on_host), (expected, _) = self.gained, self.plan.reserved()
         gained = [f"{size(on_device)} ({expected / GIB:.1f} GiB expected)"] if on_device > 0 else []
         gained += [f"{size(on_host)} of the host"] if on_host > 0 else []
+        gained = gained or ["nothing by itself"]
         return f"{shlex.join(flag_words(self.flags))}: gives back {' and '.join(gained)}; cost: {self.rung.cost}"
 
 
@@ -234,7 +87,7 @@ class Answers:
         resolved = replace(resolved, preset="")  # changes that contradict a preset are none
         same = answer(planner, resolved, (*LIGHT, *HEAVY))
         another = answer(planner, resolved, (*LIGHT, *OTHER, *HEAVY))
-        changes_training = any(change.rung in OTHER for change in another.changes)
+        changes_training = any(change.rung.change is rung.change for change in another.changes for rung in OTHER)
         return cls(same, another if changes_training else None)
 
     def chosen(self, auto_fit: AutoFit) -> Answer | None:
@@ -259,19 +112,39 @@ def answer(planner: StagePlanner, resolved: Resolved, rungs: Sequence[Rung]) -> 
     start, target = planner.memory(resolved), planner.target
     high = fits(start, target)
     taken = list(climbed(planner, resolved, start, rungs, high=high))
+    if not suffices(taken, target, high=high):
+        taken = together(planner, resolved, start, rungs, high=high) or taken
     is_enough = suffices(taken, target, high=high)
-    needed = [change.rung for change in taken]
-    for rung in sorted(needed, key=rungs.index, reverse=True) if is_enough else ():
-        fewer = list(needed)
-        fewer.remove(rung)
-        again = list(replayed(planner, resolved, start, fewer))
-        if len(again) == len(fewer) and suffices(again, target, high=high):
-            taken, needed = again, fewer
-    taken = list(
-        replayed(planner, resolved, start, [replace(rung, times=needed.count(rung)) for rung in dict.fromkeys(needed)])
-    )
+    needed, order = [change.rung for change in taken], [rung.change for rung in rungs]
+    for rung in sorted(needed, key=lambda one: order.index(one.change), reverse=True) if is_enough else ():
+        for times in range(rung.times):
+            fewer = list(needed)
+            fewer[needed.index(rung) : needed.index(rung) + 1] = [replace(rung, times=times)] * (times > 0)
+            again = list(replayed(planner, resolved, start, fewer))
+            if len(again) == len(fewer) and suffices(again, target, high=high):
+                taken, needed = again, fewer
+                break
+    steps = {one.change: sum(rung.times for rung in needed if rung.change is one.change) for one in needed}
+    merged = {one.change: replace(one, times=steps[one.change]) for one in needed}
+    taken = list(replayed(planner, resolved, start, list(merged.values())))
     end = (taken[-1].resolved, taken[-1].plan) if taken else (resolved, start)
     return Answer(taken, *end, is_enough)
+
+
+def together(
+    planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rungs: Sequence[Rung], *, high: bool
+) -> list[Change]:
+    """Return all changes, as far as they go, where they make a plan fit that no single one brings nearer; else none.
+
+    A KV cache fills what is left, so that nothing seems to give back memory. What rules out another change, or takes
+    memory of the host, is left out in turn.
+    """
+    for left_out in ((), QUANTISED, ON_HOST, BY_BUS):
+        deep = [replace(rung, times=DEEPEST) for rung in rungs if rung not in left_out]
+        taken = list(replayed(planner, resolved, before, deep))
+        if suffices(taken, planner.target, high=high):
+            return taken
+    return []
 
 
 def suffices(taken: Sequence[Change], target: Target, *, high: bool) -> bool:
@@ -293,12 +166,11 @@ def climbed(
 
 
 def replayed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rungs: Sequence[Rung]) -> Iterator[Change]:
-    """Yield the changes of these rungs, one after the other, up to one that changes nothing."""
+    """Yield the changes of these rungs, one after the other, without those that change nothing."""
     for rung in rungs:
-        if (change := changed(planner, resolved, before, rung)) is None:
-            return
-        resolved, before = change.resolved, change.plan
-        yield change
+        if change := changed(planner, resolved, before, rung):
+            resolved, before = change.resolved, change.plan
+            yield change
 
 
 def changed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rung: Rung) -> Change | None:

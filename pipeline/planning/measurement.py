@@ -128,6 +128,7 @@ def shapes() -> dict[str, dict[str, Any]]:
     return load_yaml(str(launch_file("shapes.yaml")))
 
 
+@lru_cache(maxsize=64)
 def planned_config(path: str) -> PretrainedConfig:
     """Return the configuration of a model: of a known hub id without the hub. Raises as `ModelSource.config`."""
     known = shapes().get(path.removesuffix("-Instruct"))

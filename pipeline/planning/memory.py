@@ -174,8 +174,9 @@ def plan_memory(
         first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
             phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # its numbers alone
-        if rollout.copied_bytes:  # nothing is gathered besides the copies
-            phases["generate"] = replace(phases["generate"], gathered=0)
+        # Nothing is gathered besides copies; a backend without copies gathers all weights, not a layer at a time.
+        whole = sizes["actor"].num_bytes if states["actor"].gathered and not rollout.copied_bytes else 0
+        phases["generate"] = replace(phases["generate"], gathered=whole)
     host *= per_host
     return MemoryPlan(sizes, states, phases, rollout, slots, keeps, host, ranks, besides, target.is_cpu, per_host)
 

@@ -21,7 +21,7 @@ from pipeline.dist import World
 from pipeline.engine import start_models
 from pipeline.errors import EnvironmentFault
 from pipeline.planning import disk, page
-from pipeline.planning.room import make_room
+from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main

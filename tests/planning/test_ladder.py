@@ -14,18 +14,8 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
 from pipeline.launching.target import Target, parse_target
-from pipeline.planning.ladder import (
-    OTHER,
-    Answer,
-    Answers,
-    Change,
-    Rung,
-    answer,
-    helps,
-    optimizer_offload,
-    shared_rollout,
-    smaller_micro_batch,
-)
+from pipeline.planning.changes import OTHER, Rung, optimizer_offload, shared_rollout, smaller_micro_batch
+from pipeline.planning.ladder import Answer, Answers, Change, answer, helps
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, verdict_lines
 from pipeline.planning.summary import NOT_ENOUGH, proposals
 from pipeline.preparation.automatic import with_flags
@@ -151,7 +141,7 @@ def test_changes_that_are_not_enough_end_with_what_else_helps(tmp_path):
 
 def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless(tmp_path, monkeypatch):
     """Adapters alone suffice, where the same training halves its micro-batch twice and offloads."""
-    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)  # bitsandbytes, which is optional
+    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
     found = answers(2.6, tmp_path)
     assert flags_of(found.same) == ["--per_device_train_batch_size", "--offload"]
     assert found.same.flags["per_device_train_batch_size"] == 2, "by two steps, told as one"
@@ -189,7 +179,7 @@ def test_a_plan_that_fits_by_keeping_the_training_has_no_other_answer(tmp_path):
 @pytest.mark.slow
 def test_moments_in_8_bits_are_another_training_where_bitsandbytes_is(tmp_path, monkeypatch):
     for is_installed in (True, False):
-        monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name, found=is_installed: found or None)
+        monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name, found=is_installed: found or None)
         another = answers(2.8, tmp_path, more="--per_device_train_batch_size 2").another
         assert another.flags == ({"optimizer_states": "8bit"} if is_installed else {"lora_dim": 16})
 

@@ -98,7 +98,7 @@ def test_a_single_row_without_memory_is_an_error(tmp_path):
 
 
 def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)  # bitsandbytes, which is optional
+    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
     given = settings(tmp_path, "--auto_fit")
     assert flags_that_fit(SFT, given, Target("GPU", 80 * GIB)) == {}
     flags = flags_that_fit(SFT, given, Target("GPU", int(2.6 * GIB)))

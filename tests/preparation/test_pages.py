@@ -46,7 +46,7 @@ def test_a_dry_run_prints_a_page_that_a_person_has_read(name, tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
     monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
-    monkeypatch.setattr("pipeline.planning.ladder.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)
     monkeypatch.setattr(preflight.subprocess, "run", here)
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # the working folder holds no model of an earlier run
     monkeypatch.setattr("rlhf.train_plan.path_from_here", lambda path: str(path.relative_to(ROOT)))

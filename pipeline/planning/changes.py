@@ -1,0 +1,219 @@
+"""The ways to change flags so that a plan takes less memory, the cheapest first, of which the ladder takes its changes.
+
+They know values of flags and a target, and no plan.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import Any
+
+from pipeline.configuration.global_batch import BATCHES, EVALUATED, GENERATED, SHARED, divisors
+from pipeline.configuration.groups import STAGE
+from pipeline.generation.rollout_size import RolloutSize
+from pipeline.launching.target import Target
+
+Values = Mapping[str, Any]
+ChangeOf = Callable[[Values, Target], dict[str, Any]]
+LORA_DIM = 16
+OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
+STREAMED = "rollout_weights"
+NF4, BACKEND, STATIC = "nf4", "generation_engine", "static"
+# Elements of DeepSpeed's buffers, and the fewest that the ladder gives them.
+BUFFERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
+BUFFER = 50_000_000
+
+
+def named(values: Values, flag: str) -> list[str]:
+    """Return the flags of this name: one, or in stage 3 one of each trained model."""
+    return [name for name in (flag, f"actor_{flag}", f"critic_{flag}") if name in values]
+
+
+def smaller_micro_batch(values: Values, target: Target) -> dict[str, Any]:
+    """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
+
+    --train_batch_size gives that number where the ranks divide it; else the rows that it was rounded to.
+    """
+    micro, meant, ranks = values["per_device_train_batch_size"], values["train_batch_size"], target.num_gpus
+    rows = micro * values["gradient_accumulation_steps"]
+    total: dict[str, Any] = {}
+    if meant and meant % ranks == 0:
+        rows = meant // ranks
+    elif meant:
+        total = {"train_batch_size": rows * ranks}  # accumulation follows from it
+    sizes = [size for size in range(1, micro) if rows % size == 0 and size <= -(-micro // 2)]
+    if not sizes:
+        return {}
+    return {"per_device_train_batch_size": sizes[-1], "gradient_accumulation_steps": rows // sizes[-1], **total}
+
+
+def smaller_evaluation_batch(values: Values, target: Target) -> dict[str, Any]:
+    return {EVALUATED: values[EVALUATED] // 2} if values[EVALUATED] > 1 else {}
+
+
+def fewer_prompts_at_once(values: Values, target: Target) -> dict[str, Any]:
+    """Halve the prompts that are sampled at once, to a divisor of a rank's prompts in a rollout, which stay as many."""
+    if GENERATED not in values:
+        return {}
+    ranks = target.num_gpus
+    size = RolloutSize(**{field.name: (values | {"ranks": ranks})[field.name] for field in fields(RolloutSize)})
+    prompts = max(1, size.prompts // ranks)
+    sizes = divisors(prompts, up_to=size.at_once // 2)
+    return {GENERATED: sizes[-1], **({BATCHES: prompts // sizes[-1]} if values[BATCHES] else {})} if sizes else {}
+
+
+def with_checkpointing(values: Values, target: Target) -> dict[str, Any]:
+    return {name: True for name in named(values, "gradient_checkpointing") if not values[name]}
+
+
+def save_synchronously(values: Values, target: Target) -> dict[str, Any]:
+    return {"save_in_background": False} if values["save_in_background"] else {}
+
+
+def shared_rollout(values: Values, target: Target) -> dict[str, Any]:
+    """Let more GPUs of a machine share the actor's weights in a rollout, where they are not streamed."""
+    if values.get(STREAMED) in (None, "streamed"):
+        return {}
+    sizes = [size for size in range(values[SHARED] + 1, target.gpus + 1) if all(n % size == 0 for n in target.slots)]
+    return {SHARED: sizes[0]} if sizes else {}
+
+
+def streamed_rollout(values: Values, target: Target) -> dict[str, Any]:
+    return {} if STREAMED not in values else {SHARED: 1, STREAMED: "streamed"}
+
+
+def partitioned(stage: int) -> ChangeOf:
+    """Return the change to a ZeRO stage, where there are ranks to partition over; 3 takes no quantised weights."""
+
+    def change(values: Values, target: Target) -> dict[str, Any]:
+        names = [name for name in named(values, STAGE) if target.num_gpus > 1 and values[name] < stage]
+        new: dict[str, Any] = {
+            name: stage for name in names if stage < 3 or values[f"{name.removesuffix(STAGE)}quantization"] == "none"
+        }
+        return new | {"optimizer_states": "fp32"} if new and stage == 3 else new
+
+    return change
+
+
+def states_in_8_bits(values: Values, target: Target) -> dict[str, Any]:
+    """Round the moments where bitsandbytes is installed; offload and ZeRO stage 3 have them in fp32."""
+    return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
+
+
+def offload_states_during_rollout(values: Values, target: Target) -> dict[str, Any]:
+    """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
+    return {} if values["offload"] or OFFLOAD_DURING_ROLLOUT not in values else {OFFLOAD_DURING_ROLLOUT: True}
+
+
+def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
+    """Keep optimizer states in host memory always, at ZeRO stage 1 at least."""
+    if values["offload"]:
+        return {}
+    stages = {name: 1 for name in named(values, STAGE) if not values[name]}
+    changed = {"offload": True, "optimizer_states": "fp32"} | stages
+    return changed | ({OFFLOAD_DURING_ROLLOUT: False} if OFFLOAD_DURING_ROLLOUT in values else {})
+
+
+def parameter_offload(values: Values, target: Target) -> dict[str, Any]:
+    """Keep weights that are not quantised in host memory, under ZeRO stage 3; one rank will do."""
+    stages = named(values, STAGE)
+    whole = [name.removesuffix(STAGE) for name in stages if values[f"{name.removesuffix(STAGE)}quantization"] == "none"]
+    if values["offload_parameters"] or not whole or values.get(BACKEND) == STATIC:
+        return {}
+    new = {f"{prefix}{STAGE}": 3 for prefix in whole} | {"optimizer_states": "fp32"}
+    if len(whole) == len(stages):
+        return new | {"offload_parameters": True}
+    return new | {f"{prefix}offload_weights": "cpu" for prefix in whole}
+
+
+def frozen_offload(values: Values, target: Target) -> dict[str, Any]:
+    """Keep the weights of models that are only read in host memory, where those that they share flags with are."""
+    return {name: True for name in ("offload_reference_model", "offload_reward_model") if name in values}
+
+
+def smaller_buffers(values: Values, target: Target) -> dict[str, Any]:
+    return {name: min(values[name], BUFFER) for name in BUFFERS}
+
+
+def other_sampling(values: Values, target: Target) -> dict[str, Any]:
+    """Sample without copied weights; under ZeRO stage 3 this backend gathers all of them."""
+    return {BACKEND: STATIC} if values.get(BACKEND) == "auto" and values[f"actor_{STAGE}"] < 3 else {}
+
+
+def rounded_rewards(values: Values, target: Target) -> dict[str, Any]:
+    """Quantise the reward model by itself; the critic, whose flags it follows, may learn all of its weights."""
+    name = "reward_model_quantization"
+    return {name: "int8", "reward_model_zero_stage": "0"} if values.get(name) in ("auto", "none") else {}
+
+
+def adapters(place: int, base: str = "none") -> ChangeOf:
+    """Return the change to adapters of a stage's first trained model, or of its second.
+
+    base: how the frozen weights are quantised; ZeRO stage 3 does not partition them then.
+    """
+
+    def change(values: Values, target: Target) -> dict[str, Any]:
+        dims, bases, stages = (named(values, flag)[place : place + 1] for flag in ("lora_dim", "quantization", STAGE))
+        new: dict[str, Any] = {name: LORA_DIM for name in dims if not values[name]}
+        if (
+            base == "none"
+            or any(values[name] in (base, NF4) for name in bases)
+            or (base == NF4 and not find_spec("bitsandbytes"))
+        ):
+            return new
+        below_3 = {name: min(2, values[name]) for name in stages}
+        return dict.fromkeys(bases, base) | below_3 | new | ({"offload_parameters": False} if bases else {})
+
+    return change
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A way to change flags.
+
+    change: values, target -> other values.
+    cost: what it costs, in words.
+    times: steps of it that are taken at once.
+    """
+
+    change: ChangeOf
+    cost: str
+    times: int = 1
+
+
+# The cheapest first. Those that take no memory of the host,
+LIGHT = (
+    Rung(save_synchronously, "training waits for each checkpoint"),
+    Rung(smaller_micro_batch, "smaller products"),
+    Rung(smaller_evaluation_batch, "smaller passes of an evaluation"),
+    Rung(with_checkpointing, "one more forward pass"),
+    Rung(partitioned(1), "the weights are gathered once a step"),
+    Rung(partitioned(2), "gradients are reduced in each micro-batch"),
+    Rung(shared_rollout, "GPUs exchange hidden states for each token"),
+    Rung(streamed_rollout, "GPUs gather all layers for each token"),
+)
+# those that take it, or time at each pass,
+HEAVY = (
+    Rung(offload_states_during_rollout, "states cross the bus twice a rollout"),
+    Rung(fewer_prompts_at_once, "more decode steps, each of fewer rows"),
+    Rung(optimizer_offload, "states cross the bus each step"),
+    Rung(other_sampling, "decode steps of the model's own layers, several times as long"),
+    Rung(partitioned(3), "weights are gathered in each pass"),
+    Rung(parameter_offload, "weights cross the bus in each pass"),
+    Rung(frozen_offload, "weights that are only read cross the bus in each pass"),
+    Rung(smaller_buffers, "more and smaller transfers"),
+)
+# and those that train something else.
+OTHER = (
+    Rung(states_in_8_bits, "rounded moments"),
+    Rung(adapters(0), "adapters only"),
+    Rung(adapters(0, "int8"), "adapters on rounded weights"),
+    Rung(adapters(1), "adapters only"),
+    Rung(adapters(1, "int8"), "adapters on rounded weights"),
+    Rung(rounded_rewards, "rounded weights of the reward model"),
+    Rung(adapters(0, NF4), "adapters on weights in 4 bits"),
+    Rung(adapters(1, NF4), "adapters on weights in 4 bits"),
+)
+QUANTISED = tuple(rung for rung in OTHER if "weights" in rung.cost)  # which are not offloaded
+ON_HOST = tuple(rung for rung in HEAVY if "weights" in rung.cost)  # under ZeRO stage 3
+BY_BUS = tuple(rung for rung in HEAVY if "bus" in rung.cost)  # which take memory of the host

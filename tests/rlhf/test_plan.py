@@ -1,0 +1,71 @@
+"""`rlhf plan`: the cheapest way on each card, beside dry runs of the same command."""
+
+import re
+import time
+
+import pytest
+from transformers import AutoConfig
+
+from pipeline.launching.target import DEVICES
+from pipeline.planning import measurement
+from rlhf.main import main
+
+SMALL = ("--actor-model", "smollm2-135m", "--step", "1")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """No device was measured, and bitsandbytes, which is optional, is not there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The cells of the table below its head."""
+    return [re.split(r"\s{2,}", line) for line in printed.splitlines()[1:] if not line.startswith("note: ")]
+
+
+def test_each_card_has_its_cheapest_way_and_the_configuration_is_read_once(monkeypatch, capsys):
+    made = []
+    for_model = AutoConfig.for_model
+    monkeypatch.setattr(AutoConfig, "for_model", lambda **known: made.append(known) or for_model(**known))
+    measurement.planned_config.cache_clear()
+    measurement.build_shape.cache_clear()
+    assert main(["plan", *SMALL, "--cards", "24GB", "RTX4090", "1GB"]) == 0
+    unknown, known, small = rows(capsys.readouterr().out)
+    assert len(made) == 1
+    assert unknown[:3] == ["24GB", "sft", "1"] and unknown[-1] == "as it is" and len(unknown) == 5
+    assert known[:3] == ["RTX4090-24GB", "sft", "1"] and known[4].endswith(" s") and known[-1] == "as it is"
+    assert small[:3] == ["1GB", "sft", "1"] and small[-1].startswith("another training: ")
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--cards", "RTX9999"], "error: --target RTX9999: RTX9999: known are "),
+        (["--target", "1xH100"], "error: --target: found with the plan of many cards; give --cards"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(capsys, words, line):
+    assert main(["plan", *SMALL, *words]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(line)
+
+
+def test_help_says_what_is_cheapest_and_what_else_it_takes(capsys):
+    assert main(["plan", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: rlhf plan [--cards CARD ...] [--FLAG VALUE ...]")
+    assert "fewest of 1, 2, 4 and 8 GPUs" in printed
+
+
+@pytest.mark.slow
+def test_25_cards_take_seconds(capsys):
+    cards = [*DEVICES, *(f"{gib}GB" for gib in (8, 10, 12, 20, 28, 40, 64, 96, 128, 192))]
+    began = time.process_time()
+    words = ["--actor-model", "qwen3-8b", "--step", "1", "--sft.lora_dim", "16"]
+    assert main(["plan", *words, "--cards", *cards]) == 0
+    took, found = time.process_time() - began, rows(capsys.readouterr().out)
+    assert [row[0] for row in found] == cards and len(found) == 25
+    assert took < 60 and all(row[2] in "1248" for row in found)
