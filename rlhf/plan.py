@@ -14,11 +14,10 @@ from pipeline.configuration.flags import Resolved, flag_words, scan, stage_argum
 from pipeline.configuration.names import without_flag
 from pipeline.configuration.stage import Stage
 from pipeline.console import HELP, HELP_ALL
-from pipeline.errors import InputError
+from pipeline.errors import InputError, show
 from pipeline.files import GIB
 from pipeline.launching.target import DEVICES, parse_target
 from pipeline.run.entry import run_command
-from rlhf.train import base_of
 from rlhf.train_plan import make_plan
 
 USAGE = """\
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf plan") -> int:
 def run(words: list[str], prog: str) -> None:
     """Print a line for each card and stage. Raises InputError, EnvironmentFault: wrong flags, unreadable models."""
     if not {*HELP, *HELP_ALL}.isdisjoint(words):
-        print(USAGE.format(prog=prog))
+        show(USAGE.format(prog=prog))
         return
     given = dict(scan(words))
     if "target" in given:
@@ -47,13 +46,13 @@ def run(words: list[str], prog: str) -> None:
     plan = make_plan([*without_flag(words, "cards"), "--target", cards[0]], prog=prog)
     bases = dict[str, str]()  # as if the stages before had run
     for planned in plan.stages.values():
-        bases[str(planned.model_dir)] = bases.get(start := base_of(planned), start)
+        bases[str(planned.model_dir)] = bases.get(start := planned.base, start)
     answered = dict[Any, Any]()
-    print(ROW.format("card", "stage", "GPUs", "GiB", "a step", "changes"))
+    show(ROW.format("card", "stage", "GPUs", "GiB", "a step", "changes"))
     for card in dict.fromkeys(cards):
         for planned in plan.chosen:
             cells = cheapest(planned.stage, planned.resolved, card, bases, answered)
-            print(ROW.format(card, planned.stage.section, *cells), flush=True)
+            show(ROW.format(card, planned.stage.section, *cells))
 
 
 def cheapest(

@@ -56,7 +56,8 @@ def fewer_prompts_at_once(values: Values, target: Target) -> dict[str, Any]:
     if GENERATED not in values:
         return {}
     ranks = target.num_gpus
-    size = RolloutSize(**{field.name: (values | {"ranks": ranks})[field.name] for field in fields(RolloutSize)})
+    given = {**values, "ranks": ranks}
+    size = RolloutSize(**{field.name: given[field.name] for field in fields(RolloutSize)})
     prompts = max(1, size.prompts // ranks)
     sizes = divisors(prompts, up_to=size.at_once // 2)
     return {GENERATED: sizes[-1], **({BATCHES: prompts // sizes[-1]} if values[BATCHES] else {})} if sizes else {}
