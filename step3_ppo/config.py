@@ -18,8 +18,9 @@ from pipeline.generation.options import why_not_streamed
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
-from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, RewardConfig, SamplingConfig
+from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.flags.methods import METHODS, Method, with_defaults
+from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.models.roles import Role, roles_without
 
 LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PPOConfig.max_sequence_length`

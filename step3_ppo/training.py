@@ -32,6 +32,7 @@ from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
     group_metrics,
+    log_unfinished,
     pass_metrics,
     rollout_metrics,
     row_values,
@@ -117,9 +118,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
     responses = ppo.sample(state, batch_size=size)
     if not state.rollout:
-        unfinished, limit = responses.valid & ~responses.finished, ppo.config.sampling.max_answer_seq_len
-        text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
-        log.info(text, unfinished.sum(), responses.valid.sum(), limit)
+        log_unfinished(responses, limit=ppo.config.sampling.max_answer_seq_len)
     return responses
 
 

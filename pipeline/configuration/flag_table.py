@@ -18,7 +18,9 @@ from pydantic_core import PydanticUndefined
 
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
-Need = Literal["", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA", "a critic", "a reward model"]
+Need = Literal[
+    "", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA", "a critic", "a reward model", "a reference"
+]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
 Layers = list[tuple[str, dict[str, Any]]]  # (origin, values by flag), a later one is stronger

@@ -37,7 +37,7 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
     return {
         name: value
         for name, value in flat_items(config)
-        if name in ("gpu_memory_gib", "release_inference_cache")
+        if name in ("gpu_memory_gib", "release_inference_cache", "kl_coef")
         or (table[name].on_resume in ("same", "rounding") and not isinstance(value, float) and "seed" not in name)
     }
 

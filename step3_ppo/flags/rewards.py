@@ -1,0 +1,44 @@
+"""Flags of stage 3 on rewards: functions, further reward models, their scaling and their workers."""
+
+from typing import Literal
+
+from pipeline.configuration.flag_table import flag
+from pipeline.generation.options import MAX_SAMPLES
+from pipeline.rewards.worker_flags import WorkerFlags
+
+
+class RewardConfig(WorkerFlags):
+    """Rewards"""
+
+    reward_function: list[str] = flag(
+        [],
+        "Functions that score responses: FILE.py:NAME, or a NAME of the box, each with an optional :WEIGHT; in YAML "
+        "also name, weight and args of each",
+    )
+    reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
+    more_reward_models: list[str] = flag(
+        [],
+        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward_model_*",
+        needs="a reward model",
+    )
+    reward_scaling: Literal["none", "batch", "running"] = flag(
+        "none",
+        "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum; a reward "
+        "model's takes the place of its stored std, and reward_clip cuts the quotient",
+    )
+    eval_samples_per_prompt: int = flag(
+        1,
+        "Responses to each held-out prompt, of which pass_at_1 and pass_at_k of functions are logged: a value of at "
+        "least 1 passes",
+        ge=1,
+        le=MAX_SAMPLES,
+        on_resume="free",
+    )
+    max_reward_failures: float = flag(
+        0.05,
+        "Share of failed calls among the last 1,000 responses, at least 20 of them, above which the run is saved and "
+        "ends",
+        ge=0,
+        le=1,
+        on_resume="free",
+    )
