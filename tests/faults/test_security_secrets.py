@@ -7,6 +7,8 @@ import pytest
 from input_calls import call, make_inputs, stage_words
 
 from pipeline.configuration.redact import MASK, masked, redacted
+from pipeline.configuration.resume_rules import check_same_settings
+from pipeline.errors import InputError
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}
@@ -121,3 +123,15 @@ def test_what_has_the_name_of_a_secret_is_masked(name: str) -> None:
 def test_what_only_sounds_like_a_secret_stays(name: str) -> None:
     text = json.dumps({"name": "f.py:f", "args": {name: "a"}}, indent=1)
     assert masked([text, "[" * 10**5, "{" * 10**5, "f.py:f"]) == [text, "[" * 10**5, "{" * 10**5, "f.py:f"]
+
+
+def test_a_checkpoint_of_before_that_holds_a_secret_is_compared_without_it() -> None:
+    """Older versions wrote it; what differs besides is told, and the secret is not."""
+
+    def entry(secret: str, more: str = "a") -> dict[str, list[str]]:
+        return {"reward_function": [json.dumps({"name": "f.py:f", "args": {"token": secret, "answer_key": more}})]}
+
+    check_same_settings(Path("step-1"), entry("canary"), entry(MASK))
+    with pytest.raises(InputError) as caught:
+        check_same_settings(Path("step-1"), entry("canary"), entry(MASK, "b"))
+    assert "canary" not in str(caught.value) and "answer_key" in str(caught.value)
