@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,9 +76,7 @@ class Recorder:
                 run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every
             )
 
-    def write(
-        self, step: int, values: Mapping[str, float], rows: Mapping[str, Sequence[float]] = MappingProxyType({})
-    ) -> None:
+    def write(self, step: int, values: Mapping[str, float], rows: Mapping[str, Any] | None = None) -> None:
         """Metrics outside a training step: evaluations, with the values of their rows (see `row_values_line`)."""
         if self._writer is not None and values:
             if rows:
