@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.errors import show
-from pipeline.files import has_config
+from pipeline.files import has_config, read_object
 from pipeline.launching.machine import choose_gpus
-from pipeline.run.earlier_runs import checkpoint_state
-from pipeline.run.layout import done_file
+from pipeline.run.earlier_runs import earlier_settings
+from pipeline.run.layout import done_file, environment_file
 from rlhf.train_plan import Plan, target_of
 
 
@@ -28,7 +28,7 @@ def start_lines(plan: Plan) -> Iterator[str]:
 def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
     """Return the plan with the launcher's flags for free GPUs (--deployment-type auto), and print which these are.
 
-    A run to resume gets as many as its checkpoint says. starts: False for a dry run.
+    A run to resume gets as many as its last start had. starts: False for a dry run.
 
     Raises:
         EnvironmentFault: too few are free.
@@ -38,7 +38,10 @@ def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
         return plan
     if not (config.include or config.exclude):
         resumed = [(planned.run_dir, planned.resolved.config.run.resumes_from) for planned in plan.chosen]
-        had = max(checkpoint_state(*run)[1].get("world_size", 0) for run in resumed)
+        records = [
+            read_object(environment_file(folder)) for folder, resumes in resumed if earlier_settings(folder, resumes)
+        ]
+        had = max((start.get("num_ranks", 0) for start in records), default=0)
         has_ended = all(done_file(folder).is_file() and resumes == "auto" for folder, resumes in resumed)
         flags, line = choose_gpus(config.num_gpus, had, starts=starts and not has_ended)
     if line:

@@ -21,7 +21,6 @@ from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, wrapped
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error, say, show
 from pipeline.files import has_config
-from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.scripts import Script, place_in_pipeline, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
@@ -31,16 +30,15 @@ from pipeline.run.evaluations import cost, recorded_seconds, verdict
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
 from rlhf.starts import on_free_gpus, start_lines
-from rlhf.train_config import TrainConfig
+from rlhf.train_config import TrainConfig, as_override
 from rlhf.train_plan import (
     Plan,
     PlannedStage,
-    as_override,
     command_of,
     make_plan,
     on_target,
     ranks_of,
-    request_of,
+    slots_of,
     target_of,
 )
 
@@ -221,7 +219,7 @@ def run(argv: list[str], prog: str) -> int:
         for folder, start in bases.items():
             show(f"note: {folder} does not exist: planned as made from {start}")
     to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
-    slots = None if target_of(plan) else ranks_by_host(request_of(plan.config))
+    slots = slots_of(plan)
     python, code = environment["PYTHON"], EXIT_DONE
     waits = to_run and not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
     first = [planned for planned in plan.chosen if planned.stage in to_run][:1] if waits else []

@@ -282,6 +282,15 @@ def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[st
     return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 
 
+def as_override(line: str, section: str) -> str:
+    """Return a stage's error line with its flags as the user of `rlhf train` types them."""
+    if not line.startswith("--"):
+        return f"{section}: {line}"
+    return re.sub(
+        r"(mean|is|are|or|give|raise|leave|without|nearest:) --", rf"\1 --{section}.", f"--{section}.{line[2:]}"
+    )
+
+
 def launcher_words(config: TrainConfig) -> list[str]:
     """Return the flags of the launcher as words; of several hosts also how they are reached."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]

@@ -1,7 +1,6 @@
 """Plan of `rlhf train`: words, checked configuration and folders of each stage, before anything starts."""
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
     TrainConfig,
+    as_override,
     chained_flags,
     config_file_of,
     contradictions,
@@ -70,11 +70,12 @@ class PlannedStage:
         """Return what a later stage starts from: the model folder.
 
         It is the base itself where that was named (`typed`: own flags), this is stage 1 and does not run, and neither
-        its model nor a run of it is there.
+        a run of it nor its model, for which no other folder was named, is there.
         """
         is_named = "actor_model" in typed or self.config.actor_model != TrainConfig().actor_model
+        is_usual = self.stage.makes_chat_model and self.model_dir == Path(self.config.output_dir) / self.stage.folder
         is_there = self.stage.number in self.config.step or self.model_dir.exists() or self.run_dir.exists()
-        return self.base if is_named and self.stage.makes_chat_model and not is_there else str(self.model_dir)
+        return self.base if is_named and is_usual and not is_there else str(self.model_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     for number, kind in sorted(kinds.items()):
         try:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
-            stages[number] = plan_stage(kind, config, {*given}, file, override, stages)
+            stages[number] = plan_stage(kind, config, {*given}, file=file, flags=override, before=stages)
             config = stages[number].config
         except InputError as error:
             if isinstance(error, ContradictionError) and number > max(chosen):
@@ -206,7 +207,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
 
 
 def plan_stage(
-    stage: Stage, config: TrainConfig, typed: set[str], file: str, override: list[str], before: dict[int, PlannedStage]
+    stage: Stage, config: TrainConfig, typed: set[str], *, file: str, flags: list[str], before: dict[int, PlannedStage]
 ) -> PlannedStage:
     """Return one planned stage.
 
@@ -215,14 +216,14 @@ def plan_stage(
     Args:
         typed: own flags that were given.
         file: the --config file.
-        override: the words of its flags.
+        flags: those of the stage, as words.
         before: stages whose output it may read.
     """
     names = Names(stage.config).known
     in_file = read_yaml(file, stage.section, SECTIONS)[0] if file else {}
     method = {"method": config.method} if takes_method(stage, config.method) else {}
     given = method | {names.get(name, name): value for name, value in in_file.items()}
-    given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(override)}
+    given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(flags)}
     starts = stage.starts_given(given)
     first, start = next(iter(starts.items()))
     flag, role = stage.path_flag(first), f"{start.follows}_model"
@@ -244,7 +245,7 @@ def plan_stage(
     def with_preset(name: str) -> tuple[list[str], Resolved]:
         preset = launch_file(f"presets/{name}.{stage.section}.yaml")
         words = ["--preset", path_from_here(preset)] if name and preset.is_file() else []
-        words = overridden(stage, [*words, *argv], override)
+        words = overridden(stage, [*words, *argv], flags)
         return words, parse(stage.config, words, section=stage.section, sections=SECTIONS)
 
     preset = known.preset if known else ""
@@ -286,15 +287,6 @@ def path_from_here(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def as_override(line: str, section: str) -> str:
-    """Return a stage's error line with its flags as the user of `rlhf train` types them."""
-    if not line.startswith("--"):
-        return f"{section}: {line}"
-    return re.sub(
-        r"(mean|is|are|or|give|raise|leave|without|nearest:) --", rf"\1 --{section}.", f"--{section}.{line[2:]}"
-    )
-
-
 # --- how a plan is launched ---
 
 
@@ -317,7 +309,12 @@ def ranks_of(plan: Plan) -> int:
         InputError, EnvironmentFault: see `hosts.ranks_by_host`.
     """
     target = target_of(plan)
-    return target.num_gpus if target else sum(ranks_by_host(request_of(plan.config)))
+    return target.num_gpus if target else sum(slots_of(plan) or [])
+
+
+def slots_of(plan: Plan) -> list[int] | None:
+    """Return the ranks of each machine, as `ranks_of`; None where `--target` describes others."""
+    return None if target_of(plan) else ranks_by_host(request_of(plan.config))
 
 
 def target_of(plan: Plan) -> Target | None:

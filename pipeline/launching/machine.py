@@ -63,13 +63,13 @@ def holders(visible: Sequence[str]) -> dict[str, tuple[str, str]]:
     rows = query_smi("--query-gpu=index,uuid,memory.used,display_active")
     table = {name: row for row in rows if len(row) == 4 for name in row[:2]}
     listed = query_smi("--query-compute-apps=gpu_uuid,pid")
-    found: dict[str, tuple[str, str]] = {}
+    gpus: dict[str, tuple[str, str]] = {}
     for name in visible:
         number, uuid, used, draws = table.get(name, [""] * 4)  # a part of a GPU (MIG) has no row
         by = ", ".join(row[1] for row in listed if row[0] == uuid)
-        is_held = by or (used.isdigit() and int(used) > IDLE_MIB and draws != "Enabled")
-        found[name] = number, f"{used} MiB in use{f' by process {by}' if by else ''}" if is_held else ""
-    return found if set(visible) <= table.keys() else {}
+        is_in_use = by or (used.isdigit() and int(used) > IDLE_MIB and draws != "Enabled")
+        gpus[name] = number, f"{used} MiB in use{f' by process {by}' if by else ''}" if is_in_use else ""
+    return gpus if set(visible) <= table.keys() else {}
 
 
 def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], str]:
@@ -87,29 +87,26 @@ def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], 
     if not visible:
         return {"deployment_type": "single_node" if wanted > 1 else "single_gpu", "num_gpus": wanted}, ""
     check_device_count(count)
-    found = holders(visible)
-    held = {name: what for name, (_, what) in found.items() if what}
-    free = [name for name in visible if name not in held]
+    gpus = holders(visible)
+    in_use = {name: what for name, (_, what) in gpus.items() if what}
+    free = [name for name in visible if name not in in_use]
     why, line = f"--num-gpus {count}" if count else f"the run had {counted(had, 'rank')}", ""
     if wanted > len(free) or not free:
-        busy = "".join(f", GPU {name}: {what}" for name, what in held.items())
+        busy = "".join(f", GPU {name}: {what}" for name, what in in_use.items())
         line = (
             f"{f'{why}, but ' if wanted else ''}{len(free)} of {len(visible)} GPUs are free{busy}; wait, or give "
             f"{f'--num-gpus {len(free)}, or ' if free else ''}--deployment-type single_node, which takes all"
         )
         if starts:
             raise EnvironmentFault(line)
-        free, held = visible, {}
+        free, in_use = visible, {}
     chosen = free[: wanted or None]
     flags: dict[str, Any] = {"deployment_type": "single_node" if chosen[1:] else "single_gpu", "num_gpus": 0}
     if chosen != visible:
-        flags |= (
-            {"include": f"localhost:{','.join(found[name][0] for name in chosen)}"}
-            if held
-            else {"num_gpus": len(chosen)}
-        )
-    left = ", ".join(f"{name} ({held.get(name, why)})" for name in visible if name not in chosen)
-    unknown = "" if found else "; nvidia-smi does not say whether other processes hold memory of them"
+        numbers = ",".join(gpus[name][0] for name in chosen if gpus)
+        flags |= {"include": f"localhost:{numbers}"} if in_use else {"num_gpus": len(chosen)}
+    left = ", ".join(f"{name} ({in_use.get(name, why)})" for name in visible if name not in chosen)
+    unknown = "" if gpus else "; nvidia-smi does not say whether other processes hold memory of them"
     return flags, line or f"GPUs of this run: {', '.join(chosen)}{f'; not used: {left}' if left else ''}{unknown}"
 
 

@@ -189,7 +189,11 @@ def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_rea
         ("--ppo.actor_model here", "out/reward"),
     ],
 )
-def test_a_critic_without_a_reward_model_starts_as_its_actor_does(words: str, critic: str) -> None:
+def test_a_critic_without_a_reward_model_starts_as_its_actor_does(
+    words: str, critic: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/sft").mkdir(parents=True)
     argv = ["--step", "3", "--actor-model", "tiny", "--reward-model", "tiny", "--output-dir", "out", *words.split()]
     (planned,) = make_plan(argv, prog="train.py").chosen
     actor = "here" if "actor_model" in words else "out/sft"

@@ -43,7 +43,7 @@ def test_ranks_that_wait_are_those_that_run(tmp_path):
 
 
 def test_only_the_first_stage_starts_early(tmp_path):
-    done = train(tmp_path, "--step", "1", "2", *TINY, STUB_LOOK="0", STUB_OUTCOMES="0")
+    done = train(tmp_path, "--step", "1", "2", *TINY, gpus=1, STUB_LOOK="0", STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr
     assert len(early_ranks(tmp_path)) == 1
     assert [words[0] for words in started(tmp_path)] == ["step1_sft.main", "step2_reward.main"]

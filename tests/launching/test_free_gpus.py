@@ -124,12 +124,13 @@ def test_the_ranks_of_a_command_run_on_the_free_gpus(tmp_path):
 
 
 def checkpoint(run: Path, ranks: int) -> None:
-    """A run's last checkpoint, as far as the number of its ranks is read of it."""
+    """What is read of a run that left a checkpoint: its settings, and the ranks of its last start."""
     folder = run / "checkpoints/step-3"
     folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"world_size": ranks}))
+    (folder / "state.json").write_text(json.dumps({"settings": {"seed": 1}}))
     files = {"state.json": {"sha256": digest(folder / "state.json")}}
     (folder / "manifest.json").write_text(json.dumps({"files": files}))
+    (run / "env.json").write_text(json.dumps({"stage": "sft", "num_ranks": ranks}))
 
 
 def test_a_resumed_run_takes_as_many_gpus_as_it_had(machine, tmp_path, monkeypatch, capsys):
@@ -149,7 +150,7 @@ def test_a_resumed_run_takes_as_many_gpus_as_it_had(machine, tmp_path, monkeypat
     with pytest.raises(EnvironmentFault, match="the run had 2 ranks, but 1 of 4 GPUs are free"):
         found()
     assert found(starts=False) == 2
-    done = {"steps": 5, "settings": {}, "sizes": {}}
+    done = {"steps": 5, "settings": {"seed": 1}, "sizes": {}}
     Path("output/runs/sft/done.json").write_text(json.dumps(done))
     assert found() == 2, "a finished stage needs no free GPU"
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None

@@ -80,7 +80,7 @@ def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
 
     def places() -> list[str]:
         words = ("--step", "1", "2", "3", "--output-dir", "out", "--data_path", "a.jsonl", "--overwrite")
-        done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0,0")
+        done = train(tmp_path, *TINY, *words, gpus=1, STUB_OUTCOMES="0,0,0")
         assert done.returncode == 0, done.stderr
         found = [note["environment"]["RLHF_PIPELINE"] for note in notes(tmp_path)]
         (tmp_path / "log.jsonl").unlink()
@@ -98,7 +98,7 @@ def test_split_overrides():
 
 
 def test_the_commands_that_train_prints_are_plans_of_the_stages_that_they_name(tmp_path, monkeypatch):
-    refused = train(tmp_path, *TINY, "--step", "3", "--output-dir", "my out").stderr
+    refused = train(tmp_path, "--step", "3", "--output-dir", "my out").stderr
     ended = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", STUB_OUTCOMES="0").stdout
     printed = [*re.findall("make them: (.*)", refused), ended.splitlines()[-1].removeprefix("next: ")]
     monkeypatch.chdir(tmp_path)

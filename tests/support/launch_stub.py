@@ -102,7 +102,8 @@ if codes and set(codes) == {0}:
         for name in ("config.json", "training_config.json", "model.safetensors"):
             (model / name).write_text("{}" if name.endswith("json") else "")
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "env.json").write_text(json.dumps({"stage": kind.section, "versions": {}}))
+    record = {"stage": kind.section, "versions": {}, "num_ranks": len(codes)}
+    (run_dir / "env.json").write_text(json.dumps(record))
     values = {name: {"value": value} for name, value in flat_items(resolved.config)}
     (run_dir / "config.json").write_text(json.dumps(values))
     inputs = {}
