@@ -21,7 +21,7 @@ from pipeline.errors import InputError
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
-from rlhf.train_plan import as_override
+from rlhf.train_config import as_override
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.rollout import generation_options, make_schedule
