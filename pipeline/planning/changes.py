@@ -56,8 +56,8 @@ def fewer_prompts_at_once(values: Values, target: Target) -> dict[str, Any]:
     if GENERATED not in values:
         return {}
     ranks = target.num_gpus
-    given = {**values, "ranks": ranks}
-    size = RolloutSize(**{field.name: given[field.name] for field in fields(RolloutSize)})
+    known = {**values, "ranks": ranks}
+    size = RolloutSize(**{field.name: known[field.name] for field in fields(RolloutSize)})
     prompts = max(1, size.prompts // ranks)
     sizes = divisors(prompts, up_to=size.at_once // 2)
     return {GENERATED: sizes[-1], **({BATCHES: prompts // sizes[-1]} if values[BATCHES] else {})} if sizes else {}
@@ -156,11 +156,8 @@ def adapters(place: int, base: str = "none") -> ChangeOf:
     def change(values: Values, target: Target) -> dict[str, Any]:
         dims, bases, stages = (named(values, flag)[place : place + 1] for flag in ("lora_dim", "quantization", STAGE))
         new: dict[str, Any] = {name: LORA_DIM for name in dims if not values[name]}
-        if (
-            base == "none"
-            or any(values[name] in (base, NF4) for name in bases)
-            or (base == NF4 and not find_spec("bitsandbytes"))
-        ):
+        unavailable = base == NF4 and not find_spec("bitsandbytes")
+        if base == "none" or unavailable or any(values[name] in (base, NF4) for name in bases):
             return new
         below_3 = {name: min(2, values[name]) for name in stages}
         return dict.fromkeys(bases, base) | below_3 | new | ({"offload_parameters": False} if bases else {})

@@ -98,7 +98,7 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
     [
         ("8xH1000", "--target 8xH1000: H1000: known are B200-180GB, H200-141GB, "),
         ("8xA100", "--target 8xA100: A100: give one of A100-80GB, A100-40GB"),
-        ("8x", "--target 8x: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB), or a YAML file"),
+        ("8x", "--target 8x: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
         ("0xH100-80GB", "--target 0xH100-80GB: wanted DEVICE, GPUSxDEVICE"),
         ("gone.yaml", "--target: gone.yaml: cannot read it: No such file"),
         ("memory: 3", "--target: {file}: wanted fields hosts, gpus, name, memory_gib"),
