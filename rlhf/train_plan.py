@@ -120,7 +120,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     for number, kind in sorted(kinds.items()):
         try:
             file, override = config_file_of(number, config, config_file), overrides[kind.section]
-            stages[number] = plan_stage(kind, config, {*given}, file=file, flags=override, before=stages)
+            stages[number] = plan_stage(kind, config, typed={*given}, file=file, flags=override, before=stages)
             config = stages[number].config
         except InputError as error:
             if isinstance(error, ContradictionError) and number > max(chosen):
@@ -207,7 +207,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
 
 
 def plan_stage(
-    stage: Stage, config: TrainConfig, typed: set[str], *, file: str, flags: list[str], before: dict[int, PlannedStage]
+    stage: Stage, config: TrainConfig, *, typed: set[str], file: str, flags: list[str], before: dict[int, PlannedStage]
 ) -> PlannedStage:
     """Return one planned stage.
 

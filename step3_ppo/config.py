@@ -243,12 +243,6 @@ class PPOConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _weights_are_numbers(self) -> Self:
-        for entry in self.rewards.more_reward_models:
-            folder_and_weight(entry, "more_reward_models")
-        return self
-
-    @model_validator(mode="after")
     def _functions_reward(self) -> Self:
         if self.ppo.positive_nll_coef and not self.rewards.reward_function:
             raise ValueError("positive_nll_coef: only a --reward_function says which responses are right; leave it out")

@@ -19,6 +19,7 @@ from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, S
 from pipeline.generation.session import Finished
 from pipeline.rewards.pool import Value
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions, first_failures
+from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_stage
 from step3_ppo.config import PPOConfig
@@ -65,7 +66,8 @@ def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None
     if not functions:
         return None
     takes_tokens = not config.method.compares
-    made = RunFunctions(rewards.pool(functions), max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
+    pool = reward_pool(rewards, functions)
+    made = RunFunctions(pool, max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
     made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
     return made

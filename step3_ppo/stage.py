@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
+from pipeline.rewards.worker_flags import reward_pool
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR
 
@@ -93,7 +94,7 @@ def look(config: PPOConfig, columns: Collection[str]) -> None:
     if config.run.max_steps:
         config.ppo.check_steps(config.run.max_steps)
     if functions := config.reward_functions:
-        with config.rewards.pool(functions) as pool:
+        with reward_pool(config.rewards, functions) as pool:
             pool.check(columns)
 
 

@@ -32,7 +32,6 @@ from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
     group_metrics,
-    log_unfinished,
     pass_metrics,
     rollout_metrics,
     row_values,
@@ -116,10 +115,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     course.begin("generate")
     beat("generate", state.step)
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
-    responses = ppo.sample(state, batch_size=size)
-    if not state.rollout:
-        log_unfinished(responses, limit=ppo.config.sampling.max_answer_seq_len)
-    return responses
+    return ppo.sample(state, batch_size=size)
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:

@@ -35,15 +35,16 @@ class WorkerFlags(Group):
             raise ValueError("reward_env: found NAME=VALUE; NAME alone is right, the value stays in the environment")
         return self
 
-    def pool(self, functions: Sequence[RewardFunction]) -> "RewardPool":
-        """Return the processes of this rank, none of which is started yet."""
-        from pipeline.rewards.pool import RewardPool
 
-        share = memory_of_machine() // (2 * self.reward_workers * local_size())
-        return RewardPool(
-            functions,
-            num_workers=self.reward_workers,
-            timeout_s=self.reward_timeout_s,
-            passes=self.reward_env,
-            memory_bytes=int(self.reward_worker_gib * GIB) or max(share, GIB),
-        )
+def reward_pool(flags: WorkerFlags, functions: Sequence[RewardFunction]) -> "RewardPool":
+    """Return the processes of this rank, none of which is started yet."""
+    from pipeline.rewards.pool import RewardPool
+
+    share = memory_of_machine() // (2 * flags.reward_workers * local_size())
+    return RewardPool(
+        functions,
+        num_workers=flags.reward_workers,
+        timeout_s=flags.reward_timeout_s,
+        passes=flags.reward_env,
+        memory_bytes=int(flags.reward_worker_gib * GIB) or max(share, GIB),
+    )

@@ -16,7 +16,7 @@ from pipeline.rewards.box.table import BOX, settings_of
 from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
-from pipeline.rewards.worker_flags import WorkerFlags
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command_flags, run_command
 from pipeline.run.logs import StderrHandler
 
@@ -53,7 +53,7 @@ def run(argv: list[str], prog: str) -> None:
     rows = responses_of(config)
     logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # what functions print, to stderr
     show_settings([function for function in functions if function.target in BOX and not function.args])
-    with config.pool(functions) as pool:
+    with reward_pool(config, functions) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
         values = pool.gather([pool.submit(repeated(row, config.num_samples_per_prompt)) for row in rows])
     pairs = list(zip(rows, values, strict=True))

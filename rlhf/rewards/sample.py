@@ -28,7 +28,7 @@ from pipeline.rendezvous import num_ranks
 from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.worker_flags import WorkerFlags
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command_flags, run_command
 from pipeline.run.output_checks import check_written
 
@@ -135,7 +135,7 @@ def run(argv: list[str], prog: str) -> None:
         data = replace(data, prompts=data.prompts[rank::size])
     whole, file = file, part_of(file, rank, size) if file and size > 1 else file
     lock = output_held(file) if file else nullcontext()
-    pool = config.pool(functions)
+    pool = reward_pool(config, functions)
     with pool, lock:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)

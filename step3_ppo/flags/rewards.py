@@ -1,9 +1,12 @@
 """Flags of stage 3 on rewards: functions, further reward models, their scaling and their workers."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.generation.options import MAX_SAMPLES
+from pipeline.rewards.functions import folder_and_weight
 from pipeline.rewards.worker_flags import WorkerFlags
 
 
@@ -42,3 +45,9 @@ class RewardConfig(WorkerFlags):
         le=1,
         on_resume="free",
     )
+
+    @model_validator(mode="after")
+    def _weights_are_numbers(self) -> Self:
+        for entry in self.more_reward_models:
+            folder_and_weight(entry, "more_reward_models")
+        return self

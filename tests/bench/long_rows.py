@@ -203,7 +203,7 @@ def measure_attention(file: Path) -> None:
                 marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
                 times = []
                 for _ in range(6):
-                    with sdpa_kernel(SDPBackend[name]):
+                    with sdpa_kernel(getattr(SDPBackend, name)):
                         marks[0].record()
                         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
                         marks[1].record()

@@ -22,7 +22,6 @@ from bench.jobs import NO_HELD_OUT, Jobs, flags
 from bench.rows import Row, note_limits
 from bench.supervised import note_mfu
 from pipeline.configuration.flag_table import flat_items
-from rlhf.train import base_of
 from rlhf.train_plan import PlannedStage, make_plan
 
 BASELINE = "DeepSpeed-Chat"
@@ -111,7 +110,7 @@ def make_hub(jobs: Jobs, case: Case) -> Path:
     if section == "ppo":
         tokens = options.prompt
     else:
-        publish_model(hub, base_of(stage), jobs.models / "actor")
+        publish_model(hub, stage.base, jobs.models / "actor")
     counts = {"train": count, "test": HELD_OUT}
     rows = {
         split: full_rows(tokenizer, section, number, tokens=tokens, seed=seed)

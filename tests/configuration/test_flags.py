@@ -344,7 +344,7 @@ def test_a_name_means_one_flag(config_class):
 
 def test_a_required_flag_that_is_left_out_is_named():
     (line,) = errors_of("output/reward", config_class=RewardEvalConfig)
-    assert line == "--data_path: missing; wanted str ...: Pairs; the held-out rows are scored"
+    assert line == "--data_path: missing; wanted str ...: Pairs to score"
 
 
 def test_an_unknown_section_hides_no_other_error(tmp_path):

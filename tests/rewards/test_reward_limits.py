@@ -12,7 +12,7 @@ from support.reward_functions import MARK, functions_in, marked, nothing_left, s
 from pipeline.files import GIB
 from pipeline.processes import memory_of_machine, python_environment
 from pipeline.rewards.pool import Failure
-from pipeline.rewards.worker_flags import WorkerFlags
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 
 HUNGRY = """
 import resource
@@ -26,7 +26,7 @@ def limit(completions):
 
 def test_a_worker_has_so_much_memory_and_no_more(tmp_path):
     functions = functions_in(tmp_path / "f.py", HUNGRY, "f limit")
-    with WorkerFlags(reward_worker_gib=0.5, reward_workers=1).pool(functions) as pool:
+    with reward_pool(WorkerFlags(reward_worker_gib=0.5, reward_workers=1), functions) as pool:
         pool.check(["mib"])
         little, much = scored(pool, *(to("a", columns={"mib": mib}) for mib in (200, 600)))
     assert little == {"f": [200.0], "limit": [512.0]} and much["limit"] == [512.0]
@@ -37,7 +37,7 @@ def test_a_worker_has_so_much_memory_and_no_more(tmp_path):
 def test_without_the_flag_half_of_the_memory_is_shared(tmp_path, monkeypatch, ranks, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     functions = functions_in(tmp_path / "f.py", HUNGRY, "limit")
-    with WorkerFlags(reward_workers=workers).pool(functions) as pool:
+    with reward_pool(WorkerFlags(reward_workers=workers), functions) as pool:
         pool.check(())
         ((found,),) = (one["limit"] for one in scored(pool, to("a")))
     assert found == max(memory_of_machine() // 2 // ranks // workers, GIB) >> 20
@@ -66,14 +66,14 @@ def hangs(completions):
 @pytest.mark.parametrize("name", ["f", "hangs"])
 def test_processes_that_a_function_starts_end_with_the_run(tmp_path, name):
     functions = functions_in(tmp_path / "f.py", STARTING, name)
-    with nothing_left(), WorkerFlags(reward_timeout_s=2, reward_workers=1).pool(functions) as pool:
+    with nothing_left(), reward_pool(WorkerFlags(reward_timeout_s=2, reward_workers=1), functions) as pool:
         pool.check(())
         scored(pool, to("a"))
 
 
 def test_processes_that_a_function_starts_end_with_a_worker_that_dies(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, mark := f"dies-{os.getpid()}")
-    with WorkerFlags(reward_workers=1).pool(functions_in(tmp_path / "f.py", STARTING, "f")) as pool:
+    with reward_pool(WorkerFlags(reward_workers=1), functions_in(tmp_path / "f.py", STARTING, "f")) as pool:
         pool.check(())
         ((pid,),) = (one["f"] for one in scored(pool, to("a")))
         assert len(marked(mark)) == 4
@@ -87,8 +87,8 @@ PARENT = """
 import sys
 from support.reward_functions import to
 from pipeline.rewards.functions import parse_reward_functions
-from pipeline.rewards.worker_flags import WorkerFlags
-pool = WorkerFlags().pool(parse_reward_functions(sys.argv[1:]))
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
+pool = reward_pool(WorkerFlags(), parse_reward_functions(sys.argv[1:]))
 pool.check(())
 pool.gather([pool.submit(to("a"))])
 print("done", flush=True)

@@ -22,7 +22,7 @@ from pipeline.processes import python_environment
 from pipeline.rewards.box.table import BOX
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.worker_flags import WorkerFlags
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 
 # Writes what it was called with, a line of JSON for each call.
 TELLING = """
@@ -225,7 +225,7 @@ def f(completions):
     variables, raw = json.loads((tmp_path / "seen.json").read_text())
     assert not SECRETS.keys() & variables.keys() and HARMLESS.keys() <= variables.keys()
     assert "anary" not in raw and variables["PYTHONHASHSEED"] == "0" and variables["OMP_NUM_THREADS"]
-    with WorkerFlags(reward_env=["HF_TOKEN", "JWT"]).pool(functions) as pool:
+    with reward_pool(WorkerFlags(reward_env=["HF_TOKEN", "JWT"]), functions) as pool:
         pool.check(())
         scored(pool, to("a"))
     variables, _ = json.loads((tmp_path / "seen.json").read_text())
@@ -239,7 +239,10 @@ def test_variables_that_are_none_are_refused(tmp_path):
         WorkerFlags(reward_env=["KEY=canary"])
     assert "canary" not in str(caught.value.errors()[0]["msg"])
     functions = functions_in(tmp_path / "f.py", "def f(completions): return [1]", "f")
-    with WorkerFlags(reward_env=["NOT_THERE"]).pool(functions) as pool, pytest.raises(EnvironmentFault) as caught:
+    with (
+        reward_pool(WorkerFlags(reward_env=["NOT_THERE"]), functions) as pool,
+        pytest.raises(EnvironmentFault) as caught,
+    ):
         pool.check(())
     assert str(caught.value).startswith("--reward_env NOT_THERE: no such variable in the environment")
 

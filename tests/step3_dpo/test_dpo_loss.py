@@ -126,5 +126,5 @@ def test_a_tie_within_rounding_is_half_a_win(method: str, dtype: torch.dtype, di
     for signs, wins in ((1, won), (-1, 1 - won)):
         counts = torch.tensor([1.0, 0.0, 1.0, 0.0])
         one = ResponseBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"weights": counts})
-        found = measured(DPOConfig(method=method), signs * ratios, one, 0.0, eps)
+        found, _ = measured(DPOConfig(method=method), signs * ratios, one, 0.0, eps)
         assert (found[1] / found[2]).item() == (wins if method != "kto" else (wins + 0.5) / 2)
