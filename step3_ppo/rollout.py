@@ -1,5 +1,6 @@
 """The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,8 @@ from step3_ppo.experience import FunctionScores, Responses, gather_responses, pa
 
 if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
     from pipeline.generation.hybrid_engine import HybridEngine
+
+log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 3  # of further prompts, in the place of those whose responses are all rewarded alike
 # Settings of transformers' `generate` in a model's generation_config.json, besides ids of tokens.
@@ -337,3 +340,10 @@ def replace_groups(
         index.view(-1, group_size)[wanted[: len(given)]] = len(index) + index.view(-1, group_size)[given]
         responses = replace(both.select(index), order=responses.order)
     return responses
+
+
+def log_unfinished(responses: Responses, *, limit: int) -> None:
+    """Log how many of the responses reached `limit` tokens before their end."""
+    unfinished = responses.valid & ~responses.finished
+    text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
+    log.info(text, unfinished.sum(), responses.valid.sum(), limit)

@@ -51,13 +51,6 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     }
 
 
-def log_unfinished(responses: Responses, *, limit: int) -> None:
-    """Log how many of the responses reached `limit` tokens before their end."""
-    unfinished = responses.valid & ~responses.finished
-    text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
-    log.info(text, unfinished.sum(), responses.valid.sum(), limit)
-
-
 def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]:
     """Return the mean of each reward, and the share of failed calls of each function; {} for one reward model alone."""
     if responses.scored is None and len(rewarded.by_reward) == 1:

@@ -27,8 +27,7 @@ from step3_ppo.experience import Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
-from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
-from step3_ppo.rollout_metrics import log_unfinished
+from step3_ppo.rollout import Sampler, Schedule, log_unfinished, make_sampling, replace_groups
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)

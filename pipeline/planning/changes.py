@@ -144,7 +144,7 @@ def other_sampling(values: Values, target: Target) -> dict[str, Any]:
 def rounded_rewards(values: Values, target: Target) -> dict[str, Any]:
     """Quantise the reward model by itself; the critic, whose flags it follows, may learn all of its weights."""
     name = "reward_model_quantization"
-    return {name: "int8", "reward_model_zero_stage": "0"} if values.get(name) in ("auto", "none") else {}
+    return {name: "int8", f"reward_model_{STAGE}": "0"} if values.get(name) in ("auto", "none") else {}
 
 
 def adapters(place: int, base: str = "none") -> ChangeOf:

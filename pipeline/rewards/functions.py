@@ -37,6 +37,11 @@ class RewardFunction:
     digest: str = ""
     modules: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def shown_args(self) -> Any:
+        """Its arguments as they may be written, without secrets."""
+        return masked(self.args)
+
 
 def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[RewardFunction]:
     """Return the functions that the entries name, in order; no user's file is imported.

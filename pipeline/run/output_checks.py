@@ -93,8 +93,8 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     was_killed = {RUN_LOCK, "heartbeat"} & names and names <= START_NAMES
     if names and not started and not was_killed and supervisor_name() is None:
         others = f"other files ({min(names - START_NAMES or names)}) and no env.json of a run"
-        found = "an env.json without stage and versions of a run" if "env.json" in names else others
-        yield f"{dashes}run_dir: {run_dir} holds {found}; name a new or empty folder"
+        content = "an env.json without stage and versions of a run" if "env.json" in names else others
+        yield f"{dashes}run_dir: {run_dir} holds {content}; name a new or empty folder"
     for folder in stage.outputs(config):
         try:
             check_replaceable(folder)

@@ -147,8 +147,8 @@ def split_among(stages: list[Stage]) -> str:
 
 def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     """Return the settings with a split in place of `auto`, and with a note."""
-    found = with_values(resolved, {"data_split": (split, f"--data_split {AUTO}")})
-    return found if found is resolved else replace(found, notes=(*found.notes, *filter(None, [note])))
+    shared = with_values(resolved, {"data_split": (split, f"--data_split {AUTO}")})
+    return shared if shared is resolved else replace(shared, notes=(*shared.notes, *filter(None, [note])))
 
 
 def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
@@ -175,10 +175,10 @@ def with_saved_values(stage: Stage, resolved: Resolved) -> Resolved:
     folder, config = stage.run_folder(resolved.config.run), resolved.config
     if not (saved := earlier_settings(folder, config.run.resumes_from)):
         return resolved
-    held = defaults_of(config) | saved
-    resolved = with_decided(resolved, {name: held[name] for name in stage.decides if name in held})
+    earlier = defaults_of(config) | saved
+    resolved = with_decided(resolved, {name: earlier[name] for name in stage.decides if name in earlier})
     origin = f"{RESOLVED}as {folder} has it"
-    return with_values(resolved, {name: (held[name], origin) for name in values_before(config)})
+    return with_values(resolved, {name: (earlier[name], origin) for name in values_before(config)})
 
 
 def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
@@ -228,7 +228,7 @@ def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: in
     config = resolved.config
     resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
     resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
-    held = dist.on_main(lambda: {name: dict(flat_items(config))[name] for name in values_before(config)})
-    resolved = with_values(resolved, {name: (value, f"{RESOLVED}as rank 0 has it") for name, value in held.items()})
+    values = dist.on_main(lambda: {name: dict(flat_items(config))[name] for name in values_before(config)})
+    resolved = with_values(resolved, {name: (value, f"{RESOLVED}as rank 0 has it") for name, value in values.items()})
     choice = dist.on_main(lambda: choose(stage, resolved))
     return choice.of(resolved, ranks), choice

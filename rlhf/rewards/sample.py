@@ -8,89 +8,29 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
-
-from pipeline.configuration.flag_table import flag
 from pipeline.configuration.flags import stage_arguments
-from pipeline.configuration.groups import Dtype
-from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, counted, say
 from pipeline.files import model_fingerprint
-from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
 from pipeline.inference.sample_file import settings_of as settings_file
-from pipeline.inference.sample_rows import RowLayout, prompt_columns, row_of
+from pipeline.inference.sample_rows import prompt_columns, row_of
 from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
-from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
+from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
+from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.entry import command_flags, run_command
 from pipeline.run.output_checks import check_written
+from rlhf.rewards.sample_config import SampleConfig
 
 if TYPE_CHECKING:
     from pipeline.inference.sampling import PromptData
 
 PROGRESS_S = 10.0
-
-
-class SampleConfig(WorkerFlags):
-    """Sample answers of a model, for example with: output/sft --data prompts.jsonl -n 8 --output answers.jsonl"""
-
-    model: str = flag("", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True)
-    data: list[str] = flag(
-        [], "Files, folders or hub ids with prompts, read as for training", kind="path", aliases=("data_path",)
-    )
-    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
-    max_prompt_seq_len: int = flag(
-        0, "Tokens of a prompt, longer ones are left out; 0: as many as --max_new_tokens leaves", ge=0
-    )
-    output: str = flag(
-        "",
-        "File of JSON lines, which the same command goes on with, and ranks of torchrun write together; none: standard "
-        "output",
-        kind="path",
-    )
-    overwrite: bool = flag(False, "Begin --output anew")
-    write_as: RowLayout = flag(
-        "answers",
-        "A row is all answers to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, for stage 2 "
-        "or DPO",
-        aliases=("as",),
-    )
-    reward_function: list[str] = flag(
-        [],
-        "Functions that score answers: FILE.py:NAME, or a NAME of the box, each with an optional :WEIGHT",
-        aliases=("reward",),
-    )
-    reward_model: list[str] = flag(
-        [],
-        "Reward models that score answers, each a FOLDER with an optional :WEIGHT of its raw scores",
-        aliases=("reward_model_name_or_path",),
-    )
-    batch_size: int = flag(16, "Prompts whose answers are sampled at once", ge=1)
-    seed: int = flag(1234, "Makes answers repeatable, whatever is sampled beside them", ge=0)
-    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
-    sampling: SampleSettings = SampleSettings(temperature=1.0)
-
-    @model_validator(mode="after")
-    def _answers_are_told_apart(self) -> Self:
-        n, is_scored = self.sampling.n, bool(self.reward_function or self.reward_model)
-        if self.write_as == "pairs" and (n == 1 or not is_scored):
-            raise ValueError("--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model")
-        if self.write_as == "sft" and n > 1 and not is_scored:
-            which = f"that tells the best of {n} answers"
-            raise ValueError(f"--write_as sft: needs a --reward_function or --reward_model {which}")
-        self.reward_models()
-        return self
-
-    def reward_models(self) -> list[tuple[str, float]]:
-        """Return folder or hub id and weight of each reward model. Raises ValueError: see `folder_and_weight`."""
-        return [folder_and_weight(entry, "--reward_model") for entry in self.reward_model]
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf sample") -> int:
@@ -172,7 +112,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
         **{name: getattr(config, name) for name in ("seed", "write_as")},
         "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
         "reward_function": [
-            [one.name, one.digest, one.weight, masked(one.args), *one.modules.items()] for one in functions
+            [one.name, one.digest, one.weight, one.shown_args, *one.modules.items()] for one in functions
         ],
         "reward_model": [[model_fingerprint(path), weight] for path, weight in config.reward_models()] or None,
     }
