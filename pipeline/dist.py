@@ -9,7 +9,7 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -225,6 +225,17 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(numbers) for _ in range(world_size())]
     dist.all_gather(parts, numbers.contiguous())
     return torch.cat(parts).to(rows.dtype)
+
+
+def in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all ranks' evaluation batches in the order of the held-out rows, on the CPU. A collective.
+
+    Args:
+        parts: of each of this rank's batches (B, C); the last column is above 0 for a row, 0 for padding.
+    """
+    # rank_slices deals rows out batch by batch, so batch k of all ranks in rank order is a run of rows.
+    table = torch.cat([gather_rows(part) for part in parts]).cpu()
+    return table[table[:, -1] > 0]
 
 
 def gather_objects(value: T) -> list[T]:

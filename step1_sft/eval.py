@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
-from pipeline.data.loader import in_row_order, to_device
+from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation.eager import EagerGenerator
 from pipeline.inference.answer_settings import ReplySettings
@@ -49,7 +49,7 @@ def evaluate(
         log_probs, trained = forward_log_probs(model, batch, packed=False)
         losses = -torch.where(trained, log_probs, 0.0).double().sum(1)
         parts.append(torch.stack([losses, trained.sum(1).double(), batch.weights.double()], dim=1))
-    losses, counts, _ = in_row_order(parts).unbind(1) if parts else torch.zeros(3, 0)
+    losses, counts, _ = dist.in_row_order(parts).unbind(1) if parts else torch.zeros(3, 0)
     if not counts.sum():
         return {}, {}
     loss = (losses.sum() / counts.sum()).item()

@@ -23,12 +23,11 @@ from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.models.source import prepare_tokenizer
 from pipeline.preparation.room import make_room
-from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
-from pipeline.training.supervised import Supervised, assemble
+from pipeline.training.supervised import Supervised, assemble, log_best
 from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
@@ -160,8 +159,7 @@ def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float
 def save_unless_best(sft: SFT, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
     if sft.config.keep_best and state.best_eval_loss is not None and is_saved(sft.config.run.output_dir):
-        best = (state.best_step, state.best_eval_loss, beside_last(sft.run.folder, "eval_loss", state.best_step))
-        log.info("--keep_best: the saved model is that of step %d, eval_loss %.4g%s", *best)
+        log_best(sft.run, "eval_loss", step=state.best_step, value=state.best_eval_loss)
     else:
         save(sft, state)
 

@@ -12,7 +12,7 @@ from pipeline import dist
 from pipeline.data.batching import PairBatch, pair_batch
 from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
-from pipeline.data.loader import evaluation_batches, in_row_order, to_device
+from pipeline.data.loader import evaluation_batches, to_device
 from pipeline.data.selection import DataOptions, parse_column_map
 from pipeline.errors import InputError, counted, say
 from pipeline.models.loaded import on_devices
@@ -81,7 +81,7 @@ def score_pairs(
     if not columns:
         empty = torch.zeros(0)
         return PairScores(empty, empty, empty, empty, float("nan"))
-    table = in_row_order(columns)
+    table = dist.in_row_order(columns)
     loss = dist.sum_over_ranks(loss_sum).item() / max(1, len(table))
     return PairScores(table[:, 0], table[:, 1], table[:, 2], table[:, 3], loss)
 

@@ -18,12 +18,11 @@ from pipeline.engine.start_models import check_start_models
 from pipeline.models.reward_model import score_head_fields
 from pipeline.models.source import prepare_tokenizer
 from pipeline.preparation.room import make_room
-from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
-from pipeline.training.supervised import Supervised, assemble
+from pipeline.training.supervised import Supervised, assemble, log_best
 from step2_reward.config import RewardConfig
 from step2_reward.metrics import METRICS, SHOWN
 from step2_reward.pair_scores import batch_loss, of_pairs, pair_collator, score_pairs, score_statistics, summary
@@ -163,9 +162,7 @@ def last_training_pairs(reward: Reward, state: State) -> list[Callable[[], PairB
 def save_unless_best(reward: Reward, state: State) -> None:
     """Write the model folder, unless `--keep_best` has put the best model there."""
     if reward.config.keep_best and state.best_accuracy is not None and is_saved(reward.config.run.output_dir):
-        beside = beside_last(reward.run.folder, "eval_accuracy", state.best_step)
-        best = (state.best_step, state.best_accuracy, beside)
-        log.info("--keep_best: the saved model is that of step %d, accuracy %.4g%s", *best)
+        log_best(reward.run, "eval_accuracy", step=state.best_step, value=state.best_accuracy)
     else:
         save(reward, state)
 

@@ -9,7 +9,10 @@ from torch import Tensor
 from pipeline import dist
 from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.loader import Step, evaluation_batches, to_device
+from pipeline.engine.build import compute_dtype
 from pipeline.heartbeat import beat
+from pipeline.models.loading import DTYPES
+from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters
 from pipeline.training.supervised import Supervised, collated
@@ -99,6 +102,11 @@ def point_of(dpo: DPO, batches: Iterable[ResponseBatch]) -> float:
         sums += torch.stack([torch.where(counted, log_ratios(dpo, batch), 0).double().sum(), counted.sum().double()])
     total, count = dist.sum_over_ranks(sums).tolist()
     return kto_point(total, count)
+
+
+def eps_of(run: Run) -> float:
+    """Return the relative rounding of the dtype in which a run's passes compute."""
+    return torch.finfo(DTYPES[compute_dtype(run)]).eps
 
 
 def rounding(config: DPOConfig, batch: ResponseBatch, eps: float) -> Tensor:

@@ -14,10 +14,9 @@ from pipeline.checkpoints.model_folder import save_trained
 from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
-from pipeline.data.loader import PrefetchedSteps, Step, in_row_order, sequence_lengths, to_device
-from pipeline.engine.build import compute_dtype, language_model_engine, start_engines
+from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
+from pipeline.engine.build import language_model_engine, start_engines
 from pipeline.engine.start_models import check_start_models
-from pipeline.models.loading import DTYPES
 from pipeline.models.source import prepare_tokenizer
 from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
@@ -28,7 +27,7 @@ from pipeline.training.supervised import assemble
 from step3_dpo.batches import Mismatches, ResponseBatch, pair_responses, single_responses
 from step3_dpo.config import DPOConfig
 from step3_dpo.metrics import METRICS, SHOWN
-from step3_dpo.objective import DPO, log_ratios, loss_of, measured, z0_of_evaluation, z0_of_step
+from step3_dpo.objective import DPO, eps_of, log_ratios, loss_of, measured, z0_of_evaluation, z0_of_step
 from step3_dpo.reference import Judged, key_of, reference_log_probs, with_columns
 
 
@@ -147,7 +146,7 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
         return
     device = dpo.run.world.device
     sums, parts = torch.zeros(9, dtype=torch.float64, device=device), list[Tensor]()
-    eps = torch.finfo(DTYPES[compute_dtype(dpo.run)]).eps
+    eps = eps_of(dpo.run)
     with dpo.evaluation(state, course) as batches:
         z0 = z0_of_evaluation(dpo, mismatches, state, course)
         for make in batches:
@@ -168,7 +167,7 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
         values["margin"] = values["mean_chosen_reward"] - values["mean_rejected_reward"]
     if mismatches is not None:
         values["z0"] = z0
-    won, margins, is_chosen, _ = in_row_order(parts).unbind(1)
+    won, margins, is_chosen, _ = dist.in_row_order(parts).unbind(1)
     # With these weights KTO's margin, a difference of two means, is a mean over all responses.
     margins *= torch.where(is_chosen > 0, num_rows / max(num_chosen, 1), num_rows / max(num_rejected, 1))
     of_rows = {"eval_accuracy": won.tolist(), "eval_margin": margins.tolist()}

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from pyarrow import compute
 
-from pipeline import dist
 from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step, total_steps
 
 B = TypeVar("B")
@@ -174,17 +173,6 @@ def evaluation_batches(
 
     slices = rank_slices(range(len(rows))[: max_rows or None], world_size, rank, batch_size)
     return [partial(make, part) for part in slices]
-
-
-def in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all ranks' evaluation batches in the order of the held-out rows, on the CPU. A collective.
-
-    Args:
-        parts: of each of this rank's batches (B, C); the last column is above 0 for a row, 0 for padding.
-    """
-    # rank_slices deals rows out batch by batch, so batch k of all ranks in rank order is a run of rows.
-    table = torch.cat([dist.gather_rows(part) for part in parts]).cpu()
-    return table[table[:, -1] > 0]
 
 
 def to_device(batch: B, device: torch.device) -> B:

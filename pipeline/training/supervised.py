@@ -24,12 +24,14 @@ from pipeline.engine.engine import TrainingEngine
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork, training_mfu, training_work
 from pipeline.random_numbers import seed_dropout
+from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
 from pipeline.training.halving import take_halved
 from pipeline.training.metrics import Metric
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=SupervisedConfig)
 B = TypeVar("B")
 S = TypeVar("S", bound=Counters)
@@ -200,3 +202,9 @@ def assemble(
     total_steps = loader.total_steps(settings.num_train_epochs, settings.max_steps)
     work, rate = training_work(engine.module.model), rate_factor(optimizer, total_steps=total_steps)
     return Supervised(run, config, tokenizer, loader, held_out, data.counts, engine, work, total_steps, rate)
+
+
+def log_best(run: Run, name: str, *, step: int, value: float) -> None:
+    """Log the step whose model --keep_best has saved, and whether the last one differs by more than rows can show."""
+    words = beside_last(run.folder, name, step)
+    log.info("--keep_best: the saved model is that of step %d, %s %.4g%s", step, name, value, words)
