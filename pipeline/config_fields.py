@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MAX_LORA_RANK = 2**14  # as wide as the widest published models
 MAX_LORA_ALPHA = 1_000_000  # far above any that was trained with: published ones are below 1,000
 # Fields that parts of transformers, or other programs, obey in models of any class.
 MISREAD = (

@@ -103,7 +103,7 @@ def say(*lines: str) -> None:
 
 def show(*lines: str) -> None:
     """Print lines to standard output. Here and in `say` no text of a model, a file or a name steers a terminal."""
-    print(*map(printable, lines), sep="\n", flush=True)
+    print(*map(printable, lines), sep="\n", end="\n" if lines else "", flush=True)
 
 
 def print_error(error: RunError) -> int:

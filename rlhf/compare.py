@@ -15,6 +15,7 @@ from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError, say
+from pipeline.files import refused_by_disk, write_text
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
@@ -164,8 +165,9 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
     line = "Settings: " + ", ".join(f"{name} {code_span(str(value))}" for name, value in settings.items()) + "."
     # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
-    json_file.write_text(json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    markdown_file.write_text(markdown(texts, contestants, line), encoding="utf-8")
+    with refused_by_disk(prefix):
+        write_text(json_file, json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+        write_text(markdown_file, markdown(texts, contestants, line))
     say(f"written: {json_file} and {markdown_file}")
 
 

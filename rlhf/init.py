@@ -17,7 +17,7 @@ from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError, show
-from pipeline.files import write_text
+from pipeline.files import refused_by_disk, write_text
 from pipeline.run.entry import run_command
 from rlhf.stages import SECTIONS
 from rlhf.train_config import USUAL, split_common, split_overrides
@@ -64,7 +64,9 @@ def run(argv: list[str], prog: str) -> None:
 
     plan = make_plan(words, prog=train)
     command = f"{train} --config {shlex.quote(name)}"
-    write_text(Path(name), "\n".join([*document(plan, words, command), ""]))
+    text = "\n".join([*document(plan, words, command), ""])
+    with refused_by_disk(Path(name)):
+        write_text(Path(name), text)
     show(f"written: {name}")
     show(f"next: {command} --dry-run")
 

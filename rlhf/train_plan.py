@@ -128,8 +128,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given):
-        show(f"note: {line}")
+    show(*(f"note: {line}" for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given)))
     resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
     return Plan(with_reward_model(config), stages, given)
@@ -138,8 +137,7 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
 def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     """Return a stage with its settings of `resolve_splits`, which it could not find by itself; print notes on them."""
     notes = planned.resolved.notes
-    for note in resolved.notes[len(notes) :]:
-        show(f"note: {planned.stage.section}: {note}")
+    show(*(f"note: {planned.stage.section}: {note}" for note in resolved.notes[len(notes) :]))
     argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
     argv = planned.argv if resolved is planned.resolved else argv
     return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
@@ -197,8 +195,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     config, given = TrainConfig(), frozenset[str]()
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
-        for line in resolved.notes:
-            say(f"note: {line}")
+        say(*(f"note: {line}" for line in resolved.notes))
         config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
         errors += contradictions(config)
     except InputError as error:

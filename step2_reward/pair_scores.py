@@ -201,8 +201,7 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
         raise InputError(f"{paths}: no pair to score: {'; '.join(kinds)}")
     if max_seq_len < options.max_seq_len:
         say(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions")
-    for line in data.counts.lines():
-        say(f"  rows: {line}")
+    say(*(f"  rows: {line}" for line in data.counts.lines()))
     device = default_device()
     model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
@@ -213,7 +212,10 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
         world_size=1,
         rank=0,
     )
-    return report(score_pairs(model, batches, device), response_texts(rows, tokenizer), data.counts)
+    scores = score_pairs(model, batches, device)
+    if not (scores.chosen.isfinite() & scores.rejected.isfinite()).all():
+        raise InputError(f"--model: {options.model} gives scores that are no finite numbers")
+    return report(scores, response_texts(rows, tokenizer), data.counts)
 
 
 def pair_collator(pad_id: int) -> Callable[[list[Any]], PairBatch]:

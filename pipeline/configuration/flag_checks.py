@@ -17,17 +17,36 @@ from pipeline.configuration.redact import shown_value
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
+MAX_VALUES = 1_000_000  # of a file of flags
 ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
-def unsafe_paths(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each value of a path flag that no file can have, or that is not what it looks like."""
+def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each path that no file can have or that is not what it looks like, and each huge number."""
     for name, flag in table.items():
+        number, most = str(values.get(name, "")).lstrip("-"), 18 if "seed" in name else 15
+        if isinstance(flag.default, int) and number.isdecimal() and len(number) > most:
+            yield f"--{name}: found {number[:80]} ({origins[name]}), wanted a number of at most {most} digits"
         if flag.kind in ("path", "written path"):
             value = values.get(name, "")
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and (problem := path_problem(flag, text)):
                     yield f"--{name}: found {text[:80]!r} ({origins[name]}): {problem}"
+
+
+def expanded(content: Any) -> Any:
+    """Return the content of a YAML file. Raises ValueError where its aliases stand for more than MAX_VALUES values."""
+    sizes = dict[int, int]()
+
+    def size(value: Any) -> int:
+        if id(value) not in sizes:
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            sizes[id(value)] = 1 + sum(map(size, parts))
+        return sizes[id(value)]
+
+    if size(content) > MAX_VALUES:
+        raise ValueError(f"its aliases (*name) stand for more than {MAX_VALUES:,} values; write out fewer")
+    return content
 
 
 def path_problem(flag: Flag, text: str) -> str:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
-from pipeline.configuration.flag_checks import misplaced_flags, unsafe_paths
+from pipeline.configuration.flag_checks import expanded, misplaced_flags, unsafe_values
 from pipeline.configuration.flag_table import (
     AUTO,
     DEFAULT,
@@ -84,7 +84,7 @@ FlagLoader.add_implicit_resolver(
 def load_yaml(path: str) -> dict[Any, Any]:
     """Read the mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader)
+        content = expanded(yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader))
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
     except RecursionError:
@@ -258,7 +258,7 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
         left = {name for name, value in layer.items() if table[name].takes_auto and value == AUTO}
         values |= layer | {name: table[name].default for name in (*ended, *left)}
         origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)
-    errors += [*secret_values(table, values, origins), *unsafe_paths(table, values, origins)]
+    errors += [*secret_values(table, values, origins), *unsafe_values(table, values, origins)]
     config, notes, kind = None, list[str](), InputError
     try:
         config = validated(config_class, values, origins)

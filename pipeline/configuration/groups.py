@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.config_fields import MAX_LORA_ALPHA
+from pipeline.config_fields import MAX_LORA_ALPHA, MAX_LORA_RANK
 from pipeline.configuration.flag_table import Flag, Layers, flag, zero3_size, zero_size
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -159,7 +159,7 @@ class ModelConfig(Group):
         0,
         "LoRA rank; 0: full fine-tuning. 32 is enough for stage 3, 64 or more for much data; prefer steps of 32 rows",
         ge=0,
-        le=2**14,  # as wide as the widest published models
+        le=MAX_LORA_RANK,
         other_tools="lora_r lora_rank",
         refused={"enable_mixed_precision_lora": "use --actor_lora_dim with --actor_zero_stage 3"},
     )

@@ -116,6 +116,7 @@ class RunConfig(Group):
         0,
         "Print counts and lengths of the rows and this many of them as they are trained on, start nothing; 0: no",
         ge=0,
+        le=10_000,
         on_resume="free",
     )
     target: str = flag(

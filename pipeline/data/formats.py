@@ -289,7 +289,7 @@ def _margin(values: Values) -> float | None:
         return None
     try:
         margin = float(values["margin"])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not abs(margin) <= MAX_MARGIN:
         raise BadRowError(f"margin is no number from {-MAX_MARGIN:g} to {MAX_MARGIN:g}")

@@ -3,6 +3,7 @@
 Files are read by `readers.py`; columns get their meaning in `formats.py`.
 """
 
+import errno
 import functools
 import hashlib
 import logging
@@ -95,6 +96,8 @@ def _local_path(path: str) -> Path | None:
     """Return the existing local file or folder, None for a hub id. InputError if it looks local but is missing."""
     local = Path(path).expanduser()
     if local.exists():
+        if local.is_dir() and not os.access(local, os.R_OK | os.X_OK):
+            raise InputError(f"{local}: cannot be read ({os.strerror(errno.EACCES)})")
         warn_of_links(local)
         return local
     if looks_local(path):

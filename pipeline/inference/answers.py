@@ -204,10 +204,11 @@ def answers_by_session(
     for prompt in (Prompt.of(ids) for ids in prompts):
         for n in range(num_samples):
             session.submit(prompt, sampling, RandomKey(seed, "answer"), sample=n, streams=streamer is not None)
-    if streamer is None:
-        return [response.ids.tolist() for response in finish(session)]
-    responses = finish(session, emit=streamer.take)
-    streamer.end()
+    responses = finish(session) if streamer is None else finish(session, emit=streamer.take)
+    if streamer is not None:
+        streamer.end()
+    if not all(response.log_probs.isfinite().all() for response in responses):
+        raise InputError(f"{chat_model.path}: its logits are no finite numbers; give another --temperature or --dtype")
     return [response.ids.tolist() for response in responses]
 
 

@@ -6,7 +6,7 @@ Each of several ranks writes a part beside the file; the rank that ends last joi
 import heapq
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from pipeline.configuration.redact import masked
 from pipeline.errors import InputError
 from pipeline.files import read_object, refused_by_disk, write_json
 from pipeline.run.lock import lock_held
+from pipeline.run.output_checks import clashes
 
 NUMBER = "number"  # column of a row: which of the prompts it is of, from 1
 IS_WHOLE = "is_whole"  # of the settings of a file that several ranks have written
@@ -47,6 +48,17 @@ class SampleFile:
             with refused_by_disk(self.path), self.path.open("a", encoding="utf-8") as stream:
                 stream.write(line + "\n")
         self.num_rows, self.last = self.num_rows + 1, number
+
+
+def check_output(file: Path, inputs: Mapping[str, Iterable[str]]) -> None:
+    """Raise InputError for a file of rows that the command reads itself: one of its inputs, or in the folder of one.
+
+    inputs: flag -> files, folders and hub ids.
+    """
+    tops = [(flag, Path(text).expanduser()) for flag, texts in inputs.items() for text in texts]
+    read = [(flag, path) for flag, top in tops for path in (top, *top.rglob("*"))]
+    for line in clashes((("--output", one) for one in (file, settings_of(file))), read):
+        raise InputError(line)
 
 
 def open_samples(file: Path | None, settings: Mapping[str, Any], *, overwrite: bool) -> SampleFile:

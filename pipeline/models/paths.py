@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config_fields import MAX_LORA_ALPHA
+from pipeline.config_fields import MAX_LORA_ALPHA, MAX_LORA_RANK
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config
 from pipeline.hub import HUB_ID, is_reachable, split_revision
@@ -100,10 +100,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(config.get("base_model_name_or_path"), str):
         raise InputError(f"{file}: base_model_name_or_path is missing; it names the model that the adapter belongs to")
-    patterns = config.get("alpha_pattern")
-    for alpha in (config.get("lora_alpha", 1), *(patterns.values() if isinstance(patterns, dict) else ())):
-        if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_LORA_ALPHA:
-            raise InputError(f"{file}: lora_alpha: found {alpha}, wanted a number of at most {MAX_LORA_ALPHA:,}")
+    for name, pattern, most in (("lora_alpha", "alpha_pattern", MAX_LORA_ALPHA), ("r", "rank_pattern", MAX_LORA_RANK)):
+        patterns = config.get(pattern)
+        for value in (config.get(name, 1), *(patterns.values() if isinstance(patterns, dict) else ())):
+            if not isinstance(value, int | float) or not abs(value) <= most:
+                raise InputError(f"{file}: {name}: found {value!s:.80}, wanted a number of at most {most:,}")
     if config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
         config["base_model_name_or_path"] += f"@{config['revision']}"
     return config

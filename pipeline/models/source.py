@@ -32,6 +32,8 @@ from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, che
 
 log = logging.getLogger(__name__)
 
+MAX_LABELS = 10_000  # of a score head or a classifier; reading a configuration of 300,000 takes half a minute
+
 
 @dataclass(frozen=True, eq=False)
 class ModelSource:
@@ -109,6 +111,8 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
             commit = Path(str(cached_file(name, CONFIG_FILES[0], revision=commit))).parent.name
             commits_read[source] = commit
         raw, _ = PretrainedConfig.get_config_dict(name, revision=commit)
+        if (labels := max(len(raw.get("id2label") or ()), raw.get("num_labels") or 0)) > MAX_LABELS:
+            raise ValueError(f"config.json: found {labels:,} labels, wanted at most {MAX_LABELS:,}")
         config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     except Exception as error:
         raise reading_error(path, "cannot read a model configuration", error) from error
@@ -117,6 +121,7 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
     # Fields that are private to transformers steer what it loads.
     declared = getattr(type(config), "__dataclass_fields__", {})
     private = [name for name in raw if name.startswith("_") and name not in (*HARMLESS_FIELDS, *declared)]
+    private += [name for name in raw if name == "distributed_config"]  # with it transformers shards what it saves
     for name in private:
         vars(config).pop(name, None)
     config._attn_implementation = None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REPLACED = re.compile(r'"content":"((?:[^"\\]|\\.)*)"')  # what a normalizer puts in the place of a text
+MAX_GROWTH = 100  # of a text by them; published ones put a character in the place of one
 # Names of reserved tokens in published vocabularies, which no text contains, best first.
 RESERVED_NAMES = (
     "<pad>",
@@ -77,6 +79,10 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     try:
         name, revision = split_revision(str(folder))
         loaded = transformers.AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+        normalizer = loaded.backend_tokenizer.normalizer if loaded.is_fast else None
+        replaced = REPLACED.findall(normalizer.__getstate__().decode()) if normalizer else []
+        if (growth := math.prod(max(1, len(text)) for text in replaced)) > MAX_GROWTH:
+            raise ValueError(f"its normalizer makes up to {growth:,} characters of one")
     except Exception as error:
         what = "no tokenizer that transformers can load; a folder with tokenizer.json is right"
         raise reading_error(path, what, error) from error

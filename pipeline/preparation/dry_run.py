@@ -25,8 +25,7 @@ NOTHING_STARTED = "dry run: nothing was started"
 def show_notes(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
     """Print what a user should know of the settings. Raises InputError for those that contradict each other."""
     engine_jsons(stage, resolved, ranks=ranks)
-    for line in with_ranks(resolved, ranks).notes:
-        show(wrapped(f"  note: {line}"))
+    show(*(wrapped(f"  note: {line}") for line in with_ranks(resolved, ranks).notes))
 
 
 def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
@@ -74,8 +73,7 @@ def look_and_plan(
         lines = look_before_start(
             configs, dry_run=True, named_by_section=named_by_section, base_of_output=base_of_output
         )
-        for line in lines:
-            show(wrapped(f"  note: {line}"))
+        show(*(wrapped(f"  note: {line}") for line in lines))
     except EnvironmentFault as fault:
         faults.append(str(fault))
     try:

@@ -4,7 +4,7 @@ import functools
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,14 +24,11 @@ from pipeline.run.evaluations import cost
 LOCK, LOCKED_S = ".report.lock", 120.0
 MOST_TEXT = 1500  # characters of a text from a model or a file that are shown
 KEPT = "\n\t"  # control characters that are shown as they are
-# What our pages begin with.
-BEGINNINGS = {
-    "report.md": re.compile(r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"),
-    "report.html": re.compile(
-        r"<!doctype html>\n(<.*\n)+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; .*\n"
-        r"<meta .*\n<title>Report of "
-    ),
-}
+PAGES = ("report.md", "report.html")
+BEGINNING = re.compile(  # of a page of ours
+    r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"
+    r"|<!doctype html>\n(<.*\n)+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +132,25 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         check_own(output)
         output.mkdir(parents=True, exist_ok=True)
         with FileLock(output / LOCK, timeout=LOCKED_S):
-            answers = tables.answers(output)
             chapters = [one for one in chapters_of(folders) if is_shown(one.title, [one], {}, folders, output)]
-            if answers and not is_shown(tables.ANSWERS_FILE, [], answers, folders, output):
-                answers = {}
+            answers = tables.answers(output)
+            answers = answers if is_shown(tables.ANSWERS_FILE, [], answers, folders, output) else {}
             (output / "curves").mkdir(exist_ok=True)
             pictures = [write_group(output, chapter, group) for chapter in chapters for group in chapter.groups]
             content = contents(chapters, answers, folders, output) | {"pictures": pictures}
-            for name in BEGINNINGS:
+            for name in PAGES:
                 write_text(output / name, templates().get_template(f"{name}.j2").render(content))
     return output / "report.html"
 
 
 def check_own(output: Path) -> None:
     """Raise InputError for a page or pictures in a folder that no report has written."""
-    pages = [output / name for name in BEGINNINGS if (output / name).exists()]
-    for page in pages:
-        text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
-        if not BEGINNINGS[page.name].match(text):
-            raise InputError(f"{page}: found a file that no report wrote; name another folder by --output")
-    curves = output / "curves"
+    pages, curves = [output / name for name in PAGES if (output / name).exists()], output / "curves"
+    foreign = [one for one in pages if not (one.is_file() and BEGINNING.match(one.read_text(errors="replace")))]
     if curves.is_symlink() or (not pages and curves.exists() and not (output / LOCK).exists()):
-        raise InputError(f"{curves}: found one that no report wrote; name another folder by --output")
+        foreign.append(curves)
+    if foreign:
+        raise InputError(f"{foreign[0]}: found one that no report wrote; name another folder by --output")
 
 
 def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:
@@ -175,13 +169,14 @@ def heading(group: str) -> str:
     return GROUPS.get(group, group.capitalize())
 
 
-def is_shown(
-    what: str, chapters: Sequence[Chapter], answers: Mapping[str, Any], folders: Sequence[Path], output: Path
-) -> bool:
-    """Return whether this can be shown; in a line where it cannot, because its files are not as a run writes them."""
+def is_shown(what: str, *given: Any) -> bool:
+    """Return whether this can be shown; in a line where it cannot, because its files are not as a run writes them.
+
+    given: the arguments of `contents`.
+    """
     try:
-        content = contents(chapters, answers, folders, output) | {"pictures": []}
-        for name in BEGINNINGS:
+        content = contents(*given) | {"pictures": []}
+        for name in PAGES:
             templates().get_template(f"{name}.j2").render(content)
     except Exception as error:
         say(f"warning: {what} is left out of the report: {type(error).__name__}: {error}"[:MOST_TEXT])
@@ -189,9 +184,7 @@ def is_shown(
     return True
 
 
-def contents(
-    chapters: Sequence[Chapter], answers: Mapping[str, Any], folders: Sequence[Path], output: Path
-) -> dict[str, Any]:
+def contents(chapters: Sequence[Chapter], answers: Any, folders: Sequence[Path], output: Path) -> dict[str, Any]:
     """Return what the templates are filled with."""
     runs = [run for chapter in chapters for run in chapter.runs]
     drawn = {

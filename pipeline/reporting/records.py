@@ -24,9 +24,7 @@ LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) \S+ (.*)")
 RESUMED = re.compile(r"resuming from \S*step-(\d+)")
 Point = tuple[int, float]
 # Types of what a run's meaning.json says, by name; what has another one is left out.
-MEANING: Mapping[str, Any] = {
-    "number": int, "began": int | float, "outputs": list, "metrics": dict, "steps": int, "compared": list,
-}  # fmt: skip
+MEANING = {"number": int, "began": float, "outputs": list, "metrics": dict, "steps": int, "compared": list}
 
 
 @dataclass(frozen=True)

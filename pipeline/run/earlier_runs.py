@@ -66,7 +66,7 @@ def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any
     for folder in named:
         with suppress(OSError, KeyError, TypeError):
             entry, file = read_object(folder / "manifest.json")["files"]["state.json"], folder / "state.json"
-            if entry["sha256"] == digest(file):
+            if file.is_file() and entry["sha256"] == digest(file):
                 return folder, read_object(file)
     return run_folder, {}
 

@@ -163,8 +163,7 @@ def command_flags(
     for name in not_empty:
         if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
             raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")
-    for line in resolved.notes:
-        say(f"note: {line}")
+    say(*(f"note: {line}" for line in resolved.notes))
     return resolved
 
 

@@ -69,17 +69,6 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
                 yield f"{flag}: this run would write over {path} ({other}); name another folder"
 
 
-def check_written(files: Iterable[Path], inputs: Mapping[str, Iterable[str]]) -> None:
-    """Raise InputError for files of --output that a command reads itself: one of its inputs, or in the folder of one.
-
-    inputs: flag -> files, folders and hub ids.
-    """
-    tops = [(flag, Path(text).expanduser()) for flag, texts in inputs.items() for text in texts if text]
-    read = [(flag, path) for flag, top in tops for path in (top, *top.rglob("*"))]
-    if lines := list(clashes((("--output", file) for file in files), read)):
-        raise InputError(lines[0])
-
-
 def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
     run_dir = stage.run_folder(config.run)

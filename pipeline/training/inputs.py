@@ -4,8 +4,10 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import check_models, check_rows
@@ -87,7 +89,8 @@ def most_tokens(source: "ModelSource", config: StageConfig) -> int | None:
 def lines_about(options: DataOptions, rows: StageData, most: int | None) -> list[str]:
     """Return the lines of the log about a data set's rows, warnings included."""
     lines = row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
-    return [*lines, *row_warnings(options.title, options.kind, rows.counts, most)]
+    warnings = row_warnings(options.title, options.kind, rows.counts, most)
+    return [*lines, *warnings, *label_warnings(options.title, rows.train)]
 
 
 def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", most: int | None = None) -> StageData:
@@ -105,7 +108,8 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", mos
     if dist.is_main():
         for line in row_lines(options.title, built.counts, options.data_split, num_sequences=len(built.train)):
             log.info("%s", line)
-        for line in row_warnings(options.title, options.kind, built.counts, most):
+        warnings = row_warnings(options.title, options.kind, built.counts, most)
+        for line in [*warnings, *label_warnings(options.title, built.train)]:
             log.warning("%s", line)
     return built
 
@@ -156,6 +160,25 @@ def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = N
     for path, columns in counts.unread.items():
         warnings.append(f"  rows: of {path}: columns that are not read: {', '.join(sorted(columns))}")
     return warnings
+
+
+def label_warnings(title: str, rows: Any) -> Iterator[str]:
+    """Yield what the labels of the rows to train on, a `datasets.Dataset`, say against each other, or do not say."""
+    table = rows.with_format("arrow")[:]
+    if "label" in table.column_names and len(labels := Counter(table["label"].to_pylist())) == 1:
+        ((label, count),) = labels.items()
+        yield f"{title} rows: all {count} labels are {str(label).lower()}: KTO learns from good and bad responses"
+    if "chosen_ids" in table.column_names:
+        pairs = set(zip(*(map(hash, row_bytes(table[name])) for name in ("chosen_ids", "rejected_ids")), strict=True))
+        if count := sum((rejected, chosen) in pairs for chosen, rejected in pairs) // 2:
+            yield f"{title} rows: {count} pairs are there in both orders, which contradict each other; keep one of each"
+
+
+def row_bytes(column: Any) -> Iterator[bytes]:
+    """Yield the ids of each row of a column of lists, a pyarrow.ChunkedArray, as bytes."""
+    for chunk in column.chunks:
+        ends = np.cumsum(chunk.value_lengths().to_numpy())
+        yield from (part.tobytes() for part in np.split(chunk.flatten().to_numpy(), ends[:-1]))
 
 
 def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int], most: int | None) -> str:

@@ -103,8 +103,7 @@ def run(argv: list[str], prog: str) -> None:
     show(f"{output}: {path} merged into {codes}{base} in {str(dtype).removeprefix('torch.')}")
     kind = "base" if quantization == "none" else f"{quantization} base"
     show(f"{'scores' if scores else 'logits'} of the {kind} with its adapter, and of the merged model:")
-    for line in difference_lines(trained, merged, sentences):
-        show(line)
+    show(*difference_lines(trained, merged, sentences))
 
 
 def trained_quantization(path: str, *, scores: bool) -> str:

@@ -83,8 +83,7 @@ def responses_of(config: RewardTrialConfig) -> list[Responses]:
         # There is no tokenizer here: bytes stand for tokens.
         own = (str(record.origin), record.messages, is_conversation, texts, [[*text.encode()] for text in texts])
         rows.append(Responses(*own, columns=json.loads(record.extra)))
-    for line in counts.lines():
-        say(f"note: {line}")
+    say(*(f"note: {line}" for line in counts.lines()))
     return rows
 
 

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import InputError, counted, say
 from pipeline.files import model_fingerprint
-from pipeline.inference.sample_file import SampleFile, is_joined, join_parts, open_samples, output_held, part_of
-from pipeline.inference.sample_file import settings_of as settings_file
+from pipeline.inference.sample_file import (
+    SampleFile,
+    check_output,
+    is_joined,
+    join_parts,
+    open_samples,
+    output_held,
+    part_of,
+)
 from pipeline.inference.sample_rows import prompt_columns, row_of
 from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
@@ -24,7 +31,6 @@ from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.entry import command_flags, run_command
-from pipeline.run.output_checks import check_written
 from rlhf.rewards.sample_config import SampleConfig
 
 if TYPE_CHECKING:
@@ -51,7 +57,7 @@ def run(argv: list[str], prog: str) -> None:
     file = Path(config.output).expanduser() if config.output else None
     if file:
         read = {"--data": config.data, "--model": [config.model], "--reward_model": reward_models}
-        check_written([file, settings_file(file)], read)
+        check_output(file, read)
     from pipeline.dist import pick_device
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
@@ -148,8 +154,7 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()
             say(f"prompt {prompt.number}, up to {data.prompts[-1].number}")
-    for line in summary.lines():
-        say(line)
+    say(*summary.lines())
     num_new, num_prompts = samples.num_rows - num_before, sum(one.number > first for one in data.prompts)
     say(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written")
     print_notes(f"{counted(count, 'prompt')} without a row: {reason}" for reason, count in reasons.items())
@@ -163,8 +168,7 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
 
 
 def print_notes(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(f"note: {line}")
+    say(*(f"note: {line}" for line in lines))
 
 
 if __name__ == "__main__":
