@@ -28,9 +28,9 @@ def cheapest(
     """
 
     def cells(settings: Resolved, changes: str) -> tuple[str, ...]:
-        found = StagePlan.of(planner, settings, 0)
-        seconds = sum(found.seconds.values()) / found.needs.steps_each
-        return str(gpus), f"{found.memory.reserved()[0] / GIB:.1f}", seconds_text(seconds) if seconds else "", changes
+        plan = StagePlan.of(planner, settings, 0)
+        seconds = sum(plan.seconds.values()) / plan.needs.steps_each
+        return str(gpus), f"{plan.memory.reserved()[0] / GIB:.1f}", seconds_text(seconds) if seconds else "", changes
 
     refused, another = NOT_ENOUGH.partition(":")[0], None
     for gpus in (1, 2, 4, 8):

@@ -101,7 +101,7 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
 
 def compared(run_dir: Path, names: Sequence[str], *, step: float = math.inf) -> list[Change]:
     """Return these numbers at the first and the last evaluation of the same rows, up to `step`."""
-    meaning, lines, found = read_object(meaning_file(run_dir)), evaluations(run_dir, step), list[Change]()
+    meaning, lines, changes = read_object(meaning_file(run_dir)), evaluations(run_dir, step), list[Change]()
     keeps_best = run_flags(run_dir).get("keep_best")
     for name in names:
         if ends := comparable([line for line in lines if name in line]):
@@ -111,8 +111,8 @@ def compared(run_dir: Path, names: Sequence[str], *, step: float = math.inf) -> 
             is_judged = metric["better"] and last is not ends[0] and values[0] == values[0]
             kind = judged(run_dir, name, ends[0], last, better=metric["better"]) if is_judged else ""
             after, num_rows = number_of(last[name]) if len(ends) > 1 else None, last.get("eval_rows")
-            found.append(Change(name, metric["title"], metric["unit"], values[0], after, num_rows, kind))
-    return found
+            changes.append(Change(name, metric["title"], metric["unit"], values[0], after, num_rows, kind))
+    return changes
 
 
 def beside_last(run_dir: Path, name: str, step: int) -> str:
@@ -173,9 +173,9 @@ def standard_error(run_dir: Path, line: dict[str, Any], name: str) -> float:
         return difference_of({}, rows)[1] * (value if name in EXPONENTIALS else 1.0)
     if name == "eval_accuracy" and num_rows and 0 <= value <= 1:
         return math.sqrt(value * (1 - value) / num_rows)
-    found = samples(run_dir, line["step"]) if name in OF_SAMPLES else []
-    values = [row[OF_SAMPLES[name]] for row in found if row[OF_SAMPLES[name]] is not None]
-    is_whole = len(found) == len(values) == num_rows == len({row["prompt"] for row in found})
+    answers = samples(run_dir, line["step"]) if name in OF_SAMPLES else []
+    values = [row[OF_SAMPLES[name]] for row in answers if row[OF_SAMPLES[name]] is not None]
+    is_whole = len(answers) == len(values) == num_rows == len({row["prompt"] for row in answers})
     return statistics.stdev(values) / math.sqrt(num_rows) if is_whole and num_rows > 1 else math.nan
 
 
@@ -187,26 +187,26 @@ def row_values_line(step: int, values: Mapping[str, Sequence[float]], rows: str)
         rows: what tells these rows from those of other data.
     """
     every = math.ceil(max(map(len, values.values())) / MOST_ROWS)
-    kept = {name: column[::every] for name, column in values.items()}
-    short = {name: [float(f"{x:.6g}") if is_number(x) else None for x in column] for name, column in kept.items()}
+    sampled = {name: column[::every] for name, column in values.items()}
+    short = {name: [float(f"{x:.6g}") if is_number(x) else None for x in column] for name, column in sampled.items()}
     return json.dumps({"step": step, "rows": rows, "every": every, **short}, separators=(",", ":")) + "\n"
 
 
 def rows_of(run_dir: Path, line: Mapping[str, Any], name: str) -> Rows:
     """Return the held-out rows that have a value of a metric in an evaluation; {} where values were not kept."""
-    *_, kept = {}, *json_lines(row_values_file(run_dir), having=f'{{"step":{line.get("step")},'.encode())
-    columns = (kept.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
+    *_, record = {}, *json_lines(row_values_file(run_dir), having=f'{{"step":{line.get("step")},'.encode())
+    columns = (record.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
     values, weights = (column if isinstance(column, list) else [] for column in columns)
     pairs = enumerate(zip(map(number_of, values), map(number_of, weights or [1] * len(values)), strict=False))
-    source = f"{kept.get('rows')}/{kept.get('every')}"
+    source = f"{record.get('rows')}/{record.get('every')}"
     return {(source, n): (value, weight) for n, (value, weight) in pairs if value == value and weight > 0}
 
 
 def described(meaning: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return title, unit and direction of a metric, also on held-out rows; of one that is not declared its name."""
     declared = metrics if isinstance(metrics := meaning.get("metrics"), dict) else {}
-    found = declared.get(name) or declared.get(name.removeprefix("eval_")) or {}
-    return {"title": found.get("title") or name, "unit": found.get("unit", ""), "better": found.get("better", 0)}
+    metric = declared.get(name) or declared.get(name.removeprefix("eval_")) or {}
+    return {"title": metric.get("title") or name, "unit": metric.get("unit", ""), "better": metric.get("better", 0)}
 
 
 def evaluations(run_dir: Path, step: float = math.inf) -> list[dict[str, Any]]:

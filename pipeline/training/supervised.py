@@ -3,6 +3,7 @@
 Loops, losses, evaluations and model folders are the stages' own.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
