@@ -342,8 +342,10 @@ def replace_groups(
     return responses
 
 
-def log_unfinished(responses: Responses, *, limit: int) -> None:
-    """Log how many of the responses reached `limit` tokens before their end."""
+def log_unfinished(responses: Responses, *, rollout: int, limit: int) -> None:
+    """Log how many of the responses of a run's first rollout, number 0, reached `limit` tokens before their end."""
+    if rollout:
+        return
     unfinished = responses.valid & ~responses.finished
     text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
     log.info(text, unfinished.sum(), responses.valid.sum(), limit)

@@ -27,7 +27,7 @@ from step3_ppo.experience import Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
-from step3_ppo.rollout import Sampler, Schedule, log_unfinished, make_sampling, replace_groups
+from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.updater import Updater
 
 log = logging.getLogger(__name__)
@@ -172,8 +172,6 @@ class PPO:
             pad_id, is_equal = self.hybrid.vocabulary.pad_id, partial(self.equal_groups, state=state)
             responses = replace_groups(responses, sample_next, is_equal, group_size=k, pad_id=pad_id)
         self._count_sampled(rounds, state, place=place)
-        if not state.rollout:
-            log_unfinished(responses, limit=self.config.sampling.max_answer_seq_len)
         return responses
 
     def place(self, state: State, *, behind: bool = False) -> int:

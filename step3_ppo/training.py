@@ -28,6 +28,7 @@ from step3_ppo.experience import Collected, Responses, Scores
 from step3_ppo.mathematics.estimators import next_kl_coef
 from step3_ppo.metrics import METRICS, SHOWN, of_rewards
 from step3_ppo.models.saving import save_models
+from step3_ppo.rollout import log_unfinished
 from step3_ppo.rollout_metrics import (
     append_samples,
     evaluation_metrics,
@@ -115,7 +116,9 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     course.begin("generate")
     beat("generate", state.step)
     size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
-    return ppo.sample(state, batch_size=size)
+    responses = ppo.sample(state, batch_size=size)
+    log_unfinished(responses, rollout=state.rollout, limit=ppo.config.sampling.max_answer_seq_len)
+    return responses
 
 
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:

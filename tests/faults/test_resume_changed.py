@@ -142,13 +142,15 @@ def test_changed_data_of_an_older_checkpoint_is_refused_by_its_rows(folder):
 
 
 def test_fewer_steps_than_before_are_told_of(folder):
-    ended = "ends at step 2, before it was to end at 4: learning rates follow the new end"
+    ended = "ends at step 3, before it was to end at 4: learning rates follow the new end"
     code, said = go_on(folder)
     assert code == 0 and "before it was to end" not in said
     shutil.rmtree(folder / "run/runs/sft/checkpoints/step-4")
     (folder / "run/runs/sft/done.json").unlink()
-    story = story_of("sft", folder, STEPS)
+    story = story_of("sft", folder, STEPS + 1)
     assert run(story, "run") == 0 and story.log("run").read_text().count(ended) == 1
+    story = story_of("sft", folder, STEPS)
+    assert run(story, "run") == 2 and "is of step 3 already; give a larger number, or" in story.log("run").read_text()
 
 
 def test_another_start_model_is_refused(folder):

@@ -154,7 +154,7 @@ def test_errors_keep_their_line_and_are_red_on_a_terminal(terminal, variables, m
 
 def test_each_line_of_several_errors_is_red():
     said = printed("train.py", "--stp", "1", "--sft.sed", "1", terminal=True)
-    assert said.splitlines() == [
+    assert said.replace("\r\x1b[K\x1b[?25h", "").splitlines() == [
         f"{RED}--stp: unknown flag; did you mean --step?",
         f"{RED}--sft.sed: unknown flag; did you mean --sft.seed?",
     ]

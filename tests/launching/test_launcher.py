@@ -50,7 +50,7 @@ def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
     values = [{"eval_accuracy": 0.25}, {"loss": 2.0}, {"eval_accuracy": None}, {"eval_accuracy": 0.75104}]
     lines = [{"step": step, "eval_rows": 64, "num_tokens": 2e6, **value} for step, value in enumerate(values)]
     meaning = {"titles": {"eval_accuracy": "held-out accuracy"}, "metrics": {"accuracy": {"better": 1}}}
-    (run_dir / "run.lock").touch()
+    (run_dir / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
     (run_dir / "meaning.json").write_text(json.dumps({**meaning, "rows": "pairs"}))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = train(tmp_path, *TINY, "--step", "1", "--output-dir", "out", STUB_OUTCOMES="0")
@@ -221,7 +221,7 @@ def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
         manifest.parent.mkdir(parents=True)
         manifest.touch()
         os.utime(manifest, (time.time() + 60,) * 2)
-        lock_file(tmp_path / "output/runs/sft").touch()
+        (tmp_path / "output/runs/sft/env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
     words = (*TINY, "--step", "1", "--max-restarts", "1", "--overwrite", "--resume", "never")
     assert train(tmp_path, *words, STUB_OUTCOMES="1").returncode == 1
     first, second = started(tmp_path)

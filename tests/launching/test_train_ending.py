@@ -75,7 +75,7 @@ def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
     for section, times in (("reward", (100.0, 130.0)), ("ppo", (200.0, 260.0))):
         run_dir = tmp_path / "out/runs" / section
         run_dir.mkdir(parents=True)
-        (run_dir / "run.lock").touch()
+        (run_dir / "env.json").write_text(json.dumps({"stage": section, "versions": {}}))
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "time": time}) + "\n" for time in times))
 
     def places() -> list[str]:

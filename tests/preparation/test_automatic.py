@@ -172,6 +172,7 @@ def write_earlier(folder: Path) -> None:
     chosen = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "zero_stage": 1}
     write_choice(folder / "automatic.yaml", settings(folder), chosen)
     (folder / "done.json").write_text("{}")
+    (folder / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
 
 
 def test_what_was_chosen_hides_no_other_batch(tmp_path):

@@ -252,7 +252,8 @@ def test_peaks_of_the_last_run_stand_beside_the_plan_of_its_like(planned, inputs
     def told(model: str, device: str, **saved: object) -> str:
         content = {name: {"value": value} for name, value in {"model_name_or_path": model, **saved}.items()}
         (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
-        (inputs / "earlier/env.json").write_text(json.dumps({"device": device}), encoding="utf-8")
+        record = {"stage": "sft", "versions": {}, "device": device}
+        (inputs / "earlier/env.json").write_text(json.dumps(record), encoding="utf-8")
         page = planned("--target", "1xRTX4090", "--run_dir", "earlier", "--overwrite", "--explain").stdout
         return next((line for line in page.splitlines() if line.startswith("  last run ")), "")
 

@@ -98,7 +98,7 @@ def test_a_function_that_tells_no_responses_apart_is_told_of(folder, capsys):
 
 def test_settings_of_the_box_are_shown_as_a_file_that_works(folder, capsys):
     lines, errors = table(capsys, "tags:0.5", "f.py:length", "repetition", *ON)
-    text = errors[errors.index("reward_function:") :].partition("\n\n")[0]
+    text = errors[errors.index("reward_function:") :].partition("\nnote:")[0]
     assert [one["args"] for one in yaml.safe_load(text)["reward_function"]] == [
         {"names": ["think", "answer"]}, {"size": 3, "unit": "tokens"},
     ]  # fmt: skip

@@ -247,7 +247,7 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     write_state(
         checkpoint, {"step": 3, "settings": {"data_split": "none"}, "sizes": sizes, "layout": {"generation_batches": 1}}
     )
-    (checkpoint.parents[1] / "run.lock").touch()
+    (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     found = read_flags(STAGE, words)
     assert found.config.sampling.rollout_batch_size == 32
     note = f"--rollout_batch_size 32 in place of 0 (default), as {checkpoint} has it, of a version without this flag"
@@ -278,7 +278,7 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
     saved = {"layout": values_by_rule(began, "rounding"), "settings": values_by_rule(began, "same"), "world_size": 1}
     saved |= {"step": 3, "sizes": batch_sizes(began, 1), "versions": {name: version(name) for name in PACKAGES}}
     write_state(checkpoint, saved)
-    (checkpoint.parents[1] / "run.lock").touch()
+    (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     goes_on = with_ranks(read_flags(STAGE, [*words, *changes.split()]), 1).config
     assert (began.sampling.generation_batches, goes_on.sampling.rollout_batch_size) == (1, 8)
     with caplog.at_level(logging.WARNING):
