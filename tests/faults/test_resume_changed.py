@@ -149,6 +149,7 @@ def test_fewer_steps_than_before_are_told_of(folder):
     (folder / "run/runs/sft/done.json").unlink()
     story = story_of("sft", folder, STEPS + 1)
     assert run(story, "run") == 0 and story.log("run").read_text().count(ended) == 1
+    (folder / "run/runs/sft/done.json").unlink()
     story = story_of("sft", folder, STEPS)
     assert run(story, "run") == 2 and "is of step 3 already; give a larger number, or" in story.log("run").read_text()
 

@@ -190,7 +190,7 @@ def write_earlier_run(folder: Path) -> None:
     write_earlier(folder)
     for name in ("automatic.yaml", "done.json"):
         (folder / name).rename(run_dir / name)
-    (run_dir / "run.lock").touch()
+    (run_dir / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
 
 
 def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):

@@ -246,7 +246,6 @@ def test_peaks_of_the_last_run_stand_beside_the_plan_of_its_like(planned, inputs
     lines = [{"step": 1, "memory/train_gib": 1.5, "host_memory_gib": 2.5}, {"step": 2, "memory/train_gib": 1.25},
              {"step": 2, "eval_loss": 1.0}]  # fmt: skip
     (inputs / "earlier").mkdir()
-    (inputs / "earlier/run.lock").touch()
     (inputs / "earlier/metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
     def told(model: str, device: str, **saved: object) -> str:
