@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.files import GIB, digest, write_json
+from pipeline.files import GIB, digest, read_object, write_json
 from pipeline.run.earlier_runs import check_resume
 from pipeline.run.layout import candidates, step_number
 
@@ -64,7 +64,7 @@ def set_aside_newer(checkpoints: Path, step: int) -> None:
 def problem_with(folder: Path) -> str | None:
     """Return why this checkpoint must not be read, naming the file; None where it is whole."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / MANIFEST)
         checksum = manifest.pop("sha256")
         if with_checksum(manifest)["sha256"] != checksum:
             return f"{folder / MANIFEST}: changed since it was written"

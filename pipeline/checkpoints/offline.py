@@ -144,7 +144,7 @@ def read_json(file: Path, **kinds: type) -> dict[str, Any]:
     """Read a file of a run's folder. Raises InputError where there is none, or it lacks a field of one of `kinds`."""
     try:
         fields = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise InputError(f"{file}: missing or unreadable; a checkpoint is read within the folder of its run") from None
     if wrong := [name for name, kind in kinds.items() if type(fields.get(name)) is not kind]:
         raise InputError(f"{file}: {wrong[0]} is missing or of another type than runs write; restore the file")

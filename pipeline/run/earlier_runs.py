@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 BATCH = (MICRO, STEPS)
 IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
+DONE = {"steps": int, "max_steps": int, "settings": dict, "inputs": dict, "sizes": dict}  # types of a complete record
 RUN_FILES = (
     "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
     "done.json", "meaning.json", "plan.json", "report.html", "report.md", "curves",
@@ -221,7 +222,8 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     check_resume(run.resumes_from)
     done = read_object(done_file(run_folder))
     # Without a complete record the last checkpoint decides.
-    goes_on = run.resumes_from != "auto" or "sizes" not in done or run.max_steps > done["steps"]
+    is_whole = all(isinstance(done.get(name), kind) for name, kind in DONE.items())
+    goes_on = run.resumes_from != "auto" or not is_whole or run.max_steps > done["steps"]
     missing = [] if goes_on else [folder for folder in stage.outputs(config) if not has_config(folder)]
     if missing:
         log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from pipeline.errors import EnvironmentFault, say
+from pipeline.files import read_object
 from pipeline.processes import is_alive
 from pipeline.run.layout import lock_file, output_lock
 
@@ -72,8 +73,8 @@ def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> It
 
 def read_holder(file: Path) -> tuple[int, str] | None:
     """Return the id and host of the process that the file names; None if it names none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads(file.read_text(encoding="utf-8"))
+    with suppress(KeyError):
+        content = read_object(file)
         return content["pid"], content["host"]
     return None
 

@@ -72,6 +72,9 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
 def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
     run_dir = stage.run_folder(config.run)
+    if odd := [path for path in run_dir.rglob("*") if path.exists() and not (path.is_file() or path.is_dir())]:
+        yield f"{dashes}run_dir: {min(odd)}: found neither a file nor a folder, at which a run would wait; remove it"
+        return
     environment = read_object(environment_file(run_dir))
     owner, versions = environment.get("stage"), environment.get("versions")
     started = isinstance(owner, str) and isinstance(versions, dict)

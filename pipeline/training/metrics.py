@@ -221,5 +221,5 @@ def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
 def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:
     try:
         return step_of(line) <= step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
