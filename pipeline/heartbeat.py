@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pipeline.files import read_object
-
 Phase = Literal["start", "generate", "score", "train", "evaluate", "save"]
 INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 5.0
@@ -105,8 +103,8 @@ def write(heart: Heart) -> None:
 
 def read_beat(file: Path) -> Beat | None:
     """Return the last beat in `file`; None if none can be read."""
-    with suppress(KeyError):
-        content = read_object(file)
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        content = json.loads(file.read_text(encoding="utf-8"))
         return Beat(content["phase"], content["step"], content["time"])
     return None
 
