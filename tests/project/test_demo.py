@@ -54,6 +54,15 @@ def test_a_method_that_samples_nothing_has_a_margin_and_no_divergence(claim: str
     assert not any("KL" in line or "reward" in line for line in lines)
 
 
+def test_a_method_without_a_reference_has_a_reward_and_no_divergence() -> None:
+    unknown = ("kl_start", "kl_end", "reward_accuracy")
+    found = {name: value for name, value in SOUND.items() if name not in unknown} | {"method": "GRPO"}
+    assert failed_claims(found) == []
+    lines = table(found).splitlines()
+    assert [line.split()[-2:] for line in lines if "GRPO: mean reward" in line] == [["2.30", "11.90"]]
+    assert not any("KL" in line or "margin" in line for line in lines)
+
+
 @pytest.mark.parametrize("bad_seed", [None, 3])
 def test_one_seed_that_fails_ends_all_with_1(
     bad_seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

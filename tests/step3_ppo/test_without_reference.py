@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from support.marks import slow_but
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import make_run, ppo_config
 from support.ppo_updates import equal_weights, weights
@@ -24,12 +25,16 @@ def loop_of(world, folders, path: Path, *, log_kl: bool, **settings: Any) -> PPO
     return loop_on_random_prompts(world, path, ppo_config(folders, kl_coef=0.0, log_kl=log_kl, **settings))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"kl_in_loss": True, "kl_estimator": "k3"}, {"kl_in_loss": True, "kl_estimator": "k2", "actor": LORA}],
-    ids=["in the reward", "in the loss", "in the loss, LoRA"],
-)
-def test_rewards_losses_and_weights_are_the_same_to_the_bit(world, trained_folders, tmp_path, settings):
+CASES = {
+    "in the loss": {"kl_in_loss": True, "kl_estimator": "k3"},
+    "in the reward": {},
+    "in the loss, LoRA": {"kl_in_loss": True, "kl_estimator": "k2", "actor": LORA},
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["in the loss"], CASES))
+def test_rewards_losses_and_weights_are_the_same_to_the_bit(world, trained_folders, tmp_path, case):
+    settings = CASES[case]
     with_it, without = (loop_of(world, trained_folders, tmp_path, log_kl=given, **settings) for given in (True, False))
     lora = "actor" in settings
     assert sorted(without.ppo.models.named()) == ["actor", "critic", "reward"]

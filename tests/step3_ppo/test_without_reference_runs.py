@@ -10,11 +10,17 @@ from support.command_run import files_of, run_command
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder, read_metrics
 
+from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resume_rules import batch_sizes, memory_flags, values_by_rule
+from pipeline.errors import InputError
 from pipeline.reporting.page import write_report
+from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
+from pipeline.run.settled import as_rank_0_has_it
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.stage import STAGE
@@ -76,10 +82,10 @@ def test_only_a_divergence_that_weighs_or_is_logged_has_a_reference(folder, tmp_
 
 
 def test_the_plan_counts_less_by_the_bytes_of_its_weights():
-    given = "--actor_model_name_or_path 125m --method grpo --reward_function length --old_log_probs sampler"
+    given = "--actor_model_name_or_path tiny --method grpo --reward_function length --old_log_probs sampler"
     made = [planner_of("ppo", given + more, "1xH100") for more in ("", " --log_kl true")]
     plans = [planner.memory(resolved) for planner, resolved in made]
-    assert "reference" not in plans[0].sizes and plans[1].sizes["reference"].num_bytes > 2.4e8
+    assert "reference" not in plans[0].sizes and plans[1].sizes["reference"].num_bytes > 1e5
     for phase in ("generate", "score", "train"):
         states = [plan.phases[phase].states for plan in plans]
         assert states[1] - states[0] == plans[1].sizes["reference"].num_bytes
@@ -92,7 +98,9 @@ def test_its_offload_is_named_where_there_is_none(folder, tmp_path):
         given = resolved_of(folder, tmp_path, offload_reference_model="true", actor_zero_stage=3, **changes)
         lines = [line for line in idle_flags(given.config, given.origins) if "offload_reference_model" in line]
         assert len(lines) == count
-        assert all("it needs a reference (--kl_coef above 0, or --log_kl true), found none" in line for line in lines)
+        assert all(
+            "it needs a KL to the reference (--kl_coef above 0, or --log_kl true), found none" in line for line in lines
+        )
 
 
 def trained(folder: Path, out: Path, **changes: Any) -> int:
@@ -107,6 +115,34 @@ def made_older(checkpoint: Path) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state))
     files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
     write_manifest(checkpoint, state["step"], {file.name: manifest_entry(file) for file in files})
+
+
+def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp_path, monkeypatch):
+    config = resolved_of(folder, tmp_path).config
+    checkpoint = STAGE.run_folder(config.run) / "checkpoints/step-1"
+    checkpoint.mkdir(parents=True)
+    settings = values_by_rule(config, "same")
+    state = {"step": 1, "settings": settings, "sizes": batch_sizes(config, 1), "layout": {"rollout_batch_size": 8}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint.parents[1] / "run.lock").touch()
+    write_manifest(checkpoint, 1, {"state.json": manifest_entry(checkpoint / "state.json")})
+    given = words(folder, tmp_path)
+    assert not read_flags(STAGE, given).config.ppo.log_kl
+    made_older(checkpoint)
+    found = read_flags(STAGE, given)
+    assert found.config.ppo.log_kl and found.origins["log_kl"] == f"as the run in {checkpoint.parents[1]} began"
+    assert not read_flags(STAGE, [*given, "--overwrite"]).config.ppo.log_kl
+    with pytest.raises(InputError, match="--log_kl: found False, the checkpoint has True"):
+        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log_kl", "false"]).config, STAGE, ranks=1)
+    # A host that does not see the checkpoint has what rank 0 has.
+    monkeypatch.setattr(dist, "on_main", lambda work: value if type(value := work()) is not dict else {"log_kl": True})
+    other, _ = as_rank_0_has_it(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
+    assert other.config.ppo.log_kl
+
+
+def test_the_memory_of_a_run_follows_the_weight_of_its_divergence(folder, tmp_path):
+    with_it, without = (resolved_of(folder, tmp_path, kl_coef=weight).config for weight in (0.1, 0))
+    assert memory_flags(with_it) != memory_flags(without)
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -140,7 +176,8 @@ def test_a_run_of_an_older_version_goes_on_with_its_reference(folder, tmp_path, 
     for out in (whole, new):
         write_report([out / "runs/ppo"], out / "report")
         texts = [path.read_text() for path in (*out.glob("report/**/*.md"), out / "actor/README.md")]
-        assert len(texts) == 2 and ["KL" in text.replace("with KL penalty", "") for text in texts] == [out == whole] * 2
+        texts.append((out / "report/report.html").read_text().replace("KL of the update", ""))
+        assert len(texts) == 3 and ["KL" in text.replace("with KL penalty", "") for text in texts] == [out == whole] * 3
 
 
 @pytest.mark.slow

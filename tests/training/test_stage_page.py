@@ -31,6 +31,12 @@ def test_a_long_prompt_shows_what_was_asked_last_and_an_answer_how_it_begins(cap
     assert answer.startswith("  answer: 4, surely ") and answer.endswith(" ...") and numbers == "  score 1  KL 0.5"
 
 
+def test_samples_of_a_run_without_a_reference_have_no_divergence(caplog):
+    with caplog.at_level(logging.INFO):
+        show_samples("ppo", 3, [{"prompt": "P", "response": "A", "score": 1.0}])
+    assert caplog.messages[0].splitlines()[-1] == "  score 1"
+
+
 def test_of_several_samples_of_a_prompt_the_first_is_shown(caplog):
     rows = [
         {"prompt": f"P{prompt}", "response": f"A{n}", "score": 1.0, "kl": 0.5} for prompt in range(4) for n in range(2)
