@@ -102,7 +102,7 @@ def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseMod
     if flag.needs == "fp16" and values["dtype"] != "fp16":
         return f"--dtype fp16, found {values['dtype']}"
     if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
-        return "a reference (--kl_coef above 0, or --log_kl true), found none"
+        return "a KL to the reference (--kl_coef above 0, or --log_kl true), found none"
     lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
     if flag.needs == "LoRA" and not values[lora_dim]:
         return f"--{lora_dim}, found 0"

@@ -22,6 +22,7 @@ from pipeline.errors import RunError
 from pipeline.generation.options import GenerationOptions
 from pipeline.launching.target import parse_target
 from pipeline.planning import disk, memory
+from pipeline.planning.changes import fewer_prompts_at_once
 from pipeline.planning.ladder import Answers
 from pipeline.planning.measurement import ModelSize
 from pipeline.planning.needs import ModelUse, Pass
@@ -235,6 +236,7 @@ def check(case: Case, more: str = "") -> bool:
         (("qwen3-0.6b", "16GB", "sft"), True),
         (("qwen3-32b", "24GB", "sft"), True),
         (("qwen3-8b", "24GB", "grpo"), True),
+        (("llama-2-7b", "16GB", "grpo"), True),  # by no change that frees memory by itself
         pytest.param(("qwen3-14b", "16GB", "grpo"), False, marks=pytest.mark.slow),
     ],
 )
@@ -249,6 +251,30 @@ def test_two_prompts_at_once_and_an_int8_base_are_found_behind_a_cache_that_fill
     assert another is not None and another.is_enough
     assert another.flags["actor_quantization"] == "int8"
     assert another.flags["per_device_generation_batch_size"] in (1, 2, 4)
+
+
+def test_a_backend_without_copies_gathers_all_weights_that_are_on_the_host():
+    for backend, is_whole in (("static", True), ("auto", False)):
+        more = f"--actor_zero_stage 3 --actor_offload_weights cpu --generation_engine {backend}"
+        planner, resolved = planned(("qwen3-8b", "H100", "grpo"), more)
+        plan = planner.memory(resolved)
+        assert plan.phases["generate"].gathered == (plan.sizes["actor"].num_bytes if is_whole else 0)
+
+
+@pytest.mark.parametrize("prompts, more, smaller", [
+    (8, "", {"per_device_generation_batch_size": 4, "generation_batches": 2}), (1, "", {}),
+    (6, "--rollout_batch_size 144 --per_device_train_batch_size 18", {"per_device_generation_batch_size": 3}),
+    (8, "--generation_batches 3", {"per_device_generation_batch_size": 4, "generation_batches": 6}),
+])  # fmt: skip
+def test_prompts_at_once_are_halved_to_a_divisor_of_those_of_a_rollout(prompts, more, smaller):
+    """18 prompts are 6 x 3: 3 at once leave as many."""
+    _, resolved = planned(("qwen3-0.6b", "24GB", "grpo"), f"{more} --per_device_generation_batch_size {prompts}")
+    before = resolved.config.rollout_size(1)
+    found = fewer_prompts_at_once(dict(flat_items(resolved.config)), parse_target("24GB"))
+    assert found == smaller
+    values, origins = dict(flat_items(resolved.config)) | found, resolved.origins | dict.fromkeys(found, COMMAND_LINE)
+    config: Any = validated(type(resolved.config), values, origins)
+    assert with_ranks(Resolved(config, origins), 1).config.rollout_size(1).responses == before.responses
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ def rows(printed: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line) for line in printed.splitlines()[1:] if not line.startswith("note: ")]
 
 
+@pytest.mark.slow
 def test_each_card_has_its_cheapest_way_and_the_configuration_is_read_once(monkeypatch, capsys):
     made = []
     for_model = AutoConfig.for_model
