@@ -344,8 +344,7 @@ def replace_groups(
 
 def log_unfinished(responses: Responses, *, rollout: int, limit: int) -> None:
     """Log how many of the responses of a run's first rollout, number 0, reached `limit` tokens before their end."""
-    if rollout:
-        return
-    unfinished = responses.valid & ~responses.finished
-    text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
-    log.info(text, unfinished.sum(), responses.valid.sum(), limit)
+    if not rollout:
+        unfinished = responses.valid & ~responses.finished
+        text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
+        log.info(text, unfinished.sum(), responses.valid.sum(), limit)
