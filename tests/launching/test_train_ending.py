@@ -51,7 +51,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     number, section = case[0], {"1": "sft", "2": "reward", "3": "ppo"}[case[0]]
     run_dir = tmp_path / "out/runs" / section
     run_dir.mkdir(parents=True)
-    (run_dir / "run.lock").touch()
+    (run_dir / "env.json").write_text(json.dumps({"stage": section, "versions": {}}))
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
     more = {"1 kept": ["--sft.keep_best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
     for name in ("sft", "reward") if number == "3" else ():
