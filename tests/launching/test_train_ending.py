@@ -12,35 +12,40 @@ from support.marks import slow_but
 from rlhf.train_config import split_overrides
 from rlhf.train_plan import make_plan
 
+PERPLEXITY, SCORES, KL = "eval_perplexity", "eval_objective/scores", "eval_objective/kl"
+CUT = "eval_completions/truncated_fraction"
+MEANING = {
+    "titles": {name: name for name in (PERPLEXITY, "eval_accuracy", SCORES, KL)},
+    "metrics": {"perplexity": {"better": -1}, "accuracy": {"better": 1}, "objective/scores": {"better": 1}},
+}
 WORSE = {  # stage -> first and last evaluation -> what the stage's line says of them
     "1": (
-        {"eval_perplexity": 15.0, "eval_rows": 25}, {"eval_perplexity": 3e44, "eval_rows": 25},
-        "eval_perplexity 15 -> 3e+44 (25 sequences), WORSE than at the start: eval_perplexity;",
+        {PERPLEXITY: 15.0, "eval_rows": 25}, {PERPLEXITY: None, "eval_rows": 25},
+        "eval_perplexity 15 -> nan (25 sequences), WORSE than at the start: eval_perplexity;",
     ),
-    "1 lora": ({"eval_perplexity": 15.0}, {"eval_perplexity": 16.0}, "15 -> 16, WORSE than at the start"),
-    "3 lora": ({"eval_objective/scores": 0.5}, {"eval_objective/scores": 0.4}, "0.5 -> 0.4, WORSE than at the start"),
-    "1 nan": ({"eval_perplexity": 15.0}, {"eval_perplexity": None}, "15 -> nan, WORSE than at the start"),
+    "1 lora": ({PERPLEXITY: 15.0}, {PERPLEXITY: None}, "15 -> nan, WORSE than at the start"),
+    "3 lora": ({SCORES: 0.5}, {SCORES: None}, "0.5 -> nan, WORSE than at the start"),
     "1 from nan": (
-        {"eval_perplexity": None, "eval_rows": 25}, {"eval_perplexity": 15.0, "eval_rows": 25},
+        {PERPLEXITY: None, "eval_rows": 25}, {PERPLEXITY: 15.0, "eval_rows": 25},
         "eval_perplexity nan -> 15 (25 sequences); model",
     ),
-    "1 kept": ({"eval_perplexity": 15.0}, {"eval_perplexity": 20.0}, "eval_perplexity 15 -> 20; model"),
-    "2": ({"eval_accuracy": 1.0, "eval_rows": 2}, {"eval_accuracy": 0.5, "eval_rows": 2}, "1 -> 0.5 (2 pairs), WORSE"),
+    "1 kept": ({PERPLEXITY: 15.0}, {PERPLEXITY: 20.0}, "eval_perplexity 15 -> 15; model"),
+    "2": (
+        {"eval_accuracy": 0.9, "eval_rows": 400}, {"eval_accuracy": 0.5, "eval_rows": 400},
+        "0.9 -> 0.5 (400 pairs), WORSE",
+    ),
+    "2 few": (
+        {"eval_accuracy": 0.7, "eval_rows": 20}, {"eval_accuracy": 0.6, "eval_rows": 20},
+        "0.7 -> 0.6 (20 pairs), no difference that 20 rows can show",
+    ),
     "3": (
-        {"eval_objective/scores": 0.5, "eval_objective/kl": 0.0, "eval_completions/truncated_fraction": 0.2},
-        {"eval_objective/scores": -0.5, "eval_objective/kl": 9.0, "eval_completions/truncated_fraction": 1.0},
+        {SCORES: 0.5, KL: 0.0, CUT: 0.2}, {SCORES: None, KL: 9.0, CUT: 1.0},
         "WORSE than at the start: eval_objective/scores, every answer is cut at --max_answer_seq_len;",
     ),
-    "3 cut": (
-        {"eval_objective/scores": 0.5, "eval_completions/truncated_fraction": 0.4},
-        {"eval_objective/scores": 0.6, "eval_completions/truncated_fraction": 1.0},
-        "0.5 -> 0.6, WORSE than at the start: every answer is cut",
-    ),
+    "3 cut": ({SCORES: 0.5, CUT: 0.4}, {SCORES: 0.6, CUT: 1.0}, "0.5 -> 0.6, WORSE than at the start: every answer is"),
     "3 well": (
-        {"eval_objective/scores": 0.5, "eval_objective/kl": -2e-8, "eval_completions/truncated_fraction": 0.9},
-        {"eval_objective/scores": 0.5, "eval_objective/kl": 2, "eval_completions/truncated_fraction": 1.0}
-        | {"eval_rows": 8},
-        "eval_objective/scores 0.5 -> 0.5, eval_objective/kl 0 -> 2 (8 responses); model",
+        {SCORES: 0.5, KL: -2e-8, CUT: 0.9}, {SCORES: 0.5, KL: 2, CUT: 1.0, "eval_rows": 8},
+        "eval_objective/scores 0.5 -> 0.5, eval_objective/kl 0 -> 2 (8 responses)",
     ),
 }  # fmt: skip
 
@@ -52,7 +57,10 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     run_dir = tmp_path / "out/runs" / section
     run_dir.mkdir(parents=True)
     (run_dir / "env.json").write_text(json.dumps({"stage": section, "versions": {}}))
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, last)))
+    rows = {"1": "sequences", "2": "pairs", "3": "prompts"}[number]
+    (run_dir / "meaning.json").write_text(json.dumps({**MEANING, "rows": rows}))
+    lines = [{"step": step, **line} for step, line in enumerate((first, last))]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     more = {"1 kept": ["--sft.keep_best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
     for name in ("sft", "reward") if number == "3" else ():
         (tmp_path / "out" / name).mkdir()
@@ -66,7 +74,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
         rate = rate.replace("learning", "lora_learning") if "lora" in case else rate
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
-        assert following.startswith("next: python chat.py")
+        assert following.startswith("next: python train.py --step 3" if number == "2" else "next: python chat.py")
 
 
 def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):

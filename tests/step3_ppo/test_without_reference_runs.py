@@ -121,6 +121,7 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
     config = resolved_of(folder, tmp_path).config
     checkpoint = STAGE.run_folder(config.run) / "checkpoints/step-1"
     checkpoint.mkdir(parents=True)
+    (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     settings = values_by_rule(config, "same")
     state = {"step": 1, "settings": settings, "sizes": batch_sizes(config, 1), "layout": {"rollout_batch_size": 8}}
     (checkpoint / "state.json").write_text(json.dumps(state))
