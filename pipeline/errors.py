@@ -73,11 +73,14 @@ class Interrupted(Exception):
         self.error = error
 
 
+def takes_escapes(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal that follows escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def is_coloured(stream: TextIO) -> bool:
     """Tell whether text on a stream has colours: by NO_COLOR never, by FORCE_COLOR always, else on a terminal."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or takes_escapes(stream))
 
 
 def painted(line: str) -> str:
@@ -96,7 +99,7 @@ def printable(text: str) -> str:
 def say(*lines: str) -> None:
     """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
     # Back to the start of the line, erase it, show the cursor.
-    left = "\r\x1b[K\x1b[?25h" if sys.stderr.isatty() else ""
+    left = "\r\x1b[K\x1b[?25h" if takes_escapes(sys.stderr) else ""
     text = "\n".join(painted(printable(line)) for line in lines)
     print(left + text, end="\n" if lines else "", file=sys.stderr, flush=True)
 

@@ -20,6 +20,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy", "pya
 SCREENS = {"train.py": "train.py", **{stage.section: f"-m {stage.package}.main" for stage in STAGES}}
 OTHERS = {name: f"-m rlhf {name}" for name in SUBCOMMANDS if name != "train"} | {"eval": "-m step2_reward.eval"}
 RED = "\x1b[31merror:\x1b[0m "
+CLEARED = "\r\x1b[K\x1b[?25h"  # what a killed rank's progress bar left is erased first
 
 
 # Runs a program as `python` does, and prints the packages that it has imported as its last line.
@@ -138,9 +139,9 @@ def printed(*words: str, terminal: bool, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("terminal", "variables", "mark"),
     [
-        (True, {}, RED),
+        (True, {}, CLEARED + RED),
         (False, {}, "error: "),
-        (True, {"NO_COLOR": "1"}, "error: "),
+        (True, {"NO_COLOR": "1"}, CLEARED + "error: "),
         (True, {"TERM": "dumb"}, "error: "),
         (False, {"FORCE_COLOR": "1"}, RED),
         (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, "error: "),
@@ -154,7 +155,7 @@ def test_errors_keep_their_line_and_are_red_on_a_terminal(terminal, variables, m
 
 def test_each_line_of_several_errors_is_red():
     said = printed("train.py", "--stp", "1", "--sft.sed", "1", terminal=True)
-    assert said.replace("\r\x1b[K\x1b[?25h", "").splitlines() == [
+    assert said.replace(CLEARED, "").splitlines() == [
         f"{RED}--stp: unknown flag; did you mean --step?",
         f"{RED}--sft.sed: unknown flag; did you mean --sft.seed?",
     ]

@@ -76,6 +76,7 @@ def test_processes_that_a_function_starts_end_with_a_worker_that_dies(tmp_path, 
     with reward_pool(WorkerFlags(reward_workers=1), functions_in(tmp_path / "f.py", STARTING, "f")) as pool:
         pool.check(())
         ((pid,),) = (one["f"] for one in scored(pool, to("a")))
+        assert isinstance(pid, float), pid
         assert len(marked(mark)) == 4
         os.kill(int(pid), signal.SIGKILL)
         assert all_end(mark)
