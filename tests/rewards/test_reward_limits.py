@@ -55,7 +55,7 @@ STARTING = """
 import os, subprocess, time
 def f(completions):
     subprocess.Popen(["sleep", "600"])
-    subprocess.run(["setsid", "--fork", "sleep", "600"])
+    subprocess.run(["bash", "-c", "sleep 600 &"], start_new_session=True)
     return [float(os.getpid())] * len(completions)
 def hangs(completions):
     f(completions)
