@@ -29,9 +29,10 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> "list[
 
 def needs(config: SFTConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
     """Return what a rank needs, for the planner."""
-    from step1_sft.needs import needs
+    from pipeline.planning.needs import supervised_needs
 
-    return needs(config, base_of_output, dtype, ranks)
+    length = config.data.max_seq_len
+    return supervised_needs(config, base_of_output, ranks, length=length, what=f"rows of {length} tokens")
 
 
 def export(checkpoint: "OfflineCheckpoint") -> None:

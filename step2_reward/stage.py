@@ -1,6 +1,7 @@
 """Stage 2 as an object: a reward model from pairs of responses."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
@@ -21,17 +22,27 @@ def loop() -> "Callable[[Run, RewardConfig], None]":
 
 
 def start_models(config: RewardConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
-    """Return the start model with its checks."""
-    from step2_reward.checks import start_models
+    """Return the start model with its checks.
 
-    return start_models(config, base_of_output)
+    Args:
+        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+    """
+    from pipeline.engine.start_models import decoder_start
+    from pipeline.models.paths import check_model_path
+    from pipeline.models.reward_model import check_head
+
+    head = partial(check_head, new_head=True, quantization=config.model.quantization)
+    length = config.data.max_seq_len
+    return [decoder_start(config, base_of_output, check_model_path, length=length, more=[head])]
 
 
 def needs(config: RewardConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
     """Return what a rank needs, for the planner."""
-    from step2_reward.needs import needs
+    from pipeline.planning.needs import supervised_needs
 
-    return needs(config, base_of_output, dtype, ranks)
+    length = config.data.max_seq_len
+    what = f"pairs of up to {length} tokens each"
+    return supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=2, has_values=True)
 
 
 def export(checkpoint: "OfflineCheckpoint") -> None:

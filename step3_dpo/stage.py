@@ -1,6 +1,7 @@
 """Stage 3 by DPO, IPO or KTO as an object: a policy from pairs or labelled responses, in the place of PPO."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
@@ -39,10 +40,21 @@ def start_models(config: DPOConfig, base_of_output: Mapping[str, str]) -> "list[
 
 
 def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
-    """Return what a rank needs, for the planner."""
-    from step3_dpo.needs import needs
+    """Return what a rank needs, for the planner.
 
-    return needs(config, base_of_output, dtype, ranks)
+    The reference is gone before the model is loaded: its pass needs less than an evaluation's.
+    """
+    from pipeline.planning.needs import supervised_needs
+
+    length, is_kto = config.data.max_seq_len, config.method == "kto"
+    what = f"{'responses' if is_kto else 'pairs'} of up to {length} tokens each"
+    sequences = 1 if is_kto else 2
+    found = supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=sequences)
+    if not is_kto:
+        return found
+    (training,) = found.phases["train"]
+    mismatched = replace(training, trains=False, accumulates=False)
+    return replace(found, phases={**found.phases, "train": [training, mismatched]})
 
 
 def shares_of(config: DPOConfig) -> tuple[int, ...]:

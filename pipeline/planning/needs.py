@@ -1,4 +1,4 @@
-"""A stage's needs: the models and passes of each phase, which its `needs.py` gives to the planner."""
+"""A stage's needs: the models and passes of each phase, which its `needs` gives to the planner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -25,7 +25,7 @@ UNTYPED_NAMES = ("config", "model", "tokenizer", "kind")
 VAGUE_NAMES = {"made", "away", "beside", "told", "asked", "found", "kept", "held", "own"}
 PLAIN = (
     "pipeline/launching/", "pipeline/out_of_memory.py", "pipeline/planning/", "pipeline/preparation/", "pipeline/run/",
-    "step1_sft/needs.py", "step2_reward/needs.py", "step3_ppo/models/needs.py",
+    "step1_sft/stage.py", "step2_reward/stage.py", "step3_ppo/models/needs.py",
 )  # fmt: skip
 # What a new process starts by `python -m`, and the package whose data file is read.
 ENTRY_POINTS = {

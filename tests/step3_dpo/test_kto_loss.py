@@ -19,8 +19,8 @@ from pipeline.data.templates import set_template
 from step3_dpo.batches import Mismatched, Mismatches, partners_of
 from step3_dpo.config import DPOConfig
 from step3_dpo.loss import kto_loss, kto_point
-from step3_dpo.needs import needs
 from step3_dpo.rows import RESPONSES
+from step3_dpo.stage import needs
 
 
 def test_by_hand():
