@@ -17,15 +17,12 @@ from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.data.batching import Seq2SeqBatch, SFTBatch, pack_rows, packed_sft_batch, seq2seq_batch
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step
-from pipeline.engine.build import language_model_engine, start_engines
-from pipeline.engine.start_models import check_start_models
+from pipeline.engine.build import language_model_engine
 from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
-from pipeline.models.source import prepare_tokenizer
-from pipeline.preparation.room import make_room
+from pipeline.preparation.begin import begin
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble, log_best
 from step1_sft.config import SFTConfig
@@ -75,10 +72,7 @@ def train(run: Run, config: SFTConfig) -> None:
                 stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[sft.engine])
-                flops = sft.work.flops(
-                    num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
-                )
-                sft.log_step(step, state, course, loss=loss / step.num_trained, flops=flops)
+                sft.log_step(step, state, course, loss=loss / step.num_trained, num_head_tokens=step.num_trained)
                 if not stepped:
                     sft.note_skipped(step, state)
     course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))
@@ -86,12 +80,8 @@ def train(run: Run, config: SFTConfig) -> None:
 
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
-    start_engines(run)
-    (source,) = check_start_models(run.stage.start_models(config, {}))
-    make_room(run)
-    data = config.data
-    tokenizer, seq2seq = prepare_tokenizer(source, data.template, data.chat_template_kwargs), source.is_encoder_decoder
-    (rows,) = prepare_stage(run, config, tokenizer, seq2seq=seq2seq)
+    source, tokenizer, rows = begin(run, config)
+    data, seq2seq = config.data, source.is_encoder_decoder
     if seq2seq:
         check_sources(rows)
     collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)

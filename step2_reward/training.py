@@ -13,14 +13,11 @@ from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, pair_lengths
-from pipeline.engine.build import start_engines, value_model_engine
-from pipeline.engine.start_models import check_start_models
+from pipeline.engine.build import value_model_engine
 from pipeline.models.reward_model import score_head_fields
-from pipeline.models.source import prepare_tokenizer
-from pipeline.preparation.room import make_room
+from pipeline.preparation.begin import begin
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble, log_best
 from step2_reward.config import RewardConfig
@@ -82,8 +79,7 @@ def train(run: Run, config: RewardConfig) -> None:
                 stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[reward.engine])
-                flops = reward.work.flops(num_tokens=step.num_tokens, num_squares=step.num_squares)
-                reward.log_step(step, state, course, loss=loss / step.num_rows, flops=flops)
+                reward.log_step(step, state, course, loss=loss / step.num_rows)
                 if not stepped:
                     reward.note_skipped(step, state)
     course.finish(state, reward.content(state), lambda: save_unless_best(reward, state))
@@ -91,11 +87,7 @@ def train(run: Run, config: RewardConfig) -> None:
 
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
-    start_engines(run)
-    (source,) = check_start_models(run.stage.start_models(config, {}))
-    make_room(run)
-    tokenizer = prepare_tokenizer(source, config.data.template, config.data.chat_template_kwargs)
-    (pairs,) = prepare_stage(run, config, tokenizer)
+    source, tokenizer, pairs = begin(run, config)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)

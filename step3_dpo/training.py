@@ -15,13 +15,10 @@ from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
-from pipeline.engine.build import language_model_engine, start_engines
-from pipeline.engine.start_models import check_start_models
-from pipeline.models.source import prepare_tokenizer
-from pipeline.preparation.room import make_room
+from pipeline.engine.build import language_model_engine
+from pipeline.preparation.begin import begin
 from pipeline.run.run import Run
 from pipeline.training.course import Course
-from pipeline.training.inputs import prepare_stage
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import assemble
 from step3_dpo.batches import Mismatches, ResponseBatch, pair_responses, single_responses
@@ -60,11 +57,9 @@ def train(run: Run, config: DPOConfig) -> None:
                 stepped = step_together([dpo.engine], dpo.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[dpo.engine])
-                flops = dpo.work.flops(
-                    num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
-                )
                 shown = {} if mismatches is None else {"z0": z0}
-                dpo.log_step(step, state, course, loss=loss / step.num_rows, flops=flops, **shown)
+                loss /= step.num_rows
+                dpo.log_step(step, state, course, loss=loss, num_head_tokens=step.num_trained, **shown)
                 if not stepped:
                     dpo.note_skipped(step, state)
     course.finish(state, dpo.content(state), lambda: save(dpo, state))
@@ -72,11 +67,7 @@ def train(run: Run, config: DPOConfig) -> None:
 
 def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
     """Make everything that the loop works on: tokenizer, rows with their reference, model under DeepSpeed."""
-    start_engines(run)
-    (source,) = check_start_models(run.stage.start_models(config, {}))
-    make_room(run)
-    tokenizer = prepare_tokenizer(source, config.data.template, config.data.chat_template_kwargs)
-    (rows,) = prepare_stage(run, config, tokenizer)
+    source, tokenizer, rows = begin(run, config)
     mismatches, facts = None, dict[str, int]()
     if config.method == "kto":
         num_epochs = len(rows_of_epochs(run, config, len(rows.train)))

@@ -137,9 +137,12 @@ class Supervised(Generic[C, B]):
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
     def log_step(
-        self, step: Step[B], state: Counters, course: Course, *, loss: float, flops: float, **more: float
+        self, step: Step[B], state: Counters, course: Course, *, loss: float, num_head_tokens: int = 0, **more: float
     ) -> None:
-        """Write the metrics of an optimizer step that took `flops` matrix operations on all ranks; `more` of them."""
+        """Write the metrics of an optimizer step, and `more`; num_head_tokens: as for `TrainingWork.flops`."""
+        flops = self.work.flops(
+            num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=num_head_tokens
+        )
         seconds, world = course.recorder.seconds("train"), self.run.world
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,

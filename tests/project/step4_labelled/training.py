@@ -11,11 +11,9 @@ from pipeline.checkpoints.model_folder import save_trained
 from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import SFTBatch, packed_sft_batch
 from pipeline.data.loader import PrefetchedSteps, Step, to_device
-from pipeline.engine.build import language_model_engine, start_engines
-from pipeline.engine.start_models import check_start_models
-from pipeline.models.source import prepare_tokenizer
+from pipeline.engine.build import language_model_engine
+from pipeline.preparation.begin import begin
 from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_stage
 from pipeline.training.metrics import SUPERVISED
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble
@@ -40,16 +38,13 @@ def train(run: Run, config: LabelledConfig) -> None:
             stepped = step_together([parts.engine], parts.rate(state.step), loss=loss)
             state.num_tokens += step.num_tokens
             state.count_step(stepped=stepped, engines=[parts.engine])
-            parts.log_step(step, state, course, loss=loss / step.num_trained, flops=1.0)
+            parts.log_step(step, state, course, loss=loss / step.num_trained)
     course.finish(state, parts.content(state), lambda: save_model(parts, state))
 
 
 def build(run: Run, config: LabelledConfig) -> Supervised[LabelledConfig, SFTBatch]:
     """Make tokenizer, rows and model."""
-    start_engines(run)
-    (source,) = check_start_models(run.stage.start_models(config, {}))
-    tokenizer = prepare_tokenizer(source, config.data.template, config.data.chat_template_kwargs)
-    (rows,) = prepare_stage(run, config, tokenizer)
+    source, tokenizer, rows = begin(run, config)
 
     def collate(units: list[Any]) -> SFTBatch:
         labels = [0.0 if unit is None else 1.0 if unit[0]["label"] else -1.0 for unit in units]
