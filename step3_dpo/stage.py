@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
 from pipeline.data.row_kinds import PAIRS
@@ -57,14 +57,10 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     return replace(found, phases={**found.phases, "train": [training, mismatched]})
 
 
-def shares_of(config: DPOConfig) -> tuple[int, ...]:
-    """Return the places of --data_split whose pairs a run takes."""
-    return STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
-
-
-def rows_of(config: DPOConfig) -> str:
-    """Return the kind of rows that the method reads."""
-    return RESPONSES.name if config.method == "kto" else PAIRS.name
+def rows_of(config: DPOConfig) -> dict[str, Any]:
+    """Return the kind of rows that the method reads, and the places of --data_split whose rows a run takes."""
+    shares = STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
+    return {"rows": RESPONSES.name if config.method == "kto" else PAIRS.name, "shares": shares}
 
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
@@ -88,9 +84,8 @@ STAGE = Stage(
     package="step3_dpo",
     config=DPOConfig,
     rows=PAIRS.name,
-    rows_of=rows_of,
     shares=(1, 2),
-    shares_of=shares_of,
+    rows_of=rows_of,
     gives_up={2: "take_reward_share"},
     starts={"": Start("actor", "sft")},
     runs_by_section=True,

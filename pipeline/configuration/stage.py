@@ -95,7 +95,7 @@ def one_folder(config: StageConfig) -> list[Path]:
 
 
 def nothing(_: Any) -> dict[str, Any]:
-    """Return {}: no flag of the stage's own is to be decided."""
+    """Return {}: no flag of the stage's own is to be decided, or its rows are the same in all of its runs."""
     return {}
 
 
@@ -111,9 +111,8 @@ class Stage:
     package: its Python package, whose module `main` is what a rank runs.
     config: the class of its flags.
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
-    rows_of: configuration -> that of a run whose flags ask for another kind; None: `rows`.
     shares: the places of --data_split whose prompts it trains on.
-    shares_of: configuration -> those of a run whose flags leave some out; None: `shares`.
+    rows_of: configuration -> {"rows": kind, "shares": places} of a run whose flags ask for others than these.
     gives_up: number of another stage -> flag that `rlhf train` sets to false where that runs too, or has run before.
     tried: flags of its own with which a run of a few steps that tries a batch updates all that it trains.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
@@ -152,8 +151,7 @@ class Stage:
     lora_factor: Callable[[Any], float] = field(default=lambda _: 0.0)
     methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
-    rows_of: Callable[[Any], str] | None = None
-    shares_of: Callable[[Any], tuple[int, ...]] | None = None
+    rows_of: Callable[[Any], dict[str, Any]] = field(default=nothing)
     gives_up: Mapping[int, str] = field(default_factory=dict)
     tried: Mapping[str, object] = field(default_factory=dict)
     runs_by_section: bool = False
@@ -182,12 +180,7 @@ class Stage:
 
     def row_options(self, config: StageConfig) -> dict[str, Any]:
         """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
-        shares = self.shares if self.shares_of is None else self.shares_of(config)
-        return {"rows": self.kind_of_rows(config), "shares": shares, "title": self.section}
-
-    def kind_of_rows(self, config: StageConfig) -> str:
-        """Return the kind of a run's rows."""
-        return self.rows if self.rows_of is None else self.rows_of(config)
+        return {"rows": self.rows, "shares": self.shares, "title": self.section} | self.rows_of(config)
 
     def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, str]]:
         """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that nobody gives."""
