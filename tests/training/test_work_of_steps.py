@@ -1,0 +1,54 @@
+"""The operations of a step that its `mfu` counts, in the stages that train one model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.in_process import undone_afterwards
+from support.tiny_run import make_folder, read_metrics
+
+from pipeline.training.supervised import Supervised
+from step1_sft.main import main as sft_main
+from step2_reward.main import main as reward_main
+from step3_dpo.main import main as dpo_main
+
+MAINS = {"sft": sft_main, "reward": reward_main, "dpo": dpo_main}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("work"), num_train=8, num_test=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", MAINS)
+def test_a_step_counts_all_tokens_and_the_head_where_tokens_are_trained(stage, folder, tmp_path, monkeypatch):
+    """Six operations for a weight and token, the head's for trained tokens alone; a scalar head counts as none."""
+    steps: list[Any] = []
+    log_step = Supervised.log_step
+
+    def noted(self: Any, step: Any, *more: Any, **named: Any) -> None:
+        steps.append(step)
+        log_step(self, step, *more, **named)
+
+    monkeypatch.setattr(Supervised, "log_step", noted)
+    monkeypatch.setattr("pipeline.training.supervised.training_mfu", lambda flops, **_: {"mfu": flops})
+    flags = {
+        "model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "data_split": "none",
+        "eval_data_path": folder / "test.jsonl", "data_output_path": tmp_path / "cache", "dtype": "fp32",
+        "max_seq_len": 96, "per_device_train_batch_size": 4, "max_steps": 2, "output_dir": tmp_path / stage,
+    }  # fmt: skip
+    with undone_afterwards():
+        assert MAINS[stage]([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+    config = json.loads((folder / "base/config.json").read_text())
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    weights = layers * (4 * width**2 + 2 * width * config["ffn_dim"])
+    head = 0 if stage == "reward" else 6 * width * config["vocab_size"]
+    expected = [
+        6 * weights * step.num_tokens + head * step.num_trained + 6 * layers * width * step.num_squares
+        for step in steps
+    ]
+    found = [line["mfu"] for line in read_metrics(tmp_path / "runs" / stage) if "mfu" in line]
+    assert found == pytest.approx(expected) and len(found) == 2
+    assert all(0 < step.num_trained < step.num_tokens for step in steps) or stage == "reward"
