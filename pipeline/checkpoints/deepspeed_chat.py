@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from pipeline.checkpoints.model_card import example, settings_document
+from pipeline.checkpoints.cards import card
+from pipeline.checkpoints.model_card import settings_document
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
@@ -62,10 +63,9 @@ def convert(source: Path, output: Path, *, tokenizer_path: str) -> str:
     if is_reward:
         changes = score_head_fields(tokenizer, label="reward")
     kind = "reward model" if is_reward else "language model"
-    card = f"# A {kind} of DeepSpeed-Chat\n\nConverted from `{source.resolve().name}` by rlhf-pipeline.\n\n"
-    documents = {
-        "README.md": f"{card}```python\n{example(scores=is_reward, adapter=False)}```\n",
-    } | settings_document({"converted_from": source.resolve().name})
+    name, kinds = source.resolve().name, {"scores": is_reward, "adapter": False, "seq2seq": False}
+    documents = {"README.md": card("converted.md", kind=kind, source=name, **kinds)}
+    documents |= settings_document({"converted_from": name})
     save_model(model, tokenizer, output, dtype=model.dtype, documents=documents, config_changes=changes)
     spare = model.config.vocab_size - len(tokenizer)
     return (

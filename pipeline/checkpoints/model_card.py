@@ -12,8 +12,9 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from pipeline.checkpoints.card_results import curve, evaluation_table, results, sample_blocks
-from pipeline.checkpoints.shared_names import card_of, code, data_name, licence_of, shareable, shareable_flags, table
+from pipeline.checkpoints.card_results import results
+from pipeline.checkpoints.cards import card
+from pipeline.checkpoints.shared_names import card_of, code, data_name, licence_of, shareable, shareable_flags
 from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
@@ -22,29 +23,11 @@ from pipeline.data.sources import hub_id, is_local, parse_path
 from pipeline.files import read_object
 from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
-from pipeline.run.evaluations import cost
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 
 # Flags that a resumed run may change, and that say all the same how long the model was trained.
 LENGTHS = ("num_train_epochs", "max_steps")
-# The lines of an example after its imports. {auto} is the class that loads the model.
-LOAD = """
-folder = "."  # this folder, or its id on a hub
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = {auto}.from_pretrained(folder{labels})
-"""
-ANSWER = """\
-messages = [{"role": "user", "content": "Describe the sea."}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-answer = model.generate(**inputs, max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-"""
-SCORE = """\
-messages = [{"role": "user", "content": "Describe the sea."}, {"role": "assistant", "content": "It is blue."}]
-inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
-print(model(**inputs).logits)
-"""
 
 
 def model_documents(
@@ -75,27 +58,11 @@ def model_documents(
         eval_results=results(run, step, task),
         **licence_of(parent),
     )
-    spent = f", {spent}" if (spent := cost(run.folder)) else ""
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n\n# {kind}",
-        f"Trained by {run.stage.title} (stage `{run.stage.section}` of rlhf-pipeline"
-        f"{method and f', method `{method}`'}): {step} optimizer steps{spent}. "
-        f"Written on {datetime.now(UTC):%Y-%m-%d}.",
-        "## How to load it",
-        f"```python\n{example(scores=scores, adapter=adapter, seq2seq=seq2seq)}```",
-        *evaluation_table(run, step),
-        *curve(run, step),
-        *sample_blocks(run, step),
-        "## What it is made of",
-        "Hashes of models are of their configuration and of both ends of each file of weights.",
-        table(("what", "name", "content"), origin_rows(run, licence_of(parent))),
-        "## Settings",
-        f"Flags that differ from their defaults and change what is trained or saved; all are in `{OURS}`.",
-        table(("flag", "value", "from"), setting_rows(run, shared)),
-    ]
-    return {"README.md": "\n\n".join(parts) + "\n"} | settings_document(
-        {"stage": run.stage.section} | all_settings(config, shared)
-    )
+    kinds = {"scores": scores, "adapter": adapter, "seq2seq": seq2seq}
+    rows = {"origins": origin_rows(run, licence_of(parent)), "settings": setting_rows(run, shared)}
+    text = card("model.md", run=run, step=step, data=data, method=method, now=datetime.now(UTC), **kinds, **rows)
+    settings = {"stage": run.stage.section} | all_settings(config, shared)
+    return {"README.md": text} | settings_document(settings)
 
 
 def all_settings(config: StageConfig, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,17 +127,3 @@ def saved_settings(path: str) -> dict[str, str]:
     """Return the training settings in the model folder `path` as a document, name -> JSON text: {} without any."""
     file = Path(path).expanduser() / OURS
     return {OURS: file.read_text(encoding="utf-8") if file.is_file() else "{}\n"}
-
-
-def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
-    """Return code that loads the model of the folder where it runs and prints an answer or a score."""
-    kind = "Seq2SeqLM" if seq2seq else "CausalLM"
-    auto = "AutoModelForSequenceClassification" if scores else f"AutoModelFor{kind}"
-    imports = f"from transformers import {auto}, AutoTokenizer\n"
-    if adapter:
-        auto = auto.replace("Auto", "AutoPeft", 1)
-        imports = f"from peft import {auto}\nfrom transformers import AutoTokenizer\n"
-    labels = ", num_labels=1" if adapter and scores else ""
-    # A decoder's answer follows its prompt; an encoder-decoder model writes the answer alone.
-    answer = ANSWER.replace(', inputs["input_ids"].shape[1] :', "") if seq2seq else ANSWER
-    return imports + LOAD.format(auto=auto, labels=labels) + (SCORE if scores else answer)

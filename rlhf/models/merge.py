@@ -28,14 +28,6 @@ SENTENCES = [
     "Question: What is the capital of France? Answer: The capital of France is Paris.",
     "def add(a, b):\n    return a + b",
 ]
-CARD = """\
-# Merged model
-
-The adapter `{adapter}` merged into `{base}` in {dtype}; its settings are in `{settings}`.
-
-```python
-{example}```
-"""
 
 
 class MergeConfig(Group):
@@ -165,7 +157,8 @@ def write_merged(
 
     Of a base that is stored as codes, the values of the codes.
     """
-    from pipeline.checkpoints.model_card import example, saved_settings
+    from pipeline.checkpoints.cards import card
+    from pipeline.checkpoints.model_card import saved_settings
     from pipeline.checkpoints.model_folder import save_model
     from pipeline.checkpoints.shared_names import shareable
     from pipeline.models.lora import dequantise
@@ -174,14 +167,9 @@ def write_merged(
     model = load(source, dtype, quantization=stored, merged=False, scores=scores)
     if stored != "none":
         dequantise(model, dtype)
-    card = CARD.format(
-        adapter=shareable(source.path),
-        base=shareable(source.whole.path),
-        dtype=str(dtype).removeprefix("torch."),
-        settings="".join(documents),
-        example=example(scores=scores, adapter=False, seq2seq=model.config.is_encoder_decoder),
-    )
-    documents["README.md"] = card
+    names = {"adapter_name": shareable(source.path), "base": shareable(source.whole.path)}
+    kinds = {"scores": scores, "adapter": False, "seq2seq": model.config.is_encoder_decoder}
+    documents["README.md"] = card("merged.md", **names, dtype=str(dtype).removeprefix("torch."), **kinds)
     save_model(model, tokenizer, Path(output).expanduser(), dtype=dtype, documents=documents)
 
 

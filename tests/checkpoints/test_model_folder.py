@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from pipeline.checkpoints import model_folder as saving
-from pipeline.checkpoints.model_card import example
+from pipeline.checkpoints.cards import example
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.errors import DivergedError, EnvironmentFault, InputError

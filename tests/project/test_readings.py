@@ -27,10 +27,10 @@ PLAIN = (
     "pipeline/launching/", "pipeline/out_of_memory.py", "pipeline/planning/", "pipeline/preparation/", "pipeline/run/",
     "step1_sft/stage.py", "step2_reward/stage.py", "step3_ppo/models/needs.py",
 )  # fmt: skip
-# What a new process starts by `python -m`, and the package whose data file is read.
+# What a new process starts by `python -m`, and the packages whose data files are read.
 ENTRY_POINTS = {
     "rlhf.preflight", "pipeline.launching.host_agent", "pipeline.run.measure_device", "pipeline.rewards.worker",
-    "pipeline.inference", "pipeline.reporting", "pipeline.reporting.main",
+    "pipeline.checkpoints", "pipeline.inference", "pipeline.reporting", "pipeline.reporting.main",
 }  # fmt: skip
 # Files that import a module by a name that they put together.
 IMPORT_BY_NAME = {"rlhf/main.py"}

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_log
 
-from pipeline.checkpoints.model_card import example
+from pipeline.checkpoints.cards import example
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.marks import OURS

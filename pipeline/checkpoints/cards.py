@@ -1,0 +1,31 @@
+"""The cards (README.md) of model folders, made of templates/, and the example of code that they share."""
+
+import functools
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from pipeline.checkpoints import card_results
+from pipeline.checkpoints.shared_names import code, fenced, table
+from pipeline.marks import OURS
+from pipeline.run import evaluations
+
+
+@functools.cache
+def templates() -> Environment:
+    """Return the templates. Nothing is escaped but what goes through their filters and `table`."""
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=PackageLoader("pipeline.checkpoints"), undefined=StrictUndefined, **blocks)
+    environment.filters |= {"code": code, "fenced": fenced}
+    environment.globals |= {"results": card_results, "evaluations": evaluations, "table": table, "settings_file": OURS}
+    return environment
+
+
+def card(name: str, **content: Any) -> str:
+    """Return the text of a template, by its name without `.j2`."""
+    return templates().get_template(f"{name}.j2").render(content)
+
+
+def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
+    """Return code that loads the model of the folder where it runs and prints an answer or a score."""
+    return card("example.py", scores=scores, adapter=adapter, seq2seq=seq2seq)
