@@ -1,6 +1,7 @@
 """Health of a run: signs of known illnesses in its metrics, each with its cure. Audits of numbers, not verdicts.
 
-The rules are pure functions of a `History`; "" is the answer of a healthy one, and of one that is too short to tell.
+A sign is a pure function of a `History`. It returns the numbers that its rule's text shows, and () of a healthy run and
+of one that is too short to tell.
 """
 
 import logging
@@ -86,83 +87,40 @@ class History:
         """Return the last value of a metric; NaN without one, which is neither above nor below anything."""
         return self.last[name][-1] if self.counts[name] else math.nan
 
+    def earliest(self, name: str) -> float:
+        """Return the first value of a metric; NaN without one."""
+        return self.first[name][0] if self.counts[name] else math.nan
+
     def mean(self, name: str, least: int = LEAST) -> float:
         """Return the mean of the last values of a metric; NaN where they are fewer than `least`."""
         return statistics.fmean(self.last[name]) if self.counts[name] >= least else math.nan
 
 
-def high_kl(history: History) -> str:
-    """The policy is far from the reference: it may be exploiting the reward."""
-    kl, length = history.mean("objective/kl"), history.mean("completions/mean_length")
-    if not kl > (most := max(MOST_KL, MOST_KL_OF_TOKEN * (length if length == length else 0.0))):
-        return ""
-    return (
-        f"the KL to the reference is {kl:.3g} nats a response, above {most:.3g}: the policy may be exploiting the "
-        f"reward; raise --kl_coef, set --kl_target, or lower --{history.rate_flag}"
-    )
+def above(value: float, bound: float) -> tuple[float, ...]:
+    """Return the numbers of a value that is too high; a NaN is not."""
+    return (value, bound) if value > bound else ()
 
 
-def negative_kl(history: History) -> str:
-    """Responses are not sampled from the policy that scores them."""
-    if not (kl := history.mean("objective/kl", 1)) < LEAST_KL:
-        return ""
-    return (
-        f"the mean KL is negative, {kl:.2f} nats per sequence: responses are not sampled from the policy that scores "
-        "them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error"
-    )
+def below(value: float, bound: float) -> tuple[float, ...]:
+    """Return the numbers of a value that is too low; a NaN is not."""
+    return (value, bound) if value < bound else ()
 
 
-def cut_responses(history: History) -> str:
-    """Most responses never come to their end."""
-    if not (share := history.mean("completions/truncated_fraction")) > MOST_CUT:
-        return ""
-    return (
-        f"{share:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise "
-        "--missing_eos_penalty, or the limit where the model has more positions"
-    )
-
-
-def empty_responses(history: History) -> str:
-    """The policy answers nothing."""
-    if not history.latest("completions/empty_fraction") > MOST_EMPTY:
-        return ""
-    return (
-        "most responses are an EOS alone: the policy answers nothing; lower --missing_eos_penalty, or look at whether "
-        "the start model answers in this chat template"
-    )
-
-
-def equal_rewards(history: History) -> str:
-    """Responses to a prompt are rewarded alike, and no critic compares them with those to other prompts."""
-    share = history.mean("groups/equal")
-    if not share > MOST_ALIKE or history.counts["value/explained_variance"]:
-        return ""
-    return (
-        f"of {share:.0%} of the prompts all responses have the same reward (groups/equal), which leaves nothing to "
-        "compare: look at what the reward says of samples, take one with more values, or prompts that are neither too "
-        "hard nor too easy"
-    )
-
-
-def falling_entropy(history: History) -> str:
-    """The policy says the same thing every time."""
+def falling_entropy(history: History) -> tuple[float, ...]:
+    """Compare the last entropies with the first ones, which are returned with them."""
     entropy, first = history.mean("objective/entropy"), history.first["objective/entropy"]
-    if not (first and entropy < LEAST_ENTROPY * statistics.fmean(first)):
-        return ""
-    return (
-        f"the entropy has fallen from {statistics.fmean(first):.3g} to {entropy:.3g} nats a token: responses are "
-        f"nearly always the same; raise --kl_coef or --entropy_coef, or lower --{history.rate_flag}"
-    )
+    is_found = first and entropy < LEAST_ENTROPY * statistics.fmean(first)
+    return (statistics.fmean(first), entropy) if is_found else ()
 
 
-def paid_for_length(history: History) -> str:
-    """The score rises because answers get longer, not because they get better.
+def paid_for_length(history: History) -> tuple[float, ...]:
+    """Look for a score that rises because answers get longer, not because they get better.
 
     The gain at equal length is that of an analysis of covariance: the slope of scores over lengths within both
     evaluations, times the growth in length, is taken off the gain.
     """
     if len(history.samples) < 2 or min(map(len, history.samples)) < LEAST:
-        return ""
+        return ()
     scores, lengths = ([[float(row[key]) for row in rows] for rows in history.samples] for key in ("score", "tokens"))
     (before, after), (short, long) = map(statistics.fmean, scores), map(statistics.fmean, lengths)
     pairs = [(x - short, y - before) for x, y in zip(lengths[0], scores[0], strict=True)]
@@ -171,76 +129,95 @@ def paid_for_length(history: History) -> str:
     slope = sum(x * y for x, y in pairs) / spread if spread else 0.0
     gain, matched = after - before, after - before - slope * (long - short)
     is_real = gain > ERRORS * error_of(scores[0], scores[1])
-    if not (is_real and long > LONGER * short and matched < MATCHED * gain):
-        return ""
-    return (
-        f"held-out scores rise by {gain:.3g} while answers grow from {short:.0f} to {long:.0f} tokens; at equal length "
-        f"they rise by {matched:.3g}: the reward pays for length; train it with stage 2's --balance_lengths, take a "
-        "length penalty as a further --reward_function, or raise --kl_coef"
-    )
+    return (gain, short, long, matched) if is_real and long > LONGER * short and matched < MATCHED * gain else ()
 
 
-def chance_accuracy(history: History) -> str:
-    """The model tells chosen from rejected no better than a coin.
+def chance_accuracy(history: History) -> tuple[float, ...]:
+    """Look for a model that tells chosen from rejected no better than a coin.
 
     An untrained head does not, and of DPO, IPO and KTO no policy does before its first step: that says nothing. Of KTO,
     whose evaluations have a z0, chance depends on the shares of labels.
     """
     accuracy, rows = history.latest("eval_accuracy"), history.latest("eval_rows")
     if history.evaluated < QUARTER * history.total_steps or not rows >= LEAST_PAIRS or history.counts["eval_z0"]:
-        return ""
-    if not accuracy <= 0.5 + ERRORS * 0.5 / math.sqrt(rows):
-        return ""
-    return (
-        f"the accuracy on {rows:.0f} held-out pairs is {accuracy:.3g}, which is chance: look at the pairs (are chosen "
-        f"and rejected what they should be?), train longer, or raise --{history.rate_flag}"
-    )
+        return ()
+    return (rows, accuracy) if accuracy <= 0.5 + ERRORS * 0.5 / math.sqrt(rows) else ()
 
 
-def sampler_apart(history: History) -> str:
-    """Sampler and trainer do not compute the same model, from the first rollout on."""
-    errors = history.first["policy/sampler_error"]
-    if not errors or errors[0] <= history.sampler_bound:
-        return ""
-    return (
-        f"sampler and trainer differ by {errors[0]:.2f} nats in a token's log-probability (policy/sampler_error of the "
-        "first rollout), more than rounding makes: they do not compute the same model; try another "
-        "--generation_engine, and give --old_log_probs trainer"
-    )
+def sampler_drifts(history: History) -> tuple[float, ...]:
+    """Compare sampler and trainer with the first rollout, whose difference is returned with the last one."""
+    error, first = (of("policy/sampler_mean_error") for of in (history.latest, history.earliest))
+    return (error, first) if error > max(DRIFT_FACTOR * first, DRIFT_BOUND) else ()
 
 
-def sampler_drifts(history: History) -> str:
-    """Sampler and trainer have come apart since the first rollout."""
-    name = "policy/sampler_mean_error"
-    error, first = history.latest(name), history.first[name]
-    if not (first and error > max(DRIFT_FACTOR * first[0], DRIFT_BOUND)):
-        return ""
-    return (
-        f"sampler and trainer differ by {error:.3f} nats a token, by {first[0]:.3f} in the first rollout ({name}): "
-        "responses are less and less those of the policy that learns; give --off_policy_weights token_truncate"
-    )
-
-
-def nothing_learnt(history: History) -> str:
-    """A quarter of the run has changed nothing that noise would not explain, steps of the critic alone not counted."""
+def nothing_learnt(history: History) -> tuple[object, ...]:
+    """Look for a quarter of a run that changed nothing but noise, steps of the critic alone not counted."""
     for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
         first, last = history.first[name], history.last[name]
         steps, total = (number - history.frozen_steps for number in (history.step, history.total_steps))
-        if steps < QUARTER * total or history.counts[name] < FIRST + LAST:
-            continue
-        before, now = statistics.fmean(first), statistics.fmean(last)
-        if better * (now - before) <= ERRORS * error_of(first, last):
-            return (
-                f"no more than noise has been learnt in a quarter of the run: the {words} was {before:.4g} in its "
-                f"first {FIRST} values and is {now:.4g} in its last {LAST}; raise --{history.rate_flag} (where the "
-                f"{words} jumps: lower it), or look at the rows"
-            )
-    return ""
+        if steps >= QUARTER * total and history.counts[name] >= FIRST + LAST:
+            before, now = statistics.fmean(first), statistics.fmean(last)
+            if better * (now - before) <= ERRORS * error_of(first, last):
+                return words, before, FIRST, now, LAST
+    return ()
 
 
-RULES: tuple[Callable[[History], str], ...] = (
-    high_kl, negative_kl, cut_responses, empty_responses, equal_rewards, falling_entropy, paid_for_length,
-    chance_accuracy, sampler_apart, sampler_drifts, nothing_learnt,
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An illness: its name, its sign, and the text with its cure, which the numbers of the sign and {rate} go into."""
+
+    name: str
+    sign: Callable[[History], Sequence[object]]
+    text: str
+
+    def __call__(self, history: History) -> str:
+        """Return what is to be said of a run; "" where the sign is not there."""
+        numbers = self.sign(history)
+        return self.text.format(*numbers, rate=history.rate_flag) if numbers else ""
+
+
+RULES = (
+    # A longer response may have a higher KL; a run that logs no length has the bound without it.
+    Rule("high_kl", lambda run: above(run.mean("objective/kl"),
+                                      max(MOST_KL, MOST_KL_OF_TOKEN * run.mean("completions/mean_length"))),
+         "the KL to the reference is {0:.3g} nats a response, above {1:.3g}: the policy may be exploiting the reward; "
+         "raise --kl_coef, set --kl_target, or lower --{rate}"),
+    Rule("negative_kl", lambda run: below(run.mean("objective/kl", 1), LEAST_KL),
+         "the mean KL is negative, {0:.2f} nats per sequence: responses are not sampled from the policy that scores "
+         "them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error"),
+    Rule("cut_responses", lambda run: above(run.mean("completions/truncated_fraction"), MOST_CUT),
+         "{0:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise "
+         "--missing_eos_penalty, or the limit where the model has more positions"),
+    Rule("empty_responses", lambda run: above(run.latest("completions/empty_fraction"), MOST_EMPTY),
+         "most responses are an EOS alone: the policy answers nothing; lower --missing_eos_penalty, or look at whether "
+         "the start model answers in this chat template"),
+    # A critic compares responses with those to other prompts.
+    Rule("equal_rewards", lambda run: above(run.mean("groups/equal"), MOST_ALIKE)
+                          if not run.counts["value/explained_variance"] else (),
+         "of {0:.0%} of the prompts all responses have the same reward (groups/equal), which leaves nothing to "
+         "compare: look at what the reward says of samples, take one with more values, or prompts that are neither too "
+         "hard nor too easy"),
+    Rule("falling_entropy", falling_entropy,
+         "the entropy has fallen from {0:.3g} to {1:.3g} nats a token: responses are nearly always the same; raise "
+         "--kl_coef or --entropy_coef, or lower --{rate}"),
+    Rule("paid_for_length", paid_for_length,
+         "held-out scores rise by {0:.3g} while answers grow from {1:.0f} to {2:.0f} tokens; at equal length they rise "
+         "by {3:.3g}: the reward pays for length; train it with stage 2's --balance_lengths, take a length penalty as "
+         "a further --reward_function, or raise --kl_coef"),
+    Rule("chance_accuracy", chance_accuracy,
+         "the accuracy on {0:.0f} held-out pairs is {1:.3g}, which is chance: look at the pairs (are chosen and "
+         "rejected what they should be?), train longer, or raise --{rate}"),
+    Rule("sampler_apart", lambda run: above(run.earliest("policy/sampler_error"), run.sampler_bound),
+         "sampler and trainer differ by {0:.2f} nats in a token's log-probability (policy/sampler_error of the first "
+         "rollout), more than rounding makes: they do not compute the same model; try another --generation_engine, and "
+         "give --old_log_probs trainer"),
+    Rule("sampler_drifts", sampler_drifts,
+         "sampler and trainer differ by {0:.3f} nats a token, by {1:.3f} in the first rollout "
+         "(policy/sampler_mean_error): responses are less and less those of the policy that learns; give "
+         "--off_policy_weights token_truncate"),
+    Rule("nothing_learnt", nothing_learnt,
+         "no more than noise has been learnt in a quarter of the run: the {0} was {1:.4g} in its first {2} values and "
+         "is {3:.4g} in its last {4}; raise --{rate} (where the {0} jumps: lower it), or look at the rows"),
 )  # fmt: skip
 
 
@@ -272,7 +249,7 @@ class Health:
 
     def look(self) -> None:
         """Look at the history as it is now."""
-        findings = {rule.__name__: text for rule in RULES if (text := rule(self.history))}
+        findings = {rule.name: text for rule in RULES if (text := rule(self.history))}
         for name in [name for name in findings if name not in self.silent]:
             log.warning("health: step %d: %s", self.history.step, findings[name])
         if findings and not self.has_explained:

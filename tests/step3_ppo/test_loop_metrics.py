@@ -219,7 +219,7 @@ def findings(loop) -> set[str]:
     history = History(total_steps=100)
     for step, values in loop.course.steps:
         history.add(step, values)
-    return {rule.__name__ for rule in RULES if rule(history)}
+    return {rule.name for rule in RULES if rule(history)}
 
 
 @pytest.mark.parametrize(("reference", "found"), [(0.0, True), (-9.0, False)])

@@ -12,7 +12,6 @@ import torch
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
-from pipeline.training import health
 from pipeline.training.health import RULES, Health, History, equal_pairs, nothing_learnt
 from pipeline.training.recorder import Recorder
 from step3_ppo.config import PPOConfig
@@ -41,7 +40,7 @@ def history_of(lines: list[dict], *, total_steps: int) -> History:
 
 def findings(lines: list[dict], *, total_steps: int) -> dict[str, str]:
     history = history_of(lines, total_steps=total_steps)
-    return {rule.__name__: text for rule in RULES if (text := rule(history))}
+    return {rule.name: text for rule in RULES if (text := rule(history))}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_sampler_and_trainer_that_are_apart_from_the_first_rollout_on(bound, err
     history = History(100, sampler_bound=bound)
     for step, value in enumerate([error, 0.0], 1):
         history.add(step, {"policy/sampler_error": value})
-    assert bool(health.sampler_apart(history)) == found
+    assert ("sampler_apart" in {rule.name for rule in RULES if rule(history)}) == found
 
 
 def answers(step: int, *, tokens: float, score: float, slope: float = 0.0) -> list[dict]:
