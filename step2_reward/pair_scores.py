@@ -205,13 +205,7 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
     device = default_device()
     model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)
     pad_id = choose_padding_token(tokenizer).pad_id
-    batches = evaluation_batches(
-        rows,
-        pair_collator(pad_id),
-        batch_size=options.batch_size,
-        world_size=1,
-        rank=0,
-    )
+    batches = evaluation_batches(rows, pair_collator(pad_id), batch_size=options.batch_size)
     scores = score_pairs(model, batches, device)
     if not (scores.chosen.isfinite() & scores.rejected.isfinite()).all():
         raise InputError(f"--model: {options.model} gives scores that are no finite numbers")

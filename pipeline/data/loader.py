@@ -17,6 +17,7 @@ from pyarrow import compute
 from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows_of_step, total_steps
 
 B = TypeVar("B")
+Collate = Callable[[list[Any]], B]
 Unit = Sequence[int]  # indices of the rows that are collated into one: a single row, or several packed ones
 
 
@@ -54,7 +55,7 @@ class StepLoader(Generic[B]):
         self,
         rows: Any,
         units: Sequence[Unit],
-        collate: Callable[[list[Any]], B],
+        collate: Collate[B],
         *,
         micro_batch_size: int,
         accumulation: int,
@@ -159,7 +160,7 @@ def pair_lengths(rows: Any) -> list[int]:
 
 
 def evaluation_batches(
-    rows: Any, collate: Callable[[list[Any]], B], *, batch_size: int, world_size: int, rank: int, max_rows: int = 0
+    rows: Any, collate: Collate[B], *, batch_size: int, world_size: int = 1, rank: int = 0, max_rows: int = 0
 ) -> list[Callable[[], B]]:
     """Return this rank's evaluation batches in order, as functions that collate them; equally many on every rank.
 

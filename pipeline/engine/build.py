@@ -26,7 +26,7 @@ from pipeline.models.loading import (
     load_language_model,
     use_gradient_checkpointing,
 )
-from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, unfreeze
+from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, lora_settings, unfreeze
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.source import ModelSource
@@ -236,14 +236,6 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
         if not config.deepspeed.only_optimize_lora:
             unfreeze(module.model)
     elif model.lora_dim:
-        module.model = add_lora(
-            module.model,
-            dim=model.lora_dim,
-            alpha=model.lora_alpha,
-            dropout=model.lora_dropout,
-            module_name=model.lora_module_name,
-            only_lora=config.deepspeed.only_optimize_lora,
-            task=TASKS[type(module)],
-            seed=config.run.seed,
-            base=model.model_name_or_path,
-        )
+        adapters = lora_settings(model) | {"only_lora": config.deepspeed.only_optimize_lora, "seed": config.run.seed}
+        task, base = TASKS[type(module)], model.model_name_or_path
+        module.model = add_lora(module.model, **adapters, task=task, base=base)

@@ -20,6 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeline import dist
+from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read
 from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows
@@ -63,6 +64,12 @@ def target_names(model: nn.Module, chosen: list[str]) -> list[str]:
     last = {name.rpartition(".")[2] for name in chosen}
     same = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in last]
     return sorted(last) if len(same) == len(chosen) else chosen
+
+
+def lora_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the adapters that a model's flags ask for, as keyword arguments of `add_lora`."""
+    names = {"dim": "lora_dim", "alpha": "lora_alpha", "dropout": "lora_dropout", "module_name": "lora_module_name"}
+    return {name: getattr(model, flag) for name, flag in names.items()}
 
 
 def add_lora(

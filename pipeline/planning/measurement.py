@@ -32,7 +32,7 @@ from pipeline.launching.scripts import launch_file
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointing, without_dropout
-from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, quantise_to_int8
+from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, lora_settings, quantise_to_int8
 from pipeline.models.reward_model import FloatLinear, TokenValueModel, check_score_class
 from pipeline.models.source import ModelSource
 from pipeline.planning.counting import PassCount, PassCounter, with_layers
@@ -191,16 +191,8 @@ def build_shape(use: ModelUse, dtype: str) -> Any:
 def with_lora(model: PreTrainedModel, use: ModelUse) -> Any:
     """Wrap a model with the adapters that training gives it."""
     task = "SEQ_CLS" if use.has_values else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    return add_lora(
-        model,
-        dim=use.settings.lora_dim,
-        alpha=use.settings.lora_alpha,
-        dropout=0.0,
-        module_name=use.settings.lora_module_name,
-        only_lora=use.only_lora,
-        task=task,
-        seed=0,
-    )
+    adapters = lora_settings(use.settings) | {"dropout": 0.0}
+    return add_lora(model, **adapters, only_lora=use.only_lora, task=task, seed=0)
 
 
 def model_size(use: ModelUse, dtype: str) -> ModelSize:
