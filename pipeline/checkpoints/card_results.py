@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from pipeline.checkpoints.shared_names import code, data_name
-from pipeline.run.evaluations import comparable, evaluations, json_lines, standard_error
+from pipeline.run.evaluations import comparable, evaluations, metrics_of, standard_error
 from pipeline.run.run import Run
 
 MAX_POINTS = 10
@@ -49,7 +49,7 @@ def evaluation_rows(run: Run, ends: Sequence[dict[str, Any]]) -> Iterator[list[s
 def curve(run: Run, step: int) -> tuple[str, list[list[str]]]:
     """Return a metric of training up to `step` and its means over at most MAX_POINTS parts, with bars; else "", []."""
     for name in (*(name.removeprefix("eval_") for name in run.stage.reached), "loss"):
-        lines = json_lines(run.folder / "metrics.jsonl", having=f'"{name}": '.encode())
+        lines = metrics_of(run.folder, having=f'"{name}": '.encode())
         points = [(line["step"], line[name]) for line in lines if line["step"] <= step and line[name] is not None]
         if points:
             size = math.ceil(len(points) / MAX_POINTS)

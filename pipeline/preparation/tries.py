@@ -1,6 +1,5 @@
 """Three steps of a stage with other flags, in a folder that is deleted: whether they have memory."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from pipeline.launching.request import LaunchRequest
 from pipeline.launching.verdict import Verdict
 from pipeline.out_of_memory import HALVED, Halved, halved_as_text
 from pipeline.processes import Signals
-from pipeline.run.evaluations import metrics_lines
+from pipeline.run.evaluations import metrics_of
 
 MEMORY_WORDS = "out of memory"
 TRIAL_STEPS = 3  # steps that a micro-batch must have memory for
@@ -24,8 +23,7 @@ TRIAL_STEPS = 3  # steps that a micro-batch must have memory for
 
 def training_lines(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run's optimizer steps so far."""
-    lines = [json.loads(line) for line in metrics_lines(run_dir) if line.endswith("}")]
-    return [line for line in lines if "step_s" in line]
+    return list(metrics_of(run_dir, having=b'"step_s"'))
 
 
 class Trial(Job):

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import EXIT_STOPPED
 from pipeline.files import read_object
 from pipeline.processes import read_process
-from pipeline.run.evaluations import described, is_number, json_lines
+from pipeline.run.evaluations import described, is_number, json_lines, metrics_of
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
@@ -71,7 +71,7 @@ class RunRecord:
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
-        return [line for line in json_lines(self.folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+        return [line for line in metrics_of(self.folder) if isinstance(line.get("step"), int)]
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:

@@ -212,8 +212,7 @@ def described(meaning: Mapping[str, Any], name: str) -> dict[str, Any]:
 def evaluations(run_dir: Path, step: float = math.inf) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that hold an evaluation, up to `step`; null where a number was not finite."""
     # Most lines are of training steps: they are not parsed.
-    lines = json_lines(run_dir / "metrics.jsonl", having=b'"eval_')
-    return [line for line in lines if number_of(line.get("step", 0)) <= step]
+    return [line for line in metrics_of(run_dir, having=b'"eval_') if number_of(line.get("step", 0)) <= step]
 
 
 def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -230,7 +229,7 @@ def cost(run_dir: Path) -> str:
 
     Hours are those of all ranks, from the start of their processes to their last line of metrics.
     """
-    starts, lines = read_object(meaning_file(run_dir)).get("starts", []), list(json_lines(run_dir / "metrics.jsonl"))
+    starts, lines = read_object(meaning_file(run_dir)).get("starts", []), list(metrics_of(run_dir))
     hours, tokens = 0.0, max((number_of(line.get("num_tokens", 0)) for line in lines), default=0.0)
     with suppress(TypeError, ValueError, KeyError):  # not as `write_meaning` writes them
         for (step, ranks, began), (end, *_) in zip(starts, [*starts[1:], [math.inf]], strict=True):
@@ -267,6 +266,11 @@ def json_lines(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
                     yield value
 
 
+def metrics_of(run_dir: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, as `json_lines`."""
+    return json_lines(run_dir / "metrics.jsonl", having=having)
+
+
 def all_samples(run_dir: Path) -> list[dict[str, Any]]:
     """Return the samples of all evaluations, in order; [] where a stage writes none."""
     return list(json_lines(run_dir / "samples.jsonl"))
@@ -280,17 +284,15 @@ def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 def recorded_seconds(run_dir: Path) -> float:
     """Return the seconds from the first to the last metrics of the last run in a folder; 0 where there was none."""
-    lines = metrics_lines(run_dir)
-    with suppress(ValueError, LookupError):  # none, or a last one that was cut short
-        return float(json.loads(lines[-1])["time"] - json.loads(lines[0])["time"])
-    return 0.0
+    times = [line["time"] for line in metrics_of(run_dir, having=b'"time"')]
+    return float(times[-1] - times[0]) if times else 0.0
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:
     """Return the highest peaks of a run's steps in GiB: of each phase on a GPU, and `host_memory` of a process."""
     peaks: dict[str, float] = {}
-    for line in metrics_lines(run_dir):
-        for name, value in json.loads(line).items() if "_gib" in line else ():
+    for line in metrics_of(run_dir, having=b"_gib"):
+        for name, value in line.items():
             if name.startswith(("memory/", "host_memory")) and value is not None:
                 phase = name.removeprefix("memory/").removesuffix("_gib")
                 peaks[phase] = max(value, peaks.get(phase, 0.0))
@@ -300,7 +302,7 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
 def unfinished_answers(run_dir: Path) -> str:
     """Return how many answers of the last run's first rollout reached its limit, in words."""
     name, limit = CUT.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
-    shares = (json.loads(line)[name] for line in metrics_lines(run_dir) if f'"{name}": ' in line)
+    shares = (line[name] for line in metrics_of(run_dir, having=f'"{name}": '.encode()))
     texts = (f"{one:.0%} of the last run's first ones reached its limit, {limit}" for one in shares if one is not None)
     return next(texts, "the first rollout logs how many reach that")
 
@@ -309,9 +311,3 @@ def run_flags(run_dir: Path) -> dict[str, Any]:
     """Return the flags of the last run in a folder; {} where there is none."""
     content = read_object(run_dir / "config.json")
     return {name: flag["value"] for name, flag in content.items() if isinstance(flag, dict) and "value" in flag}
-
-
-def metrics_lines(run_dir: Path) -> list[str]:
-    """Return the lines of a run's metrics.jsonl; none where it has not begun."""
-    file = run_dir / "metrics.jsonl"
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []

@@ -18,7 +18,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import Peaks, memory_table, model_memory
 from pipeline.files import GIB
 from pipeline.processes import peak_memory
-from pipeline.run.evaluations import all_samples, metrics_lines
+from pipeline.run.evaluations import all_samples, metrics_of
 from pipeline.run.run import Run
 from pipeline.training.health import SAMPLER_ERROR, SAMPLER_ERROR_16_BITS, Health, History
 from pipeline.training.meaning import write_meaning
@@ -168,7 +168,7 @@ def history_of(run: Run, *, total_steps: int) -> History:
     rate = run.stage.rate_flag(run.resolved.config)
     frozen = dict(flat_items(run.resolved.config)).get("critic_warmup_steps", 0)
     history = History(total_steps, rate_flag=rate, frozen_steps=frozen, sampler_bound=bound)
-    for line in map(json.loads, metrics_lines(run.folder)):
+    for line in metrics_of(run.folder):
         history.add(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
     if rows := all_samples(run.folder):
         history.add_samples([row for row in rows if row["step"] == rows[0]["step"]])
