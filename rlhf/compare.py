@@ -10,7 +10,6 @@ from typing import Literal
 from rich.console import Console
 
 from pipeline.configuration.flag_table import flag, flat_items
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
@@ -20,7 +19,7 @@ from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -56,11 +55,6 @@ class CompareConfig(Group):
     seed: int = flag(1234, "Makes sampled answers repeatable; the same for every model", ge=0)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
     sampling: AnswerSettings = AnswerSettings(max_new_tokens=100)
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf compare") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -170,6 +164,8 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
         write_text(markdown_file, markdown(texts, contestants, line))
     say(f"written: {json_file} and {markdown_file}")
 
+
+main = command(run, "rlhf compare")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.compare"))

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items, is_left
-from pipeline.configuration.flags import scan, stage_arguments
+from pipeline.configuration.flags import scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError, show
 from pipeline.files import refused_by_disk, write_text
-from pipeline.run.entry import run_command
+from pipeline.run.entry import command
 from rlhf.stages import SECTIONS
 from rlhf.train_config import USUAL, split_common, split_overrides
 
@@ -40,11 +40,6 @@ Write a commented YAML file (rlhf.yaml) for a model and data; it asks nothing.
   {prog} mine.yaml --actor-model 1.3b --sft.learning_rate 2e-5
 
 Flags are those of {train}, whose --help lists them."""
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf init") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its messages."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -113,6 +108,8 @@ def section_lines(
         value = json.dumps(AUTO if is_auto else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
 
+
+main = command(run, "rlhf init")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.init"))

@@ -3,12 +3,12 @@
 import sys
 from typing import Any
 
-from pipeline.configuration.flags import scan, stage_arguments
+from pipeline.configuration.flags import scan
 from pipeline.configuration.names import without_flag
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError, show
 from pipeline.launching.target import DEVICES, parse_target
-from pipeline.run.entry import run_command
+from pipeline.run.entry import command
 from rlhf.train_plan import make_plan
 
 USAGE = """\
@@ -18,11 +18,6 @@ For each card the fewest of 1, 2, 4 and 8 GPUs on which a stage fits.
   --cards  names or GB of memory (RTX4090 L40S 24GB); all with a data sheet
 Other flags are those of rlhf train: --actor-model qwen3-8b --step 3"""
 ROW = "{:<15}{:<8}{:>4}{:>7}{:>10}  {}"
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf plan") -> int:
-    """Print the table; returns the exit code. `prog` is how a user calls this program, for its messages."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(words: list[str], prog: str) -> None:
@@ -47,6 +42,8 @@ def run(words: list[str], prog: str) -> None:
             cells = cheapest(planned.stage, planned.resolved, card, bases, answered)
             show(ROW.format(card, planned.stage.section, *cells))
 
+
+main = command(run, "rlhf plan")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.plan"))

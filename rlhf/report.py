@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError, show
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 
 
 class ReportConfig(Group):
@@ -17,11 +16,6 @@ class ReportConfig(Group):
         [], "Output folders, or folders of runs (output/runs/ppo); several are compared", kind="path", positional=True
     )
     output: str = flag("", "Folder to write to; none: the folder itself, of several ./report", kind="written path")
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf report") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -38,6 +32,8 @@ def run(argv: list[str], prog: str) -> None:
     page = write_report(folders, Path(config.output or (folders[0] if len(folders) == 1 else "report")))
     show(f"report: {page}")
 
+
+main = command(run, "rlhf report")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.report"))

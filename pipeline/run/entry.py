@@ -167,6 +167,19 @@ def command_flags(
     return resolved
 
 
+def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., int]:
+    """Return the `main` of a small command: (argv, prog=name) runs its command line and returns the exit code.
+
+    Args:
+        run: (words, prog) checks the words and does the work; prog is how a user calls the program, for its help.
+    """
+
+    def main(argv: list[str] | None = None, *, prog: str = name) -> int:
+        return run_command(lambda: run(stage_arguments(argv), prog))
+
+    return main
+
+
 def run_command(work: Callable[[], None]) -> int:
     """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on

@@ -4,11 +4,10 @@ import sys
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError, say
 from pipeline.files import check_replaceable, has_config
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 from pipeline.run.output_checks import clashes
 
 
@@ -26,11 +25,6 @@ class ConvertConfig(Group):
         "", "Folder or hub id of the original model's tokenizer; none: the source's vocabulary files", kind="path"
     )
     overwrite: bool = flag(False, "Replace a model of this project in the output folder")
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf convert") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -60,6 +54,8 @@ def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
     if has_config(output) and not overwrite:
         raise InputError(f"{output} holds a model; name another folder, or give --overwrite to replace it")
 
+
+main = command(run, "rlhf convert")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.models.convert"))

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Group
 from pipeline.errors import InputError, show
 from pipeline.files import refused_by_disk, write_json
 from pipeline.models.paths import read_adapter_config
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 
 
 class ExportConfig(Group):
@@ -30,11 +29,6 @@ class ExportConfig(Group):
     dtype: Literal["auto", "bf16", "fp16", "fp32", "int8"] = flag(
         "auto", "Data type of the saved weights; auto: as the run saves them, fp32: unrounded, int8: a quantised base"
     )
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf export") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -97,6 +91,8 @@ def write_int8(path: str, output: Path) -> str:
     size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30
     return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora_dim"
 
+
+main = command(run, "rlhf export")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.models.export"))

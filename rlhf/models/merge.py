@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError, show
 from pipeline.models.paths import read_adapter_config
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +44,6 @@ class MergeConfig(Group):
         "auto", "Base that the adapter was trained on; auto: as it is stored, or by the adapter's training_config.json"
     )
     sentences: list[str] = flag([], "Texts whose logits are compared; none: three bundled ones", kind="text")
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf merge") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -187,6 +181,8 @@ def difference_lines(
         lines.append(f"  {figures}: {text[:40]!r}")
     return lines
 
+
+main = command(run, "rlhf merge")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.models.merge"))

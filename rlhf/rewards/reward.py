@@ -10,14 +10,13 @@ from itertools import islice
 import yaml
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import InputError, printable, say, show
 from pipeline.rewards.box.table import BOX, settings_of
 from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
 from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 from pipeline.run.logs import StderrHandler
 
 JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of an example
@@ -35,11 +34,6 @@ class RewardTrialConfig(WorkerFlags):
     completion: str = flag("", "A response to each row, beside its own where it has one", kind="text")
     num_samples_per_prompt: int = flag(4, "Responses of a call, as in training: those of a row, again and again", ge=1)
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf reward") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -138,6 +132,8 @@ SUMMARIES: dict[str, Callable[[Sequence[Value]], object]] = {
     "None": lambda values: sum(value is None for value in values),
     "failures": lambda values: sum(isinstance(value, Failure) for value in values),
 }
+
+main = command(run, "rlhf reward")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.rewards.reward"))

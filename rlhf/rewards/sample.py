@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.configuration.flags import stage_arguments
 from pipeline.errors import InputError, counted, say
 from pipeline.files import model_fingerprint
 from pipeline.inference.sample_file import (
@@ -30,18 +29,13 @@ from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_f
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
 from pipeline.rewards.worker_flags import reward_pool
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 from rlhf.rewards.sample_config import SampleConfig
 
 if TYPE_CHECKING:
     from pipeline.inference.sampling import PromptData
 
 PROGRESS_S = 10.0
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf sample") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -170,6 +164,8 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
 def print_notes(lines: Iterable[str]) -> None:
     say(*(f"note: {line}" for line in lines))
 
+
+main = command(run, "rlhf sample")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.rewards.sample"))
