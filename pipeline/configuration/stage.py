@@ -89,16 +89,6 @@ class Start:
     section: str = ""
 
 
-def one_folder(config: StageConfig) -> list[Path]:
-    """Return --output_dir, the model folder of a stage that writes one model."""
-    return [Path(config.run.output_dir)]
-
-
-def nothing(_: Any) -> dict[str, Any]:
-    """Return {}: no flag of the stage's own is to be decided, or its rows are the same in all of its runs."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stage:
     """A stage: names, configuration, data, folders, and the functions by which the others enter its package.
@@ -117,7 +107,7 @@ class Stage:
     tried: flags of its own with which a run of a few steps that tries a batch updates all that it trains.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
-    outputs: configuration -> model folders that it writes; later stages start from the first.
+    outputs: configuration -> model folders that it writes, --output_dir for one; later stages start from the first.
     runs_by_section: its run's folder is named by the section, not by the output.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
@@ -147,15 +137,15 @@ class Stage:
     export: Callable[..., None]
     look: Callable[[Any, Collection[str]], None] | None = None
     decides: tuple[str, ...] = ()
-    decide: Callable[[Any], dict[str, Any]] = field(default=nothing)
+    decide: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
     lora_factor: Callable[[Any], float] = field(default=lambda _: 0.0)
     methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
-    rows_of: Callable[[Any], dict[str, Any]] = field(default=nothing)
+    rows_of: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
     gives_up: Mapping[int, str] = field(default_factory=dict)
     tried: Mapping[str, object] = field(default_factory=dict)
     runs_by_section: bool = False
-    outputs: Callable[[Any], list[Path]] = field(default=one_folder)
+    outputs: Callable[[Any], list[Path]] = field(default=lambda config: [Path(config.run.output_dir)])
     makes_chat_model: bool = True
     reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
     compared: tuple[str, ...] = ()

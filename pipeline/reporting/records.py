@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import EXIT_STOPPED
 from pipeline.files import read_object
 from pipeline.processes import read_process
-from pipeline.run.evaluations import described, is_number, json_lines, metrics_of
+from pipeline.run.evaluations import described, is_number, json_lines, metrics_of, run_settings
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
@@ -91,8 +91,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> dict[str, tuple[Any, str]]:
         """Value and origin of each flag."""
-        content = read_object(self.folder / "config.json").items()
-        return {name: (flag["value"], str(flag.get("from"))) for name, flag in content if is_flag(flag)}
+        return run_settings(self.folder)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -162,10 +161,6 @@ def is_running(folder: Path, outcome: Outcome) -> bool:
         )  # else its number was given again
     signs = [one.stat().st_mtime for one in (file, beat_file(folder, outcome.rank)) if one.is_file()]
     return time.time() - max(signs, default=0.0) < SIGN_OF_LIFE_S
-
-
-def is_flag(entry: Any) -> bool:
-    return isinstance(entry, dict) and "value" in entry
 
 
 def is_run(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items, is_left
+from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items, is_left
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut, is_by_hand
 from pipeline.configuration.groups import STAGE
@@ -26,6 +26,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError
 from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
+from pipeline.run.evaluations import run_settings
 from pipeline.run.layout import automatic_file, candidates, done_file
 
 log = logging.getLogger(__name__)
@@ -96,14 +97,15 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     `auto` now: the others were chosen beside it.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    settings = read_object(folder.parents[1] / "config.json") if state else {}
-    origins = {name: str(entry.get("from", DEFAULT)) for name, entry in settings.items() if isinstance(entry, dict)}
-    table = flag_table(type(resolved.config))
-    if any(table[name].auto and not (_says(resolved, name) or is_left(origins.get(name, DEFAULT))) for name in table):
+    settings = run_settings(folder.parents[1]) if state else {}
+    unset = [
+        name for name, flag in flag_table(type(resolved.config)).items() if flag.auto and not _says(resolved, name)
+    ]
+    if not all(is_left(settings[name][1]) for name in unset if name in settings):
         return {}
     chosen = {
-        name: (settings[name]["value"], origin)
-        for name, origin in origins.items()
+        name: (value, origin)
+        for name, (value, origin) in settings.items()
         if origin.startswith(CHOSEN) and not _says(resolved, name)
     }
     if MICRO not in chosen:

@@ -307,7 +307,13 @@ def unfinished_answers(run_dir: Path) -> str:
     return next(texts, "the first rollout logs how many reach that")
 
 
+def run_settings(run_dir: Path) -> dict[str, tuple[Any, str]]:
+    """Return value and origin of each flag of the last run in a folder; {} where there is none."""
+    content = read_object(run_dir / "config.json").items()
+    flags = {name: flag for name, flag in content if isinstance(flag, dict) and "value" in flag}
+    return {name: (flag["value"], str(flag.get("from"))) for name, flag in flags.items()}
+
+
 def run_flags(run_dir: Path) -> dict[str, Any]:
     """Return the flags of the last run in a folder; {} where there is none."""
-    content = read_object(run_dir / "config.json")
-    return {name: flag["value"] for name, flag in content.items() if isinstance(flag, dict) and "value" in flag}
+    return {name: value for name, (value, _) in run_settings(run_dir).items()}
