@@ -97,17 +97,11 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     `auto` now: the others were chosen beside it.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    settings = run_settings(folder.parents[1]) if state else {}
-    unset = [
-        name for name, flag in flag_table(type(resolved.config)).items() if flag.auto and not _says(resolved, name)
-    ]
-    if not all(is_left(settings[name][1]) for name in unset if name in settings):
+    table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
+    unset = {name: settings[name] for name in table if name in settings and not _says(resolved, name)}
+    if not all(is_left(origin) for name, (_, origin) in unset.items() if table[name].auto):
         return {}
-    chosen = {
-        name: (value, origin)
-        for name, (value, origin) in settings.items()
-        if origin.startswith(CHOSEN) and not _says(resolved, name)
-    }
+    chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.startswith(CHOSEN)}
     if MICRO not in chosen:
         return chosen
     size, hardware = chosen[MICRO]
