@@ -91,7 +91,8 @@ def verdict(results: dict[str, Any]) -> str:
 def table(results: dict[str, Any]) -> str:
     """The report for people, readable at 80 columns."""
     rate, method = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}", results["method"]
-    has_model, has_kl = "reward_accuracy" in results, "kl_end" in results
+    has_model = "reward_accuracy" in results
+    kl = [(f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}")]
     own = "mean reward" if method in stages_of_method("ppo")[3].methods.values() else "margin on unseen pairs"
     score = "mean score of the reward model" if has_model else own
     rows = [
@@ -99,11 +100,7 @@ def table(results: dict[str, Any]) -> str:
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),
         *([("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}")] if has_model else []),
         (f"{method}: {score}", "{reward_start:z.2f}", "{reward_end:.2f}"),
-        *(
-            [(f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}")]
-            if has_kl
-            else []
-        ),
+        *(kl if "kl_end" in results else []),
         (f"{method}: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
         (f"{method}: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
     ]

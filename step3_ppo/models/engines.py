@@ -80,17 +80,13 @@ class Models:
 
         Returns True where the critic takes them: not where the first reward model has brought them.
         """
-        is_first = self.rewards[0].takes_first
+        is_first, critic = self.rewards[0].takes_first, self.critic
         for n, (mean, std) in enumerate(zip(constants[::2], constants[1::2], strict=True)):
             self.rewards[n] = replace(self.rewards[n], mean=mean, std=std, takes_first=False)
         mean, std, *_ = constants
-        if (
-            not is_first
-            or self.critic is None
-            or (self.critic.module.score_mean, self.critic.module.score_std) != (0.0, 1.0)
-        ):
+        if not is_first or critic is None or (critic.module.score_mean, critic.module.score_std) != (0.0, 1.0):
             return False
-        self.critic.module.score_mean, self.critic.module.score_std = mean, std
+        critic.module.score_mean, critic.module.score_std = mean, std
         return True
 
     def release_gathered(self, *names: str) -> None:
