@@ -115,15 +115,16 @@ def print_error(error: RunError) -> int:
     return error.code
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str], before: str = "") -> str:
     """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string.
 
-    Names that hold all words of `name`, where it has several, are nearer than all others.
+    Names that hold all words of `name`, where it has several, are nearer than all others. At the cutoff of two thirds
+    at least half of the longer name's letters are in both. `before` is printed before X: the dashes of a flag.
     """
     names, words = list(valid), set(re.findall(r"[a-z0-9]+", name))
     with_all = [right for right in names if len(words) > 1 and words <= set(re.findall(r"[a-z0-9]+", right))]
-    close = difflib.get_close_matches(name, with_all or names, n=1, cutoff=0.0 if with_all else 0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = difflib.get_close_matches(name, with_all or names, n=1, cutoff=0.0 if with_all else 2 / 3)
+    return f"; did you mean {before}{close[0]}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:

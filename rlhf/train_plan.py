@@ -163,19 +163,19 @@ def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
         lacking = " and ".join(f"stage {number}" for number, kind in chosen.items() if meanings[kind.section] == [""])
         reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
         return f"{given}: {reason}; give {' and '.join(flags)}"
-    if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
-        return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
     meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
     right = [f"--{section}.{flag.name}" for section, flags in meant.items() for flag in flags]
     leaves = {flag.path[-1] for flags in meant.values() for flag in flags}
     right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
     if right:
         return f"{given}: unknown flag; here it is {' or '.join(right)}"
+    if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
+        return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
     others = [(kind.number, kind.section, Names(kind.config).known) for kind in STAGES]
     if right := [f"--{section}.{known[name]}, of stage {number}" for number, section, known in others if name in known]:
         return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
-    valid = [f"--{flag}" for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
-    return f"{given}: unknown flag{nearest('--' + name, valid)}"
+    valid = [flag for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
+    return f"{given}: unknown flag{nearest(name, valid, '--')}"
 
 
 def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:

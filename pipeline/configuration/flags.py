@@ -139,11 +139,9 @@ def check_dashes(argv: Iterable[str]) -> None:
 
     A value that looks like that is written `--flag=value`, as one that starts with `--`.
     """
-    meant = {word: match[1] for word in argv if (match := OTHER_DASHES.fullmatch(word))}
-    if meant:
-        raise InputError(
-            "\n".join(f"{word}: {word[0]!r} begins no flag; write --{name}" for word, name in meant.items())
-        )
+    matches = filter(None, map(OTHER_DASHES.fullmatch, dict.fromkeys(argv)))
+    if lines := [f"{match[0]}: {match[0][0]!r} begins no flag; write --{match[1]}" for match in matches]:
+        raise InputError("\n".join(lines))
 
 
 def scan(argv: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -330,7 +328,8 @@ def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]
     if problem["type"] == "missing":
         return f"--{flag.name}: missing; wanted {flag.type_name}: {flag.meaning}"
     hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
-    return f"--{flag.name}: found {found!r} ({origins[flag.name]}): {message}{hint}"
+    theirs = [f"; a file is --{name}" for name, other in table.items() if flag.name in other.other_tools]
+    return f"--{flag.name}: found {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
 
 
 def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:

@@ -22,9 +22,7 @@ TOKEN_FLAGS = {
     "num_padding_at_beginning": "lengths are known, padding is never counted",
 }
 Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none"] else given)]
-SchedulerType = Literal[
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
-]  # fmt: skip
+SchedulerType = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
 class Group(BaseModel):
@@ -145,7 +143,7 @@ class ModelConfig(Group):
         other_tools="load_in_4bit load_in_8bit bnb_4bit_quant_type",
     )
     learning_rate: float = flag(
-        1e-5, "Peak learning rate of all but LoRA weights", gt=0, le=MAX_LEARNING_RATE, per_stage=True
+        1e-5, "Peak learning rate of all but LoRA weights", gt=0, le=MAX_LEARNING_RATE, per_stage=True, other_tools="lr"
     )
     weight_decay: float = flag(0.0, "AdamW decay; norms, biases and embeddings are exempt", ge=0)
     dropout: float = flag(
@@ -160,7 +158,7 @@ class ModelConfig(Group):
         "LoRA rank; 0: full fine-tuning. 32 is enough for stage 3, 64 or more for much data; prefer steps of 32 rows",
         ge=0,
         le=MAX_LORA_RANK,
-        other_tools="lora_r lora_rank",
+        other_tools="lora_r lora_rank use_peft",
         refused={"enable_mixed_precision_lora": "use --actor_lora_dim with --actor_zero_stage 3"},
     )
     lora_alpha: float = flag(
@@ -201,7 +199,7 @@ class OptimizerConfig(Group):
         auto=True,
         deepspeed="train_micro_batch_size_per_gpu",
         aliases=("per_device_training_batch_size",),
-        other_tools="batch_size",
+        other_tools="batch_size per_device_batch_size",
     )
     per_device_eval_batch_size: int = flag(
         16,
@@ -277,7 +275,11 @@ class DeepSpeedConfig(Group):
         False, "Accepted for the launcher's sake; DeepSpeed is always used", on_resume="free", aliases=("deepscale",)
     )
     deepspeed_config: str = flag(
-        "", "JSON file with DeepSpeed settings; auto values are filled in", kind="path", aliases=("deepscale_config",)
+        "",
+        "JSON file with DeepSpeed settings; auto values are filled in",
+        kind="path",
+        aliases=("deepscale_config",),
+        other_tools="deepspeed",
     )
     communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = flag(
         "auto",

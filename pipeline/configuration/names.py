@@ -55,12 +55,12 @@ class Names:
             more: further names that are right.
             dashes: what is written before a flag's name.
         """
-        if name in self.refused:
-            return f"a flag of other programs without a counterpart here: {self.refused[name]}"
         if flags := self.other_tools.get(name):
             place = ", the words before any flag" if self.positional in flags else ""
             return f"unknown flag; here it is {' or '.join(dashes + flag for flag in flags)}{place}"
-        return f"unknown flag{nearest(dashes + name, [dashes + right for right in (*self.known, *more)])}"
+        if name in self.refused:
+            return f"a flag of other programs without a counterpart here: {self.refused[name]}"
+        return f"unknown flag{nearest(name, (*self.known, *more), dashes)}"
 
     def of_file(self, origin: str, values: Mapping[str, object]) -> tuple[dict[str, object], list[str], list[str]]:
         """Return (values by the flags' own names, error lines, notes) of a YAML file's section."""

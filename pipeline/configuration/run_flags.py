@@ -16,6 +16,12 @@ TRIED = {
     "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
     "monitors": "none", "report": False,
 }  # fmt: skip
+# Flags of other trainers that no stage has, or not every one, and what to do instead.
+OTHER_TRAINERS = {
+    "chat_template": "the tokenizer's is used: save yours as chat_template.jinja in the model's folder",
+    "num_generations": "only PPO, GRPO, RLOO and REINFORCE++ sample responses: --num_samples_per_prompt there",
+    "use_vllm": "leave it out: responses are sampled here with the weights in training; see --generation_engine of PPO",
+}
 
 
 class RunConfig(Group):
@@ -33,13 +39,15 @@ class RunConfig(Group):
         ignored={"tensorboard_path": "curves are in <run_dir>/tensorboard"},
     )
     seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
-    num_train_epochs: float = flag(1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free")
+    num_train_epochs: float = flag(
+        1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free", other_tools="epochs"
+    )
     max_steps: int = flag(
         0,
         "Stop after this many optimizer steps; 0: whole epochs",
         ge=0,
         on_resume="free",
-        refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max_steps"),
+        refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max_steps") | OTHER_TRAINERS,
     )
     save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(

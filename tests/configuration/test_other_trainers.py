@@ -1,0 +1,121 @@
+"""Flags of other trainers are answered with the flag of this project or with why there is none."""
+
+import re
+
+import pytest
+
+from pipeline.configuration.flags import parse
+from pipeline.errors import InputError
+from rlhf.stages import STAGES
+from rlhf.train_plan import make_plan
+
+# Name and value -> the flag of stage 1, of PPO and of all stages of `rlhf train` (the same where it is not said).
+OURS = {
+    "use_peft": ("true", "--lora_dim", "--actor_lora_dim or --critic_lora_dim", "--lora_dim"),
+    "lr": (
+        "1e-4", "--learning_rate", "--actor_learning_rate or --critic_learning_rate",
+        "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or --ppo.critic_learning_rate",
+    ),
+    "epochs": ("3", *["--num_train_epochs"] * 3),
+    "per_device_batch_size": ("8", *["--per_device_train_batch_size"] * 3),
+}  # fmt: skip
+# Name -> value, and what the reason holds where there is no such flag.
+WHY_NOT = {
+    "num_generations": ("8", "num_samples_per_prompt"),
+    "chat_template": ("my.jinja", "chat_template.jinja in the model's folder"),
+    "use_vllm": ("true", "--generation_engine"),
+}
+NO_COUNTERPART = "a flag of other programs without a counterpart here: "
+# Flags of TRL, LLaMA-Factory, OpenRLHF and veRL that are none here.
+FOREIGN = """
+assistant_only_loss bits completion_only_loss dataloader_num_workers dataset_num_proc disable_tqdm do_train
+finetuning_type fsdp global_batch_size group_by_length kl_penalty log_completions logging_dir lora_target
+mask_truncated_completions micro_batch_size neftune_noise_alpha num_iterations optim padding_free precision
+ref_model_mixup_alpha remove_unused_columns reward_funcs run_name save_path scale_rewards steps_per_generation
+sync_ref_model tf32 tokenizer_path torch_compile train_file use_liger_kernel vf_coef vllm_gpu_memory_utilization
+vllm_mode warmup_ratio
+""".split()
+
+
+def answers(stage, *words: str) -> list[str]:
+    """The error lines of a stage by itself."""
+    with pytest.raises(InputError) as error:
+        parse(stage.config, list(words), section=stage.section)
+    return str(error.value).splitlines()
+
+
+def refused(*words: str) -> list[str]:
+    """The error lines of `rlhf train`."""
+    with pytest.raises(InputError) as error:
+        make_plan(["--actor-model", "tiny", *words], prog="train.py")
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_name_is_answered_with_ours(name, tmp_path):
+    value, of_one, of_ppo, of_all = OURS[name]
+    file = tmp_path / "c.yaml"
+    for stage in STAGES:
+        ours = of_ppo if stage.section == "ppo" else of_one
+        assert answers(stage, f"--{name}", value) == [f"--{name}: unknown flag; here it is {ours}"]
+        file.write_text(f"{stage.section}:\n  {name}: {value}\n")
+        line = f"{file}: {name}: unknown flag; here it is {ours.replace('--', '')}"
+        assert answers(stage, "--config", str(file)) == [line]
+        if stage.section != "dpo":
+            assert refused("--config", str(file)) == [f"{stage.section}: {line}"]
+    assert refused(f"--{name}", value) == [f"--{name}: unknown flag; here it is {of_all}"]
+    assert refused(f"--sft.{name}", value) == [
+        f"--sft.{name}: unknown flag; here it is {of_one.replace('--', '--sft.')}"
+    ]
+
+
+@pytest.mark.parametrize("name", WHY_NOT)
+def test_a_name_without_a_counterpart_is_answered_with_why_not(name, tmp_path):
+    value, reason = WHY_NOT[name]
+    file = tmp_path / "c.yaml"
+    for stage in STAGES:
+        (line,) = answers(stage, f"--{name}", value)
+        file.write_text(f"{name}: {value}\n")
+        (of_file,) = answers(stage, "--config", str(file))
+        for said in (line, of_file):
+            assert reason in said and (NO_COUNTERPART in said or (stage.section, name) == ("ppo", "num_generations"))
+    for words in ((f"--sft.{name}", value), ("--step", "1", f"--{name}", value)):
+        (line,) = refused(*words)
+        assert NO_COUNTERPART in line and reason in line
+    (line,) = refused(f"--{name}", value)
+    assert reason in line
+
+
+def test_a_file_for_deepspeed_is_that_of_another_flag(tmp_path):
+    found = "found 'ds.json' ({}): wanted a valid boolean, unable to interpret input; a file is --{}deepspeed_config"
+    file = tmp_path / "c.yaml"
+    file.write_text("deepspeed: ds.json\n")
+    for stage in STAGES:
+        assert answers(stage, "--deepspeed", "ds.json") == [f"--deepspeed: {found.format('command line', '')}"]
+        assert answers(stage, "--config", str(file)) == [f"--deepspeed: {found.format(file, '')}"]
+    assert refused("--step", "1", "--deepspeed", "ds.json") == [
+        f"--sft.deepspeed: {found.format('command line', 'sft.')}"
+    ]
+
+
+def in_both(one: str, other: str) -> int:
+    """The length of the longest common subsequence of two words."""
+    before = [0] * (len(other) + 1)
+    for letter in one:
+        row = [0]
+        for place, there in enumerate(other):
+            row.append(before[place] + 1 if letter == there else max(row[-1], before[place + 1]))
+        before = row
+    return before[-1]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.section)
+def test_no_guess_shares_less_than_half_of_its_letters(stage):
+    guesses = 0
+    for name in FOREIGN:
+        (line,) = answers(stage, f"--{name}", "1")
+        if match := re.search(r"did you mean --(\w+)\?", line):
+            guesses += 1
+            one, other = name.replace("_", ""), match[1].replace("_", "")
+            assert 2 * in_both(one, other) >= max(len(one), len(other)), line
+    assert 0 < guesses < len(FOREIGN) / 4
