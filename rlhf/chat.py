@@ -35,7 +35,12 @@ class ChatConfig(Group):
     """Talk to a model, for example with: output/actor"""
 
     model: str = flag(
-        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", aliases=("path",), positional=True
+        "",
+        "Folder (a merged model or a LoRA adapter) or hub id",
+        kind="path",
+        aliases=("path",),
+        positional=True,
+        required=True,
     )
     system: str = flag("", "System prompt; none: the template's own, if it has one", kind="text")
     prompt: str = flag("", "Answer this one question and leave; so does a question from a pipe", kind="text")

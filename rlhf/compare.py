@@ -34,6 +34,7 @@ class CompareConfig(Group):
         kind="path",
         aliases=("models",),
         positional=True,
+        required=True,
         ignored=dict.fromkeys(("num_beam_groups", "penalty_alpha"), "it had no effect there either") | TOKEN_FLAGS,
     )
     model_name_or_path_baseline: str = flag("", "DeepSpeed-Chat's name for the first of two models")

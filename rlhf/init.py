@@ -39,7 +39,7 @@ Write a commented YAML file (rlhf.yaml) for a model and data; it asks nothing.
   {prog} --actor-model qwen2.5-1.5b --data-path my.jsonl
   {prog} mine.yaml --actor-model 1.3b --sft.learning_rate 2e-5
 
-Flags are those of {train}, whose --help lists them."""
+Flags are those of {train}, whose --help-all lists them."""
 
 
 def run(argv: list[str], prog: str) -> None:

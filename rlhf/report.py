@@ -13,7 +13,11 @@ class ReportConfig(Group):
     """Write the report of runs, for example with: output"""
 
     folder: list[str] = flag(
-        [], "Output folders, or folders of runs (output/runs/ppo); several are compared", kind="path", positional=True
+        [],
+        "Output folders, or folders of runs (output/runs/ppo); several are compared",
+        kind="path",
+        positional=True,
+        required=True,
     )
     output: str = flag("", "Folder to write to; none: the folder itself, of several ./report", kind="written path")
 

@@ -53,6 +53,7 @@ class Rules:
     instead_of: a weaker setting of that flag ends where this one is given.
     switches: of a list of words: names of flags that are true or false, and the word that each adds or takes out.
     positional: words before the first flag of a command line are its values.
+    required: its empty default is refused where the command starts; help shows it as required.
     per_stage: one value is not right for several stages: `rlhf train` takes it for a single one.
     auto: where it is not given, or is `auto`, the plan of a run on GPUs chooses the value; the default is a CPU's.
     auto_is: where it is not given, or is `auto`, the run chooses the value by other flags: these words say how.
@@ -72,6 +73,7 @@ class Rules:
     instead_of: str = ""
     switches: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False
+    required: bool = False
     per_stage: bool = False
     auto: bool = False
     auto_is: str = ""
@@ -166,7 +168,7 @@ class Flag(Rules):
     @property
     def shown_default(self) -> str:
         """The default as a user would type it; `none` for an empty value."""
-        if self.default is PydanticUndefined:
+        if self.default is PydanticUndefined or self.required:
             return "required"
         if self.takes_auto:
             return f"auto; {self.auto_is or f'on a CPU {str(self.default).lower()}'}"
@@ -221,7 +223,8 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -
             own = rules.get("aliases", ())
             is_clear = is_first and not rules.get("per_stage")
             aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_clear else [])
-            rules = rules | {"aliases": tuple(aliases)}
+            # The other models may start as the first one does.
+            rules = rules | {"aliases": tuple(aliases), "required": is_first and bool(rules.get("required"))}
         default = getattr(info.default, leaf)
         flags[flat] = Flag(name=flat, path=(name, leaf), group=shown, info=leaf_info, default=default, **rules)
     return flags

@@ -107,6 +107,7 @@ class ModelConfig(Group):
         "",
         "Hub id (org/name or org/name@revision) or folder of the model to start from",
         kind="path",
+        required=True,
         on_resume="model",
         aliases=("model",),
     )

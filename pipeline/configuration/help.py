@@ -49,8 +49,9 @@ def purpose(config_class: type[BaseModel]) -> str:
 
 
 def short_meaning(flag: Flag) -> str:
-    """Return what a flag means up to the first semicolon, without remarks in brackets."""
-    return re.sub(r" \([^()]*\)", "", flag.info.description or "").partition(";")[0]
+    """Return what a flag means up to the first semicolon, without remarks in brackets, and what 0 and empty mean."""
+    first, *more = re.sub(r" \([^()]*\)", "", flag.info.description or "").split("; ")
+    return "; ".join([first, *(text.partition(". ")[0] for text in more if re.match("(0|-1|empty|none):", text))])
 
 
 def full_help(config_class: type[BaseModel], prog: str) -> str:

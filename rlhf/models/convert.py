@@ -19,6 +19,7 @@ class ConvertConfig(Group):
         "The folder that DeepSpeed-Chat wrote, and the one to write",
         kind="path",
         positional=True,
+        required=True,
         other_tools="model source output output_dir",
     )
     tokenizer: str = flag(

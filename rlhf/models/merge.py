@@ -37,6 +37,7 @@ class MergeConfig(Group):
         "Folder of the adapter, and a new folder for the merged model",
         kind="path",
         positional=True,
+        required=True,
         other_tools="adapter model output output_dir",
     )
     dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")

@@ -27,9 +27,9 @@ class RewardTrialConfig(WorkerFlags):
     """Try reward functions on rows of a data set, for example: rewards.py:length --data prompts.jsonl"""
 
     reward_function: list[str] = flag(
-        [], "FILE.py:NAME of your own, or a NAME of the box; each also with :WEIGHT", positional=True
+        [], "FILE.py:NAME of your own, or a NAME of the box; each also with :WEIGHT", positional=True, required=True
     )
-    data: str = flag("", "Hub id, file or folder, read as for training", kind="path")
+    data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
     n: int = flag(20, "Rows to read, the first ones; also -n", ge=1)
     completion: str = flag("", "A response to each row, beside its own where it has one", kind="text")
     num_samples_per_prompt: int = flag(4, "Responses of a call, as in training: those of a row, again and again", ge=1)

@@ -15,9 +15,15 @@ from pipeline.rewards.worker_flags import WorkerFlags
 class SampleConfig(WorkerFlags):
     """Sample answers of a model, for example with: output/sft --data prompts.jsonl -n 8 --output answers.jsonl"""
 
-    model: str = flag("", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True)
+    model: str = flag(
+        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True, required=True
+    )
     data: list[str] = flag(
-        [], "Files, folders or hub ids with prompts, read as for training", kind="path", aliases=("data_path",)
+        [],
+        "Files, folders or hub ids with prompts, read as for training",
+        kind="path",
+        required=True,
+        aliases=("data_path",),
     )
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     max_prompt_seq_len: int = flag(

@@ -11,9 +11,10 @@ from support.launch_stub import ROOT, processor_seconds
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
-from rlhf.main import SUBCOMMANDS
-from rlhf.stages import STAGES
-from rlhf.train_config import TrainConfig
+from pipeline.configuration.help import help_text
+from rlhf.main import SUBCOMMANDS, run_subcommand
+from rlhf.stages import STAGES, stage_of
+from rlhf.train_config import TrainConfig, train_help
 from rlhf.train_plan import make_plan
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy", "pyarrow"}
@@ -71,6 +72,40 @@ def test_the_first_screen(name):
     assert len(re.findall(r"^  --[\w-]+ {2,}\S", text, re.MULTILINE)) == 10
     assert lines[-1] == f"All flags, in groups: {program} --help-all"
     assert "pydantic" in imported and not HEAVY & imported
+
+
+def test_the_first_screen_keeps_what_0_and_empty_mean():
+    train = " ".join(train_help(TrainConfig, "x").split())
+    sft, ppo = (" ".join(help_text(stage_of(section).config, "x").split()) for section in ("sft", "ppo"))
+    assert "GPUs of each machine; 0: all [0]" in train
+    assert "LoRA rank; 0: full fine-tuning [0]" in sft and "LoRA rank; 0: full fine-tuning [0]" in ppo
+    assert "Steps between evaluations; 0: only before and after training [0]" in sft
+
+
+def test_required_words_are_shown_as_required(capsys):
+    for section, flag in {"sft": "model_name_or_path", "ppo": "actor_model_name_or_path"}.items():
+        text = " ".join(help_text(stage_of(section).config, "x").split())
+        assert f"--{flag} Hub id or folder of the model to start from [required]" in text
+    required = {
+        "chat": ["model"], "compare": ["model"], "sample": ["model", "data"], "report": ["folder"],
+        "convert": ["folders"], "export": ["checkpoint", "output"], "merge": ["folders"],
+        "reward": ["reward_function", "data"],
+    }  # fmt: skip
+    for name, flags in required.items():
+        with pytest.raises(SystemExit):
+            run_subcommand(name, ["--help"], prog=name)
+        text = capsys.readouterr().out
+        shown = re.findall(r"^  --(\w+) .*\n(?:      .*\n)*?      .*\[required\]$", text, re.MULTILINE)
+        assert shown == flags, name
+        assert run_subcommand(name, [], prog=name) == 2
+        assert f"--{flags[0]}: " in capsys.readouterr().err
+
+
+def test_what_names_all_flags_names_help_all(capsys):
+    assert run_subcommand("init", ["--help"], prog="rlhf init") == 0
+    assert "Flags are those of rlhf train, whose --help-all lists them." in capsys.readouterr().out
+    page = (ROOT / "docs" / "errors.yaml").read_text(encoding="utf-8")
+    assert "`--help-all` lists all" in page
 
 
 @pytest.mark.parametrize("name", OTHERS)
