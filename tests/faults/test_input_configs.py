@@ -44,7 +44,6 @@ CASES = [
     typo("sft", "learning_rat", "learning_rate"),
     typo("sft", "max_seq_leng", "max_seq_len"),
     Case("sft", {"max_seq_length": 1}, "--max_seq_length: unknown flag; here it is --max_seq_len"),
-    typo("sft", "per_device_batch_size", "per_device_eval_batch_size"),
     typo("reward", "centring_coef", "centering_coef"),
     typo("reward", "num_train_epoch", "num_train_epochs"),
     typo("reward", "lora_dimension", "lora_dim"),
