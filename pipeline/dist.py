@@ -181,8 +181,11 @@ def follows_from_another_rank(error: BaseException) -> bool:
 
 
 def finish() -> None:
-    """Leave the process group. Without the barrier, a rank that ends first aborts the others."""
-    if dist.is_initialized():
+    """Leave the process group. Without the barrier, a rank that ends first aborts the others.
+
+    A rank that is alone keeps its group for the next run of this process, as DeepSpeed keeps it in any case.
+    """
+    if world_size() > 1:
         meet()
         dist.barrier()
         dist.destroy_process_group()
