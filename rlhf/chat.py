@@ -27,7 +27,7 @@ COMMANDS = {
     "/retry": "another reply to the last question",
     "/system": "TEXT: a new system prompt (none: remove it); forgets the conversation",
     "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
-    "/exit": "leave, like Ctrl-D",
+    "/exit": "leave, like Ctrl-D, exit and quit",
 }
 
 
@@ -126,6 +126,8 @@ class Shell:
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if not line.startswith("/"):
+            if line.strip() in ("exit", "quit"):
+                raise EOFError
             if word:
                 self.answer(line)
             return

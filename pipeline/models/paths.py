@@ -13,8 +13,9 @@ from typing import Any
 
 from pipeline.config_fields import MAX_LORA_ALPHA, MAX_LORA_RANK
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.files import CONFIG_FILES, has_config
+from pipeline.files import CONFIG_FILES, has_config, read_object
 from pipeline.hub import HUB_ID, is_reachable, split_revision
+from pipeline.marks import OURS, RUN_LOCK
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
 MOST = 1e12  # of the constants of scores: what it divides or shifts can still be squared in fp32
@@ -30,6 +31,8 @@ def check_model_path(path: str, flag: str = "") -> None:
         raise InputError(f"{flag or '--model_name_or_path'}: no model is named; give a hub id or a model's folder")
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if (folder / RUN_LOCK).is_file():
+            raise InputError(f"{at_flag(flag)}{path} is the folder of a run, wanted a model's{model_of_run(folder)}")
         if not has_config(folder):
             raise InputError(f"{at_flag(flag)}{path} holds no model (no {CONFIG_FILES[0]}){nearest_folder(folder)}")
     elif folder.exists():
@@ -145,6 +148,14 @@ def nearest_folder(path: Path) -> str:
     if close := difflib.get_close_matches(os.path.relpath(path, shared), names, n=1, cutoff=0.6):
         return f"; did you mean {names[close[0]]}?"
     return "" if base == path else f"; the nearest folder that exists is {base.resolve() if base == Path() else base}"
+
+
+def model_of_run(folder: Path) -> str:
+    """Return `; it wrote MODEL` for the folder of a run whose model is where runs write it by default, else ""."""
+    for model in sorted(folder.parent.parent.glob("*")):  # an actor before its critic
+        if has_config(model) and folder.name in (model.name, read_object(model / OURS).get("stage")):
+            return f"; it wrote {model}"
+    return ""
 
 
 def reading_error(path: str, what: str, error: Exception) -> RunError:

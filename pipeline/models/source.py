@@ -28,7 +28,14 @@ from pipeline.models.tokenizers import (
     template_values,
     usable_ids,
 )
-from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_sizes, check_text_model, warn_once
+from pipeline.models.weight_files import (
+    HARMLESS_FIELDS,
+    UNREAD_FIELDS,
+    check_model_files,
+    check_sizes,
+    check_text_model,
+    warn_once,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +132,8 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
     for name in private:
         vars(config).pop(name, None)
     config._attn_implementation = None
-    if private:
-        warn_once(f"{path}: config.json: private fields are ignored: {', '.join(private)}")
+    if odd := [name for name in private if name not in UNREAD_FIELDS]:
+        warn_once(f"{path}: config.json: private fields are ignored: {', '.join(odd)}")
     for found in drop_unknown_fields(config):
         warn_once(f"{path}: config.json: {found}")
     return config

@@ -227,7 +227,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     others += changed_contents(config, done["inputs"], input_contents(config), holder)
     if others or lengths:
         longer = f", --max_steps above {done['steps']} trains it further" if not others else ""
-        hint = f"--overwrite starts over{longer}, an --output_dir in another folder keeps it"
+        hint = f"another --output_dir keeps it, --overwrite starts over{longer}"
         raise InputError("\n".join([*others, *lengths, f"{run_folder}: another run is finished here; {hint}"]))
     log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, done["steps"])
     return True

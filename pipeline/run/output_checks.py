@@ -97,10 +97,10 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         if has_config(folder) and maker != stage.section and not config.run.overwrite:
             yield (
                 f"{dashes}output_dir: {folder} holds a model of {maker}, this is {stage.section}; "
-                "name another folder, or give --overwrite to replace it"
+                "give another --output_dir, or --overwrite to replace it"
             )
         elif has_config(folder) and not started and not config.run.overwrite:
             yield (
                 f"{dashes}output_dir: {folder} holds the model of another run than that of {run_dir}; "
-                "name another folder, or give --overwrite to replace it"
+                "give another --output_dir, or --overwrite to replace it"
             )

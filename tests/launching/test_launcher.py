@@ -115,7 +115,7 @@ def test_a_finished_step_of_other_settings_or_data_is_refused_before_any_step_st
     assert done.returncode == 2 and len(started(finished)) == 1
     assert lines[0].startswith("error: --sft.learning_rate: found 0.5, the finished run has ")
     assert lines[1].startswith("error: --sft.data_path: the content of output/demo/data is not what the finished run")
-    assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; --overwrite starts over")
+    assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; another --output_dir")
     assert train(finished, *TINY, "--step", "1", "--dry-run").returncode == 2, "the dry run finds the same"
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -288,8 +289,9 @@ def test_commands_act_on_the_conversation(speaking, capsys):
     assert talk.turns[0].content == "/etc is a folder"
     shell.take("/system Be kind.")
     shell.take("/help")
-    with pytest.raises(EOFError):
-        shell.take("/exit")
+    for word in ("/exit", "exit", "quit "):
+        with pytest.raises(EOFError):
+            shell.take(word)
     shown = capsys.readouterr()
     assert shown.out == f"{SHOWN}\n{SHOWN}\n"
     assert "/retry" in shown.err and "temperature 0.5" in shown.err
@@ -322,6 +324,23 @@ def test_a_mistyped_folder_gets_the_nearest_model(speaking, tmp_path, capsys):
     assert f"did you mean {tmp_path / 'actor'}?" in capsys.readouterr().err
     assert chat.main(["--path", str(tmp_path)]) == 2
     assert f"holds no model (no config.json); did you mean {tmp_path / 'actor'}?" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_run_names_its_model(speaking, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("actor", "critic", "sft"):
+        shutil.copytree(speaking, Path("output") / name)
+        stage = "ppo" if name != "sft" else "sft"
+        (Path("output") / name / "training_config.json").write_text(json.dumps({"stage": stage, "data": {}}))
+    for run, model in {"ppo": "actor", "sft": "sft", "other": ""}.items():
+        folder = Path("output/runs") / run
+        folder.mkdir(parents=True)
+        for name in ("run.lock", "config.json"):  # the settings of a run, not of a model
+            (folder / name).write_text("{}")
+        assert chat.main([str(folder)]) == 2
+        wrote = f"; it wrote output/{model}" if model else ""
+        line = f"error: --model: {folder} is the folder of a run, wanted a model's{wrote}\n"
+        assert capsys.readouterr().err == line
 
 
 def test_a_folder_of_another_name_is_no_guess(tmp_path, capsys):

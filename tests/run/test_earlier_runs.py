@@ -117,7 +117,7 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
     filled = {flag: str(value).format(tmp_path) for flag, value in changes.items()}
     found, hint = differences(run, sft(tmp_path, **filled))
     assert found.startswith(line.format(tmp_path))
-    assert "--overwrite starts over" in hint and "an --output_dir in another folder" in hint
+    assert "another run is finished here; another --output_dir keeps it, --overwrite starts over" in hint
     assert ("--max_steps above 5" in hint) == (name in ("epochs", "fewer steps")), "more steps do not mend a setting"
 
 

@@ -110,7 +110,9 @@ def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
     folder = model(tmp_path / "sft")
     words = f"--output_dir {folder} --run_dir {tmp_path / 'other'}"
     (line,) = problems({"sft": words})
-    assert line.startswith(f"--output_dir: {folder} holds the model of another run") and "--overwrite" in line
+    assert line.startswith(f"--output_dir: {folder} holds the model of another run") and line.endswith(
+        "; give another --output_dir, or --overwrite to replace it"
+    )
     assert problems({"sft": f"{words} --overwrite"}) == []
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
@@ -127,7 +129,9 @@ def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name, "versions": {}}))
     (line,) = problems({now: words})
-    assert line.startswith(f"--output_dir: {folder} holds a model of {made}, this is {now}") and "--overwrite" in line
+    assert line.startswith(f"--output_dir: {folder} holds a model of {made}, this is {now}") and line.endswith(
+        "; give another --output_dir, or --overwrite to replace it"
+    )
     assert problems({now: f"{words} --overwrite"}) == []
     (folder / OURS).write_text(json.dumps({"stage": now, "data": {}}))
     assert problems({now: words}) == []

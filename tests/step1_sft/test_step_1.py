@@ -86,6 +86,8 @@ def test_torchrun_starts_two_ranks(trained: Trained) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ends_well_with_all_files(trained: Trained, ranks: int) -> None:
     assert trained.ended[ranks].code == 0, trained.ended[ranks].stderr
+    where = f"  output    out{ranks}/sft; metrics, logs and checkpoints: out{ranks}/runs/sft\n"
+    assert where in trained.ended[ranks].stderr.partition("[sft] step 0")[0], "at its start"
     assert {path.name for path in trained.model(ranks).iterdir()} == MODEL_FILES
     assert {path.name for path in trained.run(ranks).iterdir()} >= RUN_FILES
     logs = {path.name for path in (trained.run(ranks) / "log").iterdir()}
