@@ -21,9 +21,13 @@ def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 def rare_but(slower: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """`cases` as parameters: those in `slower` marked slow, all others as ones that only `make test-faults` runs."""
-    return [slow(case) if case in slower else pytest.param(case, marks=pytest.mark.faults) for case in cases]
+    return [slow(case) if case in slower else marked(case, pytest.mark.faults) for case in cases]
 
 
 def slow(case: Any) -> Any:
     """A parameter, or a tuple of them, that only `make test-slow` runs."""
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+    return marked(case, pytest.mark.slow)
+
+
+def marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)

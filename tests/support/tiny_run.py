@@ -23,8 +23,13 @@ PLACES = "river bridge mill garden harbour forest orchard".split()
 KIND, UNKIND = "gentle brave honest warm calm".split(), "rude cruel lazy bitter nasty".split()
 
 
-def make_folder(folder: Path, *, num_train: int = 64, num_test: int = 8, num_documents: int = 64) -> Path:
-    """`train.jsonl` and `test.jsonl` (pairs), `text.jsonl`, and the model folders `base/` and `scorer/`."""
+def make_folder(
+    folder: Path, *, num_train: int = 64, num_test: int = 8, num_documents: int = 64, **config: Any
+) -> Path:
+    """`train.jsonl` and `test.jsonl` (pairs), `text.jsonl`, and the model folders `base/` and `scorer/`.
+
+    config: fields of the models' configurations.
+    """
     random = Random(7)
     pairs = [make_pair(prompt, random) for prompt in make_prompts(num_train + num_test, random)]
     write_lines(folder / "train.jsonl", pairs[:num_train])
@@ -32,8 +37,8 @@ def make_folder(folder: Path, *, num_train: int = 64, num_test: int = 8, num_doc
     documents = [" ".join(make_pair(prompt, random)["chosen"] for prompt in ANIMALS[:4]) for _ in range(num_documents)]
     write_lines(folder / "text.jsonl", [{"text": text} for text in documents])
     tokenizer = make_tokenizer([*documents, *(f"\n\nHuman: {row['prompt']}\n\nAssistant: " for row in pairs)])
-    save_base(folder / "base", tokenizer)
-    save_scorer(folder / "scorer", tokenizer)
+    save_base(folder / "base", tokenizer, **config)
+    save_scorer(folder / "scorer", tokenizer, **config)
     return folder
 
 
@@ -86,20 +91,20 @@ def opt_config(vocab_size: int, **changes: Any) -> OPTConfig:
     return OPTConfig(**(settings | changes))
 
 
-def save_base(folder: Path, tokenizer: Any, *, seed: int = 15) -> None:
+def save_base(folder: Path, tokenizer: Any, *, seed: int = 15, **config: Any) -> None:
     """A causal language model whose EOS comes early for some prompts and late for others."""
     torch.manual_seed(seed)
-    model = OPTForCausalLM(opt_config(len(tokenizer)))
+    model = OPTForCausalLM(opt_config(len(tokenizer), **config))
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 6
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def save_scorer(folder: Path, tokenizer: Any, *, seed: int = 2) -> None:
+def save_scorer(folder: Path, tokenizer: Any, *, seed: int = 2, **config: Any) -> None:
     """A reward model as step 2 leaves it: `score` head, statistics of its scores in the configuration."""
     torch.manual_seed(seed)
-    model = OPTForSequenceClassification(opt_config(len(tokenizer), num_labels=1))
+    model = OPTForSequenceClassification(opt_config(len(tokenizer), num_labels=1, **config))
     with torch.no_grad():
         model.score.weight.normal_(std=0.3)
     model.config.score_mean, model.config.score_std = SCORE_MEAN, SCORE_STD
