@@ -151,6 +151,18 @@ def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cac
     assert buffers.can_serve(buffers.room) == (not left), "the next call begins with all slots"
 
 
+def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monkeypatch, short_cache, caplog):
+    """Three of five begin, and two at a time can end: the third is the shortest, and starts again beside the fourth."""
+    monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 20)
+    gen, ended = generator_of(fused(opt()), ()), list[int]()
+    request: dict[str, Any] = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(3), "key": RandomKey(3, "r")}
+    with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
+        prompts = random_prompts((3, 5, 1, 2, 2))
+        generate(gen, prompts, **request, ended=lambda response: ended.append(response.ticket.number))
+    assert "memory for 2 slots, not 3, as responses grew; 1 responses start again" in caplog.text
+    assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
+
+
 def test_caches_whose_length_changes_results_do_not_grow(short_cache):
     """Masked attention over all positions, and splits of fewer keys than those of long caches."""
     model = llama()
