@@ -27,7 +27,7 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import cache_folder
+from pipeline.files import cache_folder, flush
 from pipeline.heartbeat import INTERVAL_S, beat_again
 from pipeline.marks import CACHE_TAG
 
@@ -185,6 +185,8 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
         (partial / "counts.json").write_text(json.dumps(counts.to_json(), indent=1), encoding="utf-8")
         for shards in partial.glob(f"*{SHARDS}"):
             shutil.rmtree(shards)
+        for file in partial.iterdir():
+            flush(file)
         partial.rename(folder)
     except OSError as error:
         raise EnvironmentFault(f"{partial}: cannot be written ({error.strerror or error})") from error

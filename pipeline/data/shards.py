@@ -30,7 +30,7 @@ from pipeline.data.row_kinds import DOCUMENTS, RowKind, TokenizationOptions, col
 from pipeline.data.selection import DataOptions
 from pipeline.data.spool import Spool, records_at
 from pipeline.errors import EnvironmentFault, RunError
-from pipeline.files import GIB
+from pipeline.files import GIB, flush
 from pipeline.heartbeat import INTERVAL_S, RowProgress, beat_again
 from pipeline.processes import end_with_parent
 
@@ -228,9 +228,7 @@ def write_shard(shard: Shard, tokenizer: "PreTrainedTokenizerBase", options: Tok
     writing = shard.file.with_suffix(".writing")
     with writing.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
-        writer.close()
-        file.flush()
-        os.fsync(file.fileno())
+    flush(writing)
     writing.rename(shard.file)
 
 

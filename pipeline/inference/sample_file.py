@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.configuration.redact import masked
 from pipeline.errors import InputError
-from pipeline.files import read_object, refused_by_disk, write_json
+from pipeline.files import flush, read_object, refused_by_disk, write_json
 from pipeline.run.lock import lock_held
 from pipeline.run.output_checks import clashes
 
@@ -114,6 +114,7 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
     """
     parts, whole = [part_of(file, one, size) for one in range(size)], {**settings, IS_WHOLE: True}
     with refused_by_disk(file), ExitStack() as stack:
+        flush(parts[rank])
         write_json(settings_of(parts[rank]), whole)
         # A rank that ends at the same time may have looked before this part was whole: so this one looks after it.
         stack.enter_context(output_held(file, wait_s=JOINING_S))
@@ -126,6 +127,7 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
         with joined.open("wb") as stream:
             for line in heapq.merge(*lines, key=number_of):
                 count += stream.write(line) > 0
+        flush(joined)  # before the parts are deleted
         write_json(settings_of(file), whole)
         joined.replace(file)
         for part in parts:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.files import tolerated, write_text
+from pipeline.files import flush, tolerated, write_text
 from pipeline.run.evaluations import row_values_line
 from pipeline.run.layout import row_values_file
 from pipeline.training.sinks import SINKS, Sink
@@ -184,6 +184,8 @@ class MetricsWriter:
             os.fsync(self._jsonl.fileno())
             for sink in self._sinks.values():
                 sink.sync()
+            for file in filter(Path.is_file, (self._samples, row_values_file(self.path.parent))):
+                flush(file)
 
     def close(self, exit_code: int) -> None:
         """End the sinks; `exit_code` says how the run ended."""

@@ -50,7 +50,7 @@ def key(facts: Mapping[str, Any]) -> str:
     for name, values in facts["rows"].items():
         Dataset.from_dict({"x": values}).save_to_disk(facts["folder"] / f"{name}-{values}")
         data[name] = Dataset.load_from_disk(facts["folder"] / f"{name}-{values}")
-    return key_of(run, resolved.config, data, **facts["more"])  # type: ignore[arg-type]
+    return key_of(run, resolved.config, data, **facts["more"])
 
 
 def with_other_end(model: Path) -> None:
