@@ -45,6 +45,56 @@ def test_weights_are_of_the_policy_before_the_updates_and_rows_count_over_the_wh
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_kl_entropy_and_right_responses_in_the_loss_are_means_over_rows_as_it_is(aggregation, estimator):
+    """Off-policy weights are the clipped loss's alone; values and gradients by a slow loop over tokens."""
+    generator, lengths = torch.Generator().manual_seed(5), [3, 1, 2]
+    new, old, reference, advantages = torch.randn(4, 3, 3, generator=generator).unbind(0)
+    entropy, right = torch.rand(3, 3, generator=generator), torch.tensor([False, True, True]).unsqueeze(1)
+    responses = replace(rows_of(lengths, [True] * 3), sampler_log_probs=old - 0.3)
+    mask = responses.response_mask
+    known = Experience(mask, old, reference, advantages, None, mask & right)
+    new.requires_grad_(True)
+    entropy.requires_grad_(True)
+
+    def engine(*_, **settings):
+        return SimpleNamespace(log_probs=new, entropy=entropy)
+
+    objective = PolicyObjective(
+        engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        ppo=PPOCoefficients(
+            kl_in_loss=True, kl_estimator=estimator, entropy_coef=0.2, positive_nll_coef=0.4,
+            loss_aggregation=aggregation, off_policy_weights="token_truncate",
+        ),
+        size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7, num_positive=5, num_positive_rows=2),
+    )  # fmt: skip
+    sums = Sums()
+    loss = objective.loss(MicroBatch((0, 1, 2), 4, 3, 6), responses, known, sums)
+    kl = bonus = nll = 0.0
+    of_new, of_entropy = torch.zeros(3, 3), torch.zeros(3, 3)
+    for n, length in enumerate(lengths):
+        factor = {"token_mean": 1.0, "sequence_mean": 30 / (7 * length), "constant": 30 / (7 * 8)}[aggregation]
+        own = {"token_mean": 30 / 5, "sequence_mean": 30 / (2 * length), "constant": 30 / (2 * 8)}[aggregation]
+        for t in range(length):
+            d = new[n, t].item() - reference[n, t].item()
+            kl += 0.7 * factor * (0.5 * d * d if estimator == "k2" else math.exp(-d) - 1 + d)
+            bonus += 0.2 * factor * entropy[n, t].item()
+            nll -= 0.4 * own * new[n, t].item() * right[n].item()
+            of_new[n, t] = 0.7 * factor * d - 0.4 * own * right[n].item()
+            of_entropy[n, t] = -0.2 * factor
+    found = {name: sums.sums[name].item() for name in ("kl", "entropy_bonus", "positive_nll")}
+    assert found == pytest.approx({"kl": kl, "entropy_bonus": bonus, "positive_nll": nll}, rel=1e-5)
+    assert loss.item() - sums.sums["policy"].item() == pytest.approx(kl - bonus + nll, rel=1e-4)
+    alone = PPOCoefficients(loss_aggregation=aggregation, off_policy_weights="token_truncate")
+    of_policy, known = replace(objective, ppo=alone), replace(known, positive_mask=None)
+    plain = of_policy.loss(MicroBatch((0, 1, 2), 4, 3, 6), responses, known, Sums())
+    (gradient,) = torch.autograd.grad(plain, new)
+    loss.backward()
+    torch.testing.assert_close(new.grad - gradient, of_new, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy.grad, of_entropy)
+
+
 def test_a_cut_response_of_one_token_is_no_empty_one():
     scores = scores_by_hand([[-1.0, 0]] * 3, [[-1.0, 0]] * 3, [[0.0, 0]] * 3, [1.0, 2.0, 3.0])
     responses = rows_of([1, 1, 2], [True, False, True])
