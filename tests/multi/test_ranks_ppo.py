@@ -239,8 +239,12 @@ def test_evaluation_counts_each_prompt_once(found: Found, stage: int) -> None:
 
 
 def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
-    assert [found[size][0]["some held out"]["rows"] for size in (1, 2)] == [[3, 8], [6, 8]]
-    assert all(rank["some held out"] == found[2][0]["some held out"] for rank in found[2])
+    """The means of two ranks' one batch are those of one rank's two, of the same six prompts."""
+    one, two = (found[size][0]["some held out"] for size in (1, 2))
+    assert [values["eval_rows"] for values in (*one.values(), *two.values())] == [3, 6, 8, 6, 8, 8]
+    assert all(rank["some held out"] == two for rank in found[2])
+    assert two["1"] == pytest.approx(one["2"], rel=1e-4, abs=1e-5)
+    assert two["1"]["eval_objective/scores"] != pytest.approx(one["1"]["eval_objective/scores"], rel=1e-2)
 
 
 def test_ranks_agree_bit_for_bit(found: Found) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
 from pipeline.run.run import Run
+from pipeline.training.course import Course
 from pipeline.training.halving import Halving
 from pipeline.training.metrics import metric_of
 from pipeline.training.steps import Stopping
@@ -27,23 +28,17 @@ from step3_ppo.rollout import make_schedule
 from step3_ppo.state import PPO, State
 
 
-class KeptMetrics:
-    """Stands for a run's Course and its Recorder: keeps what they would write."""
+class KeptMetrics(Course):
+    """A run's Course that is its own Recorder: keeps what that would write. What is due it says itself."""
 
     def __init__(self, stopping: Stopping, run: Run) -> None:
-        self.stopping, self.run = stopping, run
+        self.stopping, self._run, self._config = stopping, run, run.resolved.config.run
         self.halving = Halving(run, [])
         self.recorder = self
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.evaluations: list[dict[str, float]] = []
         self.row_values: list[dict[str, Sequence[float]]] = []
         self.rates: list[dict[str, float]] = []
-
-    def rows_of_evaluation(self, num_rows: int) -> int:
-        """Those of the run's --eval_iters, by hand."""
-        config, size = self.run.resolved.config, self.run.world.size
-        limit = config.run.eval_iters * config.optimizer.per_device_eval_batch_size * size
-        return min(num_rows, limit or num_rows)
 
     def begin(self, phase: str) -> None:
         """Phases are not timed."""
