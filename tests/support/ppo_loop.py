@@ -122,18 +122,26 @@ def make_loop(run: Run, config: PPOConfig) -> PPOLoop:
 def loop_on_random_prompts(
     world, folder, config: PPOConfig, *, num_prompts: int = 4, num_eval: int = 3, text: Any = None
 ) -> PPOLoop:
-    """The loop on prompts of random tokens, at a constant rate; `text`: a loader of the ptx text."""
+    """The loop on prompts of random tokens, at a constant rate; `text`: a loader of the ptx text.
+
+    Functions get the column `number`: 0 for the first prompt to train on, or held out, and so on.
+    """
 
     def rows(seed: int, count: int) -> Dataset:
         ids = [row.tolist() for row in random_rows(seed, (5, 2, 8, 1, 3, 4, 6, 7)[:count])]
         turns = json.dumps([{"role": "user", "content": "tea"}])
-        return Dataset.from_list([{"prompt_ids": row, "prompt_id": n, "messages": turns} for n, row in enumerate(ids)])
+        return Dataset.from_list(
+            [
+                {"prompt_ids": row, "prompt_id": n, "messages": turns, "extra": json.dumps({"number": n})}
+                for n, row in enumerate(ids)
+            ]
+        )
 
     run = make_run(world, folder, config)
     schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
     ppo = assemble(
         run, config, make_models(run, config, make_sources(run, config)),
-        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts()), text=text, schedule=schedule,
+        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts(passed={"random": {"number"}})), text=text, schedule=schedule,
         fingerprint=None,
     )  # fmt: skip
     ppo = replace(ppo, rate=lambda step: 1.0)
