@@ -31,6 +31,22 @@ SLOW_VARIANTS = [*(name for name in BOTH_STAGES if name.startswith("z3")), "z1 p
 BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
 SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 unpartitioned saved"]
 
+# What it does besides, and for which prompts, is in a file.
+FUNCTION = """
+import json
+import os
+def some(prompts, completions, completion_ids):
+    with open(os.path.dirname(__file__) + "/does.json") as file:
+        does, chosen = json.load(file)
+    if prompts[0] not in chosen:
+        return [float(len(text)) for text in completions]
+    if does == "raise":
+        raise RuntimeError("no luck with " + prompts[0])
+    if does == "nonsense":
+        return ["of " + prompts[0]] * len(completions)
+    return [[0.1 * n for n in range(len(ids))] for ids in completion_ids]
+"""
+
 Found = dict[int, list[Rank]]
 
 
@@ -42,6 +58,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
     rows = map(json.loads, (folder / "few.jsonl").read_text().splitlines())
     write_lines(folder / "guesses.jsonl", [{**row, "guess": 0.5 + n / 8} for n, row in enumerate(rows)])
+    take_lines(folder / "test.jsonl", folder / "seven.jsonl", 7)
+    (folder / "rewards.py").write_text(FUNCTION)
     held_out = map(json.loads, (folder / "test.jsonl").read_text().splitlines())
     write_lines(folder / "test.jsonl", [{**row, "guess": 1.0} for row in list(held_out)])
     with running("worker_ppo", (1, 2), folder, folder) as groups:
@@ -245,6 +263,34 @@ def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
     assert all(rank["some held out"] == two for rank in found[2])
     assert two["1"] == pytest.approx(one["2"], rel=1e-4, abs=1e-5)
     assert two["1"]["eval_objective/scores"] != pytest.approx(one["1"]["eval_objective/scores"], rel=1e-2)
+
+
+def test_functions_of_two_ranks_end_a_run_as_those_of_one_do(found: Found) -> None:
+    """The first failed or wrong response is named, whichever rank scored it, also where one rank alone has any."""
+    for mine in every_rank(found, "functions"):
+        for which, first in (("last", -3), ("all", 0)):
+            assert f"no luck with {mine['texts'][first]}" in mine[f"raise {which}"]
+            assert f"prompt {mine['order'][first] + 1} of those of the run" in mine[f"nonsense {which}"]
+
+
+def test_values_of_tokens_that_the_last_rank_alone_has_count_on_all(found: Found) -> None:
+    reference = found[1][0]["functions"]
+    for mine in every_rank(found, "functions"):
+        for case in ("tokens last", "tokens all"):
+            assert apart(mine[case], reference[case]) < TOLERANCE
+    assert apart(reference["tokens last"], reference["tokens all"]) > 0.1
+
+
+def test_an_evaluation_that_does_not_divide_among_ranks_counts_no_padding(found: Found) -> None:
+    """Seven prompts, of which the last three fail."""
+    reference = found[1][0]["functions"]
+    for mine in every_rank(found, "functions"):
+        values = mine["eval"]
+        assert values["eval_reward_failures/some"] == pytest.approx(3 / 7)
+        assert (values["eval_rows"], values["eval_rows_masked"], len(mine["samples"])) == (7, 3, 7)
+        assert values == pytest.approx(reference["eval"], rel=1e-4, abs=1e-5)
+        assert mine["rows"]["weight"] == [1.0] * 4 + [0.0] * 3
+        assert mine["rows"]["eval_objective/scores"][:4] == reference["rows"]["eval_objective/scores"][:4]
 
 
 def test_ranks_agree_bit_for_bit(found: Found) -> None:

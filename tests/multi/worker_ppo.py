@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
+from pipeline.errors import Interrupted
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.rows import ScoredRows, WeightedReward
@@ -284,6 +285,34 @@ def some_held_out(inputs: Path) -> dict[str, Any]:
     return found
 
 
+def with_functions(inputs: Path) -> dict[str, Any]:
+    """Rollouts whose function fails, returns nonsense or values of tokens for some prompts; an evaluation of seven.
+
+    The prompts that it does so for: none, the last three of the rollout's eight, which are the last rank's, or all.
+    """
+    words: Words = ("--reward_function", f"{inputs}/rewards.py:some", "--eval_data_path", inputs / "seven.jsonl")
+    words += ("--max_reward_failures", 0, "--num_samples_per_prompt", 7, "--max_answer_seq_len", 4)
+    loop = setup(inputs, 2 // dist.world_size(), words)
+    rows, seed = loop.ppo.prompts.train, loop.ppo.config.run.seed
+    _, order = loop.ppo.schedule.prompts(0, PROMPTS_PER_ROLLOUT, seed=seed, num_prompts=len(rows))
+    texts = [json.loads(rows[n]["messages"])[0]["content"] for n in order if n is not None]
+    held_out = [json.loads(row["messages"])[0]["content"] for row in loop.ppo.prompts.eval]
+    found: dict[str, Any] = {"texts": texts, "order": order}
+    with loop.ppo.functions:
+        for does in ("raise", "nonsense", "tokens"):
+            for which, prompts in (("last", texts[-3:]), ("all", texts)):
+                dist.on_main(partial((inputs / "does.json").write_text, json.dumps([does, prompts])))
+                try:
+                    found[f"{does} {which}"] = loop.collect().experience.tensors("")
+                except Interrupted as stop:
+                    found[f"{does} {which}"] = str(stop.error)
+        dist.on_main(partial((inputs / "does.json").write_text, json.dumps(["raise", held_out[-3:]])))
+        loop.evaluate()
+    dist.meet()
+    samples = (loop.ppo.run.folder / "samples.jsonl").read_text().splitlines()
+    return found | {"eval": loop.course.evaluations[0], "rows": loop.course.row_values[0], "samples": samples}
+
+
 def shape_cases(size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in range(4):
@@ -299,7 +328,12 @@ def shape_cases(size: int) -> dict[str, Any]:
 
 def cases() -> dict[str, Any]:
     size = num_ranks()
-    found: dict[str, Any] = {"plain": plain_scores, "some held out": some_held_out, **shape_cases(size)}
+    found: dict[str, Any] = {
+        "plain": plain_scores,
+        "some held out": some_held_out,
+        "functions": with_functions,
+        **shape_cases(size),
+    }
     micro = 2 // size
     lora = ("--actor_lora_dim", 4, "--critic_lora_dim", 4)
     recompute = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing")

@@ -138,11 +138,11 @@ def loop_on_random_prompts(
         )
 
     run = make_run(world, folder, config)
+    prompts = StageData(rows(1, num_prompts), rows(2, num_eval), Counts(passed={"random": {"number"}}))
     schedule = replace(make_schedule(config, num_prompts=num_prompts, world_size=1), total_steps=100)
     ppo = assemble(
         run, config, make_models(run, config, make_sources(run, config)),
-        prompts=StageData(rows(1, num_prompts), rows(2, num_eval), Counts(passed={"random": {"number"}})), text=text, schedule=schedule,
-        fingerprint=None,
+        prompts=prompts, text=text, schedule=schedule, fingerprint=None,
     )  # fmt: skip
     ppo = replace(ppo, rate=lambda step: 1.0)
     return PPOLoop(ppo, State(kl_coef=config.ppo.kl_coef), KeptMetrics(never_stopping(world), run))
