@@ -262,3 +262,20 @@ def test_a_recorder_says_it_with_the_flags_of_the_stage_and_goes_on_from_what_is
     caplog.clear()
     record(range(3, 5), 2, 0.09)
     assert caplog.text.count("by 0.020 in the first rollout") == 1
+
+
+@pytest.mark.parametrize("is_first_there", [True, False])
+def test_a_recorder_that_goes_on_compares_with_the_very_first_evaluation(tmp_path, caplog, is_first_there):
+    """Answers were short at the start and long when the run was stopped: a gain that is length alone is found."""
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE, resolved=Resolved(PPOConfig(), {}))
+    long = {"tokens": 40, "score": 2.0, "slope": 0.1}
+    without_score = {"step": 0, "tokens": 500, "score": None}
+    first = [without_score, *answers(0, tokens=20, score=0.0, slope=0.1)] if is_first_there else []
+    lines = [json.dumps(row) + "\n" for row in (*first, *answers(6, **long))]
+    (tmp_path / "samples.jsonl").write_text("".join(lines))
+    recorder = Recorder(run, RunConfig(monitors=[]), start_step=6, total_steps=99, metrics=METRICS, shown=SHOWN)
+    recorder.show_samples(9, [row | {"prompt": "p", "response": "r", "finished": True} for row in answers(9, **long)])
+    recorder.end()
+    assert caplog.text.count("answers grow from 20 to 40 tokens") == is_first_there
+    assert caplog.text.count("the reward pays for length") == is_first_there
