@@ -35,6 +35,19 @@ def forget_constants(reward: Path) -> None:
     (reward / "config.json").write_text(json.dumps(kept))
 
 
+def test_padding_of_the_first_rollout_is_not_in_the_constants(world, trained_folders, tmp_path):
+    """Its rows have scores too: those of the first prompt's responses, sampled once more."""
+    config = ppo_config(without_constants(trained_folders, tmp_path))
+    loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
+    rollout = loop.collect()
+    scores = loop.judged[:3, 0].double().numpy()
+    assert rollout.responses.valid.tolist() == [True] * 3 + [False] and loop.judged[3, 0] != 0
+    assert loop.state.score_constants == pytest.approx([scores.mean(), scores.std()], rel=1e-6)
+    cut = 1.0 - rollout.responses.finished[:3].double().numpy()
+    shaped = ((scores - scores.mean()) / scores.std()).clip(-5, 5) - cut
+    assert rollout.metrics["objective/rlhf_reward"] == pytest.approx(shaped.mean(), abs=2e-3)
+
+
 def test_a_reward_model_without_constants_gets_those_of_the_first_rollout(world, trained_folders, tmp_path, caplog):
     """Then the run is that of a model whose config.json says them: the first values and rewards too."""
     folders = without_constants(trained_folders, tmp_path)
