@@ -9,7 +9,7 @@ from support.ppo_settings import ppo_config
 
 FUNCTIONS = """
 def fails_for_one(completions, number):
-    if number[0] == 1:
+    if number[0] == 11:
         raise RuntimeError("no luck")
     return [float(number[0] + len(text)) for text in completions]
 
@@ -44,8 +44,8 @@ def test_padding_is_in_no_number_of_a_rollout(world, trained_folders, tmp_path):
     responses, found = rollout.responses, rollout.metrics
     assert responses.valid.tolist() == [True] * 6 + [False] * 2
     rows = range(6)
-    number, length = responses.row_index.tolist(), responses.response_lengths.tolist()
-    scored = [n for n in rows if number[n] != 1]
+    number, length = (10 + responses.row_index).tolist(), responses.response_lengths.tolist()
+    scored = [n for n in rows if number[n] != 11]
     model, (name, *functions) = loop.judged[:, 0].tolist(), loop.ppo.reward_names
     assert len(scored) == 4 and functions == ["fails_for_one", "always"] and model[6:] != [0.0, 0.0]
     assert found["reward_failures/fails_for_one"] == pytest.approx(2 / 6) and found["reward_failures/always"] == 0

@@ -17,6 +17,7 @@ from support.tiny_run import make_folder
 
 from pipeline.checkpoints import checkpoint
 from rlhf.models import export
+from step3_ppo import training
 from step3_ppo.build import resume
 from step3_ppo.main import main
 from step3_ppo.state import State
@@ -39,8 +40,12 @@ def test_padding_of_the_first_rollout_is_not_in_the_constants(world, trained_fol
     """Its rows have scores too: those of the first prompt's responses, sampled once more."""
     config = ppo_config(without_constants(trained_folders, tmp_path))
     loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
+    responses = training.sample(loop.ppo, loop.state, loop.course)
+    judged = training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    (fitted,) = loop.ppo.terms(responses, judged, loop.state, group_size=1).models
     rollout = loop.collect()
     scores = loop.judged[:3, 0].double().numpy()
+    assert [fitted.mean, fitted.std] == pytest.approx([scores.mean(), scores.std()], rel=1e-6)
     assert rollout.responses.valid.tolist() == [True] * 3 + [False] and loop.judged[3, 0] != 0
     assert loop.state.score_constants == pytest.approx([scores.mean(), scores.std()], rel=1e-6)
     cut = 1.0 - rollout.responses.finished[:3].double().numpy()

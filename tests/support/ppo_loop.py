@@ -124,7 +124,7 @@ def loop_on_random_prompts(
 ) -> PPOLoop:
     """The loop on prompts of random tokens, at a constant rate; `text`: a loader of the ptx text.
 
-    Functions get the column `number`: 0 for the first prompt to train on, or held out, and so on.
+    Rewards read the column `number`: 10, 11, ... of the prompts to train on, 20, 21, ... of those held out.
     """
 
     def rows(seed: int, count: int) -> Dataset:
@@ -132,7 +132,7 @@ def loop_on_random_prompts(
         turns = json.dumps([{"role": "user", "content": "tea"}])
         return Dataset.from_list(
             [
-                {"prompt_ids": row, "prompt_id": n, "messages": turns, "extra": json.dumps({"number": n})}
+                {"prompt_ids": row, "prompt_id": n, "messages": turns, "extra": json.dumps({"number": 10 * seed + n})}
                 for n, row in enumerate(ids)
             ]
         )
