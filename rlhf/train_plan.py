@@ -15,7 +15,7 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
-from pipeline.run.earlier_runs import automatic_words
+from pipeline.run.earlier_runs import automatic_words, preset_of_run
 from pipeline.run.settled import leaves_share, resolve_splits
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
@@ -239,11 +239,21 @@ def plan_stage(
     for name, value in (replaceable | inherited_flags(starts, named)).items():
         argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
 
-    preset = launch_file(f"presets/{known.preset}.{stage.section}.yaml") if known and known.preset else None
-    words = ["--preset", path_from_here(preset)] if preset and preset.is_file() else []
-    words = overridden(stage, [*words, *argv], flags)
-    resolved = parse(stage.config, words, section=stage.section, sections=SECTIONS)
+    def with_preset(name: str) -> tuple[list[str], Resolved]:
+        preset = launch_file(f"presets/{name}.{stage.section}.yaml")
+        words = ["--preset", path_from_here(preset)] if name and preset.is_file() else []
+        words = overridden(stage, [*words, *argv], flags)
+        return words, parse(stage.config, words, section=stage.section, sections=SECTIONS)
+
+    preset = known.preset if known else ""
+    words, resolved = with_preset(preset)
     run_dir = stage.run_folder(resolved.config.run)
+    # A run that began before a model's preset was found by its folder or by this flag has the one that it began with.
+    is_found = Path(model).is_dir() or model == given.get(flag)
+    if is_found and (began := preset_of_run(stage, resolved, preset)) != preset:
+        for name in known.flags if known else ():
+            argv = without_flag(argv, name)
+        words, resolved = with_preset(began)
     chosen = automatic_words(resolved, run_dir) or []
     for number, share in stage.gives_up.items():
         other = before[number].run_dir if number in before else None

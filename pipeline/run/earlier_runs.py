@@ -6,6 +6,7 @@ Checkpoints are compared in `pipeline/configuration/resume_rules.py`.
 
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +78,16 @@ def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
     records = [read_object(done_file(run_folder))] if resume == "auto" else []
     records.append(checkpoint_state(run_folder, resume)[1])
     return next((record["settings"] for record in records if isinstance(record.get("settings"), dict)), {})
+
+
+def preset_of_run(stage: Stage, resolved: Resolved, default: str) -> str:
+    """Return the preset that the finished run, or the one to resume from, began with ("" for none); else `default`."""
+    run: RunConfig = resolved.config.run
+    folder = stage.run_folder(run) if run.resumes_from == "auto" else Path(run.resumes_from).resolve().parents[1]
+    entries = read_object(folder / "config.json") if earlier_settings(folder, run.resumes_from) else {}
+    origins = " ".join(str(entry.get("from")) for entry in entries.values() if isinstance(entry, dict))
+    match = re.search(rf"presets/([\w.-]+)\.{stage.section}\.yaml", origins)
+    return match[1] if match else "" if origins.strip("None ") else default
 
 
 def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]]:

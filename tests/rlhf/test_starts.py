@@ -153,6 +153,19 @@ def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
         assert preset(planned("--step", "3", *words)) == "small.ppo.yaml"
 
 
+@pytest.mark.parametrize(("began", "expected"), [("launch/presets/1.3b.ppo.yaml", "1.3b.ppo.yaml"), ("default", "")])
+def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, expected):
+    """As runs of versions did that gave any folder OPT-1.3B's preset by this flag, and none by --actor-model."""
+    words = ("--step", "3", "--ppo.actor_model_name_or_path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
+    run = tmp_path / "output/runs/ppo"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
+    assert preset(planned(*words)) == "small.ppo.yaml", "nothing is there to go on from"
+    (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
+    assert preset(planned(*words)) == expected
+    assert preset(planned(*words, "--overwrite")) == "small.ppo.yaml"
+
+
 # --- warm-up --------------------------------------------------------------------------------------------------------
 
 
