@@ -20,7 +20,7 @@ from pipeline.data.loader import PrefetchedSteps, Step
 from pipeline.engine.build import language_model_engine
 from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
-from pipeline.preparation.begin import begin
+from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, step_together
@@ -80,7 +80,7 @@ def train(run: Run, config: SFTConfig) -> None:
 
 def build(run: Run, config: SFTConfig) -> SFT:
     """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
-    source, tokenizer, rows = begin(run, config)
+    source, tokenizer, rows = start_supervised(run, config)
     data, seq2seq = config.data, source.is_encoder_decoder
     if seq2seq:
         check_sources(rows)

@@ -15,7 +15,7 @@ from pipeline.data.batching import PairBatch
 from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, pair_lengths
 from pipeline.engine.build import value_model_engine
 from pipeline.models.reward_model import score_head_fields
-from pipeline.preparation.begin import begin
+from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, step_together
@@ -87,7 +87,7 @@ def train(run: Run, config: RewardConfig) -> None:
 
 def build(run: Run, config: RewardConfig) -> Reward:
     """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
-    source, tokenizer, pairs = begin(run, config)
+    source, tokenizer, pairs = start_supervised(run, config)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)

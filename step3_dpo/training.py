@@ -16,7 +16,7 @@ from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device
 from pipeline.engine.build import language_model_engine
-from pipeline.preparation.begin import begin
+from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, step_together
@@ -67,7 +67,7 @@ def train(run: Run, config: DPOConfig) -> None:
 
 def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
     """Make everything that the loop works on: tokenizer, rows with their reference, model under DeepSpeed."""
-    source, tokenizer, rows = begin(run, config)
+    source, tokenizer, rows = start_supervised(run, config)
     mismatches, facts = None, dict[str, int]()
     if config.method == "kto":
         num_epochs = len(rows_of_epochs(run, config, len(rows.train)))

@@ -12,7 +12,7 @@ from pipeline.checkpoints.offline import OfflineCheckpoint
 from pipeline.data.batching import SFTBatch, packed_sft_batch
 from pipeline.data.loader import PrefetchedSteps, Step, to_device
 from pipeline.engine.build import language_model_engine
-from pipeline.preparation.begin import begin
+from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
 from pipeline.training.metrics import SUPERVISED
 from pipeline.training.steps import Counters, step_together
@@ -44,7 +44,7 @@ def train(run: Run, config: LabelledConfig) -> None:
 
 def build(run: Run, config: LabelledConfig) -> Supervised[LabelledConfig, SFTBatch]:
     """Make tokenizer, rows and model."""
-    source, tokenizer, rows = begin(run, config)
+    source, tokenizer, rows = start_supervised(run, config)
 
     def collate(units: list[Any]) -> SFTBatch:
         labels = [0.0 if unit is None else 1.0 if unit[0]["label"] else -1.0 for unit in units]

@@ -12,7 +12,7 @@ from pipeline.run.run import Run
 from pipeline.training.inputs import prepare_stage
 
 
-def begin(run: Run, config: SupervisedConfig) -> tuple[ModelSource, PreTrainedTokenizerBase, StageData]:
+def start_supervised(run: Run, config: SupervisedConfig) -> tuple[ModelSource, PreTrainedTokenizerBase, StageData]:
     """Start DeepSpeed, check the start model, make room on disks; return that model, its tokenizer and the rows.
 
     A collective. Raises:
