@@ -265,6 +265,7 @@ def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
     assert two["1"]["eval_objective/scores"] != pytest.approx(one["1"]["eval_objective/scores"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_functions_of_two_ranks_end_a_run_as_those_of_one_do(found: Found) -> None:
     """The first failed or wrong response is named, whichever rank scored it, also where one rank alone has any."""
     for mine in every_rank(found, "functions"):
@@ -273,6 +274,7 @@ def test_functions_of_two_ranks_end_a_run_as_those_of_one_do(found: Found) -> No
             assert f"prompt {mine['order'][first] + 1} of those of the run" in mine[f"nonsense {which}"]
 
 
+@pytest.mark.slow
 def test_values_of_tokens_that_the_last_rank_alone_has_count_on_all(found: Found) -> None:
     reference = found[1][0]["functions"]
     for mine in every_rank(found, "functions"):
@@ -281,6 +283,7 @@ def test_values_of_tokens_that_the_last_rank_alone_has_count_on_all(found: Found
     assert apart(reference["tokens last"], reference["tokens all"]) > 0.1
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_does_not_divide_among_ranks_counts_no_padding(found: Found) -> None:
     """Seven prompts, of which the last three fail."""
     reference = found[1][0]["functions"]
