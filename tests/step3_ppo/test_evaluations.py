@@ -12,7 +12,6 @@ from support.ppo_settings import ppo_config
 
 from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.rewards.rows import ScoredRows, WeightedReward
 from step3_ppo.config import PPOConfig
 
 
@@ -92,28 +91,6 @@ def test_an_evaluation_leaves_the_state_of_training_as_it_was(world, opt, tmp_pa
     assert asdict(loops[0].state) == before | {"evaluated": 0}
     evaluated, plain = ([numbers for values in loop.iterate() if (numbers := untimed(values))] for loop in loops)
     assert evaluated == plain and len(plain) == 2
-
-
-class Number:
-    """A reward of plain Python: the column `number` of the prompt's row."""
-
-    reads_columns = True
-
-    def score(self, rows: ScoredRows) -> torch.Tensor:
-        return torch.tensor([float(row.extra["number"]) for row in rows])
-
-
-def test_an_evaluation_is_judged_by_the_columns_of_held_out_rows(world, trained_folders, tmp_path):
-    loop = loop_on_random_prompts(world, tmp_path, config_of(trained_folders, samples=2))
-    loop.ppo.models.rewards.append(WeightedReward("number", Number(), weight=1.0, mean=0.0, std=1.0))
-    rollout = loop.collect()
-    assert loop.judged[:, 1].tolist() == [10 + row for row in rollout.responses.row_index.tolist()]
-    loop.evaluate()
-    (values,), ((name, _), (rows,)) = loop.course.evaluations, (loop.ppo.reward_names, loop.course.row_values)
-    assert values["eval_reward/number"] == 21.0
-    assert rows["weight"] == [2.0] * 3
-    of_model = [score - 20 - n for n, score in enumerate(rows["eval_objective/scores"])]
-    assert values[f"eval_reward/{name}"] == pytest.approx(sum(of_model) / 3, rel=1e-4)
 
 
 def test_the_kl_penalty_of_rewards_has_the_coefficient_in_force(world, trained_folders, tmp_path):

@@ -39,8 +39,11 @@ def loop_of(world, folder, folders, guesses: list[float | None], **ppo) -> tuple
     """The loop on four prompts, of which those with a guess have it in a column; those held out guess 9, 10, 11."""
     loop = loop_on_random_prompts(world, folder, ppo_config(folders, **(COEFFICIENTS | ppo)))
     texts = [json.dumps({} if guess is None else {"guess": guess}) for guess in guesses]
-    train = loop.ppo.prompts.train.add_column("extra", texts)
-    held_out = loop.ppo.prompts.eval.add_column("extra", [json.dumps({"guess": 9.0 + n}) for n in range(3)])
+    rows = [json.dumps({"guess": 9.0 + n}) for n in range(3)]
+    train, held_out = (
+        data.remove_columns("extra").add_column("extra", column)
+        for data, column in ((loop.ppo.prompts.train, texts), (loop.ppo.prompts.eval, rows))
+    )
     loop.ppo = replace(loop.ppo, prompts=replace(loop.ppo.prompts, train=train, eval=held_out))
     second = TokensPerGuess()
     loop.ppo.models.rewards.append(WeightedReward("guess", second, weight=-0.5, mean=2.0, std=3.0))
