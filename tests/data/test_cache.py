@@ -199,6 +199,22 @@ def test_key_follows_content_options_and_tokenizer(options, bpe_tokenizer, tmp_p
     assert key() != first
 
 
+@pytest.mark.parametrize("flag", ["data_path", "eval_data_path", "sft_only_data_path"])
+def test_key_follows_each_file_of_each_source(flag, bpe_tokenizer, tmp_path):
+    """Of two sources of a flag, the second one a folder of two files."""
+    (tmp_path / "more").mkdir()
+    files = [tmp_path / name for name in ("a.jsonl", "more/b.jsonl", "more/c.jsonl")]
+    for number, file in enumerate(files):
+        write_rows(file, pairs(2, start=10 * number))
+    write_rows(tmp_path / "rows.jsonl", pairs(3, start=50))
+    given = {"data_path": (f"{tmp_path}/rows.jsonl",)} | {flag: (f"{tmp_path}/a.jsonl", f"{tmp_path}/more")}
+    keys = [cache_key(of_stage("sft", DataOptions(**given)), bpe_tokenizer)]
+    for number, file in enumerate(files):
+        write_rows(file, pairs(3, start=10 * number))
+        keys.append(cache_key(of_stage("sft", DataOptions(**given)), bpe_tokenizer))
+    assert len(set(keys)) == 4
+
+
 def test_default_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder(None) == tmp_path / "xdg" / "rlhf-pipeline"

@@ -37,7 +37,8 @@ def facts(tmp_path: Path) -> dict[str, Any]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(bytes(64))
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (model / name).write_bytes(bytes(64))
     rows = {"train": [1, 2], "eval": [3]}
     return {"model": model, "rows": rows, "words": (), "more": {"limit": 96}, "device": "cpu", "folder": tmp_path}
 
@@ -54,7 +55,11 @@ def key(facts: Mapping[str, Any]) -> str:
 
 
 def with_other_end(model: Path) -> None:
-    (model / "model.safetensors").write_bytes(bytes(63) + b"x")
+    (model / "model-2.safetensors").write_bytes(bytes(63) + b"x")
+
+
+def with_other_first_file(model: Path) -> None:
+    (model / "model-1.safetensors").write_bytes(b"x" + bytes(63))
 
 
 def with_adapter(model: Path) -> None:
@@ -76,8 +81,12 @@ def test_the_key_names_all_that_log_probabilities_depend_on(facts: dict[str, Any
     assert key(facts) == key(facts) != key(facts | CHANGES[name])
 
 
-@pytest.mark.parametrize("change", [with_other_end, with_adapter])
-def test_the_key_names_the_start_model(facts: dict[str, Any], change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("change", [with_other_first_file, with_other_end, with_adapter])
+def test_the_key_names_the_start_model(
+    facts: dict[str, Any], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its configuration, and head and tail of each file of weights."""
+    monkeypatch.setattr("pipeline.files.EDGE_BYTES", 8)
     before = key(facts)
     change(facts["model"])
     assert key(facts) != before
