@@ -181,11 +181,8 @@ def follows_from_another_rank(error: BaseException) -> bool:
 
 
 def finish() -> None:
-    """Leave the process group. Without the barrier, a rank that ends first aborts the others.
-
-    A rank that is alone keeps its group for the next run of this process, as DeepSpeed keeps it in any case.
-    """
-    if world_size() > 1:
+    """Leave the process group of several ranks. Without the barrier, a rank that ends first aborts the others."""
+    if world_size() > 1:  # DeepSpeed does not forget a group: that of one rank is used by this process's next run
         meet()
         dist.barrier()
         dist.destroy_process_group()

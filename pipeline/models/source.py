@@ -28,18 +28,13 @@ from pipeline.models.tokenizers import (
     template_values,
     usable_ids,
 )
-from pipeline.models.weight_files import (
-    HARMLESS_FIELDS,
-    UNREAD_FIELDS,
-    check_model_files,
-    check_sizes,
-    check_text_model,
-    warn_once,
-)
+from pipeline.models.weight_files import HARMLESS_FIELDS, check_model_files, check_sizes, check_text_model, warn_once
 
 log = logging.getLogger(__name__)
 
 MAX_LABELS = 10_000  # of a score head or a classifier; reading a configuration of 300,000 takes half a minute
+# Private fields that transformers has written and does not read: the name in a GGUF file, and one of versions 4.
+UNREAD_FIELDS = {"_model_name_or_path", "_attn_implementation_autoset"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,8 +52,6 @@ SIZE = re.compile(r"(^d_\w+|size|dim|inner|heads?|layers?|positions|embeddings|e
 MAX_LAYERS = 1000
 # Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
-# Those that transformers has written and does not read: of a GGUF file's name, and of its versions 4.
-UNREAD_FIELDS = {"_model_name_or_path", "_attn_implementation_autoset"}
 
 
 @functools.cache

@@ -51,9 +51,9 @@ def test_every_metric_of_a_stage_is_on_the_page_once() -> None:
 
 
 def unknown_flags(text: str) -> list[str]:
-    """Flags, with or without a stage's section, that no command has; `--help` and `--check` are everybody's."""
+    """Flags, with or without a section, that no command has; `--help`, `--help-all` and `--check` are everybody's."""
     tables = [flag_table(config) for config in CONFIGS]
-    known = {"help", "config", "preset"} | {
+    known = {"help", "help_all", "config", "preset"} | {
         name for table in tables for flag in table.values() for name in (flag.name, *flag.aliases)
     }
     named = re.findall(r"(?<![\w-])--(?:sft\.|reward\.|ppo\.)?([a-zA-Z][\w-]*)", text)
