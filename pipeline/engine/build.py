@@ -236,6 +236,6 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
         if not config.deepspeed.only_optimize_lora:
             unfreeze(module.model)
     elif model.lora_dim:
-        adapters = lora_settings(model) | {"only_lora": config.deepspeed.only_optimize_lora, "seed": config.run.seed}
-        task, base = TASKS[type(module)], model.model_name_or_path
-        module.model = add_lora(module.model, **adapters, task=task, base=base)
+        adapters, only_lora = lora_settings(dict(model)), config.deepspeed.only_optimize_lora
+        task, seed, base = TASKS[type(module)], config.run.seed, model.model_name_or_path
+        module.model = add_lora(module.model, **adapters, only_lora=only_lora, task=task, seed=seed, base=base)

@@ -4,7 +4,7 @@ Saving adapters is in `checkpoints/model_folder.py`.
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -20,7 +20,6 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeline import dist
-from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.hub import commits_read
 from pipeline.kernels.int8_linear import Int8Linear, dequantise_rows
@@ -66,10 +65,9 @@ def target_names(model: nn.Module, chosen: list[str]) -> list[str]:
     return sorted(last) if len(same) == len(chosen) else chosen
 
 
-def lora_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the adapters that a model's flags ask for, as keyword arguments of `add_lora`."""
-    names = {"dim": "lora_dim", "alpha": "lora_alpha", "dropout": "lora_dropout", "module_name": "lora_module_name"}
-    return {name: getattr(model, flag) for name, flag in names.items()}
+def lora_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the adapters that a model's flags, name -> value, ask for, as keyword arguments of `add_lora`."""
+    return {name: flags[f"lora_{name}"] for name in ("dim", "alpha", "dropout", "module_name")}
 
 
 def add_lora(

@@ -191,7 +191,7 @@ def build_shape(use: ModelUse, dtype: str) -> Any:
 def with_lora(model: PreTrainedModel, use: ModelUse) -> Any:
     """Wrap a model with the adapters that training gives it."""
     task = "SEQ_CLS" if use.has_values else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    adapters = lora_settings(use.settings) | {"dropout": 0.0}
+    adapters = lora_settings(dict(use.settings)) | {"dropout": 0.0}
     return add_lora(model, **adapters, only_lora=use.only_lora, task=task, seed=0)
 
 
