@@ -3,18 +3,22 @@
 import logging
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Thread
 
 import pytest
 from support.reward_functions import LIMIT_S, functions_in, nothing_left, scored, to
 
 from pipeline.errors import InputError
+from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.pool import Failure, RewardPool
 
 TEXTS = ("ab", "good")
 GOOD = [2.0, 4.0]
+PATIENT_S = 30.0
 
 HEAD = """
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
@@ -111,14 +115,29 @@ CODE = HEAD + "\n".join(
 )
 
 
-@pytest.fixture(scope="module")
-def all_functions(tmp_path_factory):
-    """A pool of one worker that knows all of them, by name; processes that outlive it are an error."""
-    file = tmp_path_factory.mktemp("wrong") / "wrong.py"
-    functions = functions_in(file, CODE, " ".join(["right", *BODIES]))
-    with nothing_left(), RewardPool(functions, num_workers=1, timeout_s=LIMIT_S) as pool:
+@contextmanager
+def pool_of_all(folder: Path, timeout_s: float) -> Iterator[tuple[RewardPool, dict[str, RewardFunction]]]:
+    """A pool of one worker that knows all functions, by name."""
+    functions = functions_in(folder / "wrong.py", CODE, " ".join(["right", *BODIES]))
+    with RewardPool(functions, num_workers=1, timeout_s=timeout_s) as pool:
         pool.check(())
         yield pool, {function.name: function for function in functions}
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory):
+    """A pool that waits as long as a busy machine may take, and one for functions that never answer.
+
+    Processes that outlive them are an error.
+    """
+    folder = tmp_path_factory.mktemp("wrong")
+    with nothing_left(), pool_of_all(folder, PATIENT_S) as patient, pool_of_all(folder, LIMIT_S) as impatient:
+        yield patient, impatient
+
+
+@pytest.fixture(scope="module")
+def all_functions(pools):
+    return pools[0]
 
 
 def choose(all_functions, *names: str) -> RewardPool:
@@ -143,10 +162,10 @@ def test_what_is_no_value_ends_the_run(all_functions, name):
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_failure_is_of_a_kind_and_costs_no_other_function_a_value(all_functions, name):
+def test_a_failure_is_of_a_kind_and_costs_no_other_function_a_value(pools, name):
     _, kind, message = FAILING[name]
     texts, lengths = (TEXTS[:1], GOOD[:1]) if kind == "timed out" else (TEXTS, GOOD)  # each waits for its limit
-    (values,) = scored(choose(all_functions, name, "right"), to(*texts))
+    (values,) = scored(choose(pools[kind == "timed out"], name, "right"), to(*texts))
     for failure in values[name]:
         assert isinstance(failure, Failure) and failure.kind == kind
         assert re.search(message, failure.message) and "\n" not in failure.message
