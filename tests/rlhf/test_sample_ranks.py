@@ -10,6 +10,8 @@ from support.in_process import undone_afterwards
 from support.scripted_model import save, tiny_config
 from transformers import LlamaForCausalLM
 
+from pipeline.errors import EnvironmentFault
+from pipeline.inference import sample_file
 from rlhf.rewards.sample import main
 
 FLAGS = ("--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32")
@@ -76,3 +78,17 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     assert "begun with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "begun with ranks 2, now 3" in of_rank(2, code=2)
+
+
+def test_parts_are_joined_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """While another one holds the file nothing is joined, and no part is lost."""
+    file, settings = tmp_path / "two.jsonl", {"seed": 1}
+    monkeypatch.setattr(sample_file, "JOINING_S", 0.1)
+    for rank in (0, 1):
+        part = sample_file.open_samples(sample_file.part_of(file, rank, 2), settings, overwrite=False)
+        part.write(rank + 1, {"answers": []})
+    assert sample_file.join_parts(file, settings, rank=0, size=2) == 0, "the other one is not whole"
+    with sample_file.output_held(file), pytest.raises(EnvironmentFault, match=r"two\.jsonl"):
+        sample_file.join_parts(file, settings, rank=1, size=2)
+    assert not file.exists()
+    assert sample_file.join_parts(file, settings, rank=1, size=2) == 2 and len(rows_of(str(file))) == 2
