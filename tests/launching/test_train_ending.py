@@ -78,7 +78,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
 
 
 def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
-    """A stage that has not run before has no known time; nor has one whose last line was cut short."""
+    """A stage that has not run before has no known time; a last line that was cut short counts for nothing."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     for section, times in (("reward", (100.0, 130.0)), ("ppo", (200.0, 260.0))):
         run_dir = tmp_path / "out/runs" / section
@@ -97,6 +97,8 @@ def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
     assert places() == ["1/3 90", "2/3 60", "3/3"]
     with (tmp_path / "out/runs/ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ti')
+    assert places() == ["1/3 90", "2/3 60", "3/3"]
+    (tmp_path / "out/runs/ppo/metrics.jsonl").write_text('{"step": 2, "ti')
     assert places() == ["1/3", "2/3", "3/3"]
 
 
