@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -180,8 +181,11 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
     course = make_course(tmp_path, model={"lora_dim": lora_dim})
     for step, value in ((0, 3.0), (9, last)):
         losses = [math.log(value) + n / 10 for n in range(-3, 4)]
-        course.recorder.write(step, {"eval_perplexity": value, "eval_rows": 7}, {"eval_loss": losses})
-    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+        values = {"eval_perplexity": value, "eval_rows": 7, "num_tokens": 1_000_000 * step}
+        course.recorder.write(step, values, {"eval_loss": losses})
+    with caplog.at_level(logging.INFO):
+        course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    assert re.search(r"\n  cost +.*, 9M tokens\n", caplog.text)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     text = "the run ends worse than it began: held-out perplexity: held-out perplexity 3 -> 4 (7 sequences)"
     assert warned == ([f"{text}; lower --{rate}"] if last > 3 else [])
