@@ -11,10 +11,10 @@ from support.tiny_run import make_folder
 # Each call appends its rank, its prompt and its values to a file.
 REWARDS = """
 import json
-import os
+import os, psutil
 def length(prompts, completions, completion_ids, trainer_state):
     values = [float(len(text) > 14) for text in completions]
-    line = [os.getppid(), trainer_state.global_step, prompts[0], completion_ids, values]
+    line = [psutil.Process(os.getppid()).ppid(), trainer_state.global_step, prompts[0], completion_ids, values]
     with open(__file__ + ".calls", "a") as file:
         file.write(json.dumps(line) + "\\n")
     return values
