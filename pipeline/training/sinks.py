@@ -4,6 +4,7 @@ A new one is a function here, its word in `SINKS`, and the same word in the flag
 """
 
 import csv
+import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import tolerated, write_text
-from pipeline.run.evaluations import run_flags
 
 
 def nothing(*_: Any) -> None:
@@ -85,11 +85,12 @@ def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
     id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
     if start_step < 0 or not id_file.is_file():
         write_text(id_file, uuid.uuid4().hex[:12])
+    settings = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", "rlhf-pipeline"),
         group=output,
         name=f"{output}-{stage}",
-        config=run_flags(run_dir),
+        config={name: setting["value"] for name, setting in settings.items()},
         id=id_file.read_text(encoding="utf-8"),
         resume="allow",
         dir=str(run_dir),
