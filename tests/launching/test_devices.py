@@ -20,6 +20,7 @@ def test_a_name_alone_is_one_card_of_its_data_sheet(word):
     target = parse_target(word)
     assert target == parse_target(f"1x{word}") and target.num_gpus == 1
     memory, tb_per_s, tflops, *_ = DEVICES[target.name]
+    assert target.name.endswith(f"-{memory}GB")
     assert (target.memory, target.tb_per_s, target.tflops) == (int(memory * USABLE * GIB), tb_per_s, tflops)
 
 
