@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.configuration.flag_table import flag
-from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.errors import InputError, nearest, printable
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.models.paths import check_language_model
-from pipeline.run.entry import command_flags, run_command
+from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
     from pipeline.inference.chat_session import Conversation, Reply
@@ -47,11 +46,6 @@ class ChatConfig(Group):
     seed: int = flag(-1, "Makes sampled replies repeatable; -1: another one each time", ge=-1, lt=MAX_SEED)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
     sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
-
-
-def main(argv: list[str] | None = None, *, prog: str = "rlhf chat") -> int:
-    """Run the command line; returns the exit code. `prog` is how a user calls this program, for its help."""
-    return run_command(lambda: run(stage_arguments(argv), prog))
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -214,6 +208,8 @@ def summary(reply: "Reply", num_positions: int | None) -> str:
         parts.append(f"the oldest {reply.num_forgotten} turns {reason}: left out")
     return "; ".join(parts)
 
+
+main = command(run, "rlhf chat")
 
 if __name__ == "__main__":
     sys.exit(main(prog="python -m rlhf.chat"))

@@ -58,12 +58,12 @@ def run(argv: list[str], prog: str) -> None:
     from rlhf.train_plan import make_plan
 
     plan = make_plan(words, prog=train)
-    command = f"{train} --config {shlex.quote(name)}"
-    text = "\n".join([*document(plan, words, command), ""])
+    typed = f"{train} --config {shlex.quote(name)}"
+    text = "\n".join([*document(plan, words, typed), ""])
     with refused_by_disk(Path(name)):
         write_text(Path(name), text)
     show(f"written: {name}")
-    show(f"next: {command} --dry-run")
+    show(f"next: {typed} --dry-run")
 
 
 def file_and_flags(argv: list[str]) -> tuple[str, list[str]]:
@@ -75,11 +75,11 @@ def file_and_flags(argv: list[str]) -> tuple[str, list[str]]:
     return DEFAULT_FILE, argv
 
 
-def document(plan: "Plan", words: list[str], command: str) -> Iterator[str]:
+def document(plan: "Plan", words: list[str], typed: str) -> Iterator[str]:
     """Yield the lines of the file: the section of `rlhf train`, then one of each stage."""
-    yield f"# Checked by `{command} --dry-run`, run by `{command}`."
+    yield f"# Checked by `{typed} --dry-run`, run by `{typed}`."
     yield "# A line without # holds; a flag behind # has the value that it shows: take the # away to change it."
-    yield f"# All other flags have their defaults: {command.partition(' --config')[0]} --help-all"
+    yield f"# All other flags have their defaults: {typed.partition(' --config')[0]} --help-all"
     yield from section_lines("train", plan.config, USUAL, plan.given | {"actor_model"}, {})
     own, overrides = split_overrides(words, SECTIONS[1:])
     common = [word for flag in split_common(own)[1] for word in flag]

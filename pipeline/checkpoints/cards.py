@@ -24,8 +24,3 @@ def templates() -> Environment:
 def card(name: str, **content: Any) -> str:
     """Return the text of a template, by its name without `.j2`."""
     return templates().get_template(f"{name}.j2").render(content)
-
-
-def example(*, scores: bool, adapter: bool, seq2seq: bool = False) -> str:
-    """Return code that loads the model of the folder where it runs and prints an answer or a score."""
-    return card("example.py", scores=scores, adapter=adapter, seq2seq=seq2seq)

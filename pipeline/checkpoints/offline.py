@@ -4,7 +4,6 @@ It serves `rlhf export`. Any number of ranks and any ZeRO stage may have written
 not read.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from pipeline.engine.build import Trained, add_adapters, start_language_model, s
 from pipeline.engine.fragments import FragmentReader
 from pipeline.engine.state import read_weights
 from pipeline.errors import InputError
-from pipeline.files import model_fingerprint, read_object
+from pipeline.files import model_fingerprint, parse_json, read_object
 from pipeline.models.loading import DTYPES
 from pipeline.models.source import ModelSource, prepare_tokenizer
 from pipeline.run.layout import candidates, environment_file
@@ -143,8 +142,8 @@ def interrupt() -> None:
 def read_json(file: Path, **kinds: type) -> dict[str, Any]:
     """Read a file of a run's folder. Raises InputError where there is none, or it lacks a field of one of `kinds`."""
     try:
-        fields = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        fields = dict(parse_json(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         raise InputError(f"{file}: missing or unreadable; a checkpoint is read within the folder of its run") from None
     if wrong := [name for name, kind in kinds.items() if type(fields.get(name)) is not kind]:
         raise InputError(f"{file}: {wrong[0]} is missing or of another type than runs write; restore the file")

@@ -19,7 +19,6 @@ from pipeline.files import refused_by_disk, write_text
 from pipeline.reporting import tables
 from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
-from pipeline.run.evaluations import cost
 
 LOCK, LOCKED_S = ".report.lock", 120.0
 MOST_TEXT = 1500  # characters of a text from a model or a file that are shown
@@ -193,7 +192,6 @@ def contents(chapters: Sequence[Chapter], answers: Any, folders: Sequence[Path],
     }
     return {
         "tables": tables,
-        "cost": cost,
         "chapters": chapters,
         "drawn": drawn,
         "is_comparison": len(folders) > 1,

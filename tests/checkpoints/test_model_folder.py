@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from pipeline.checkpoints import model_folder as saving
-from pipeline.checkpoints.cards import example
+from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.errors import DivergedError, EnvironmentFault, InputError
@@ -220,7 +220,8 @@ def test_the_example_of_an_adapters_card_runs(tiny_folders, tmp_path, monkeypatc
     source = tiny_folders["llama"]
     folder = save(with_lora(load_causal_lm(source, dtype=torch.float32), "CAUSAL_LM"), source, tmp_path, merged=False)
     (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (folder / "README.md").write_text(f"```python\n{example(scores=False, adapter=True)}```")
+    example = card("example.py", scores=False, adapter=True, seq2seq=False)
+    (folder / "README.md").write_text(f"```python\n{example}```")
     run_example(folder, monkeypatch)
 
 

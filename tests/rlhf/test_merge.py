@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_log
 
-from pipeline.checkpoints.cards import example
+from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
 from pipeline.marks import OURS
@@ -214,7 +214,8 @@ def test_a_reward_models_adapter_brings_its_head(
     torch.testing.assert_close(quantised(ids, mask), start.eval()(ids, mask), rtol=0, atol=0)
     assert merged.config.score_mean == 0.5 and merged.config.score_std == 2.0
     (Path(folder) / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (Path(folder) / "README.md").write_text(f"```python\n{example(scores=True, adapter=True)}```")
+    example = card("example.py", scores=True, adapter=True, seq2seq=False)
+    (Path(folder) / "README.md").write_text(f"```python\n{example}```")
     run_example(Path(folder), monkeypatch)
 
 
