@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def frozen_libraries() -> Iterator[None]:
     """Freeze what a file has imported before the next one runs."""
     yield
     freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_models() -> Iterator[None]:
+    """Forget what a plan remembers of models by their names: a folder of the next file may have the same one."""
+    yield
+    if measurement := sys.modules.get("pipeline.planning.measurement"):
+        for name in ("planned_config", "build_shape", "size_of_shape", "count_pass_of_shape", "counted_model"):
+            getattr(measurement, name).cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,6 @@ from pipeline.engine import start_models
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.models import paths
 from pipeline.models.weight_files import warn_once
-from pipeline.planning import measurement
 from pipeline.preparation import preflight
 from pipeline.preparation.dry_run import dry_run_stage, look_and_plan
 from pipeline.preparation.preflight import look_before_start
@@ -307,8 +306,6 @@ def test_a_sample_names_the_records_of_its_source(monkeypatch, sampled, counted,
 def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(monkeypatch, averaged):
     """In fp32, on this CPU, a model has 4 bytes a weight, a checkpoint 12; an average adds a model, and 4 bytes."""
     classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
-    measurement.build_shape.cache_clear()  # another file's folder has a model of this name, too
-    measurement.size_of_shape.cache_clear()
     policy, values = (sum(w.numel() for w in of.from_pretrained("base", num_labels=1).parameters()) for of in classes)
     needed = 2 * (4 + 12) * (policy + values) + (averaged and (4 + 4) * policy)
     flags = {"ppo": "--enable_ema"} if averaged else {}
