@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom reference plans stale clean
+.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -53,10 +53,10 @@ test-gpu: $(VENV)/installed-dev
 	if [ $$part = two ]; then $(PYTHON) -m pytest -m two_gpus; \
 	else $(PYTHON) -m pytest -m "gpu and not two_gpus" --shard $$part; fi; done
 
-# A row of tests/bench and its options: make bench ROW="step3 --batch 128"
+# A row of benchmarks/speed and its options: make bench ROW="step3 --batch 128"
 ROW ?= step3
 bench: $(VENV)/installed
-	$(PYTHON) tests/bench $(ROW)
+	$(PYTHON) -m benchmarks.speed $(ROW)
 
 check: $(VENV)/installed-dev
 	$(PYTHON) -m ruff format --check .
@@ -78,23 +78,23 @@ constraints: $(VENV)/bin/python
 	awk '/^[^ ]/ { bare = /^(torch|triton|nvidia-|cuda-)/ } bare && /--hash/ { next } bare { sub(/ \\$$/, "") } { print }' \
 	    constraints.txt > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
+	$(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	    --custom-compile-command "make constraints" -c constraints.txt requirements-site.txt -o constraints-site.txt
 
 sbom: $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet cyclonedx-bom
 	$(PYTHON) -m cyclonedx_py requirements constraints.txt --output-reproducible --output-file sbom.json
 
-reference: $(VENV)/installed
-	$(PYTHON) docs/make_configuration.py
-	$(PYTHON) docs/make_files.py
-	$(PYTHON) docs/make_metrics.py
-	$(PYTHON) docs/make_errors.py
+# The documentation as a site, opened by site/index.html. It needs no network when it is read.
+site: $(VENV)/installed-site
+	$(PYTHON) -m mkdocs build --strict --quiet
 
 plans: $(VENV)/installed
-	$(PYTHON) docs/make_plans.py
+	$(PYTHON) -m website.presets
 
 # What has changed since the figures of each page were measured.
 stale:
-	@$(BASE_PYTHON) docs/stale.py
+	@$(BASE_PYTHON) benchmarks/stale.py
 
 $(VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; v = sys.version_info[:2]; name = "%s is Python %d.%d" % (sys.executable, *v); \
@@ -102,8 +102,13 @@ $(VENV)/bin/python:
 	    v > (3, 13) and print(f"note: {name}, not tested; tested are 3.11 to 3.13", file=sys.stderr)'
 	$(BASE_PYTHON) -m venv $(VENV)
 
+# Where there is no NVIDIA GPU the small CPU build of torch is installed, if its index can be reached. To choose:
+# `make demo TORCH_INDEX=` takes the CUDA build, `TORCH_INDEX=URL` that of another index.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia* /dev/dxg),,https://download.pytorch.org/whl/cpu)
+FROM_INDEX = $(if $(TORCH_INDEX),--retries 1 --timeout 30 --extra-index-url $(TORCH_INDEX))
 # Packages without hashes are installed first: pip asks for the hash of all that it installs from a file that has any.
-INSTALL_UNHASHED = grep '^$(1)==' constraints.txt > $(VENV)/$(1).txt && $(PYTHON) -m pip install --quiet -r $(VENV)/$(1).txt
+INSTALL_UNHASHED = grep '^$(1)==' constraints.txt > $(VENV)/$(1).txt && \
+    $(PYTHON) -m pip install --quiet $(FROM_INDEX) -r $(VENV)/$(1).txt
 
 $(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet "pip>=26.3"  # older ones take no constraints with hashes
@@ -116,5 +121,9 @@ $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	$(PIP_INSTALL) -r requirements-dev.txt
 	touch $@
 
+$(VENV)/installed-site: constraints-site.txt $(VENV)/installed
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r constraints-site.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) output
+	rm -rf $(VENV) output site

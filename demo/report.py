@@ -20,6 +20,10 @@ from rlhf.stages import stages_of_method
 
 MAX_NEW_TOKENS = 32
 NUM_SHOWN = 3
+CAPTION = (
+    "An answer is good if it has more kind words than unkind ones (demo/rule.py). The line",
+    "that matters is that of the true rule, on prompts that no stage has seen.",
+)
 
 
 def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -> list[str]:
@@ -64,7 +68,8 @@ def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
     reward = metrics(output, "ppo", "eval_objective/scores") if samples else metrics(output, "dpo", "eval_margin")
     results |= {"perplexity_before": perplexity[0], "perplexity_after": perplexity[-1]}
     if method == "ppo":
-        results["reward_accuracy"] = metrics(output, "reward", "eval_accuracy")[-1]
+        accuracy = metrics(output, "reward", "eval_accuracy")
+        results |= {"reward_accuracy_before": accuracy[0], "reward_accuracy": accuracy[-1]}
     if samples and (kl := metrics(output, "ppo", "eval_objective/kl")):  # of a run with a reference
         results |= {"kl_start": kl[0], "kl_end": kl[-1]}
     results |= {"reward_start": reward[0], "reward_end": reward[-1]}
@@ -93,25 +98,27 @@ def table(results: dict[str, Any]) -> str:
     rate, method = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}", results["method"]
     has_model = "reward_accuracy" in results
     kl = [(f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}")]
+    accuracy = [("reward model: accuracy on unseen pairs", "{reward_accuracy_before:.3f}", "{reward_accuracy:.3f}")]
     own = "mean reward" if method in stages_of_method("ppo")[3].methods.values() else "margin on unseen pairs"
     score = "mean score of the reward model" if has_model else own
     rows = [
         ("", "before", "after"),
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),
-        *([("reward model: accuracy on unseen pairs", "", "{reward_accuracy:.3f}")] if has_model else []),
+        *(accuracy if has_model else []),
         (f"{method}: {score}", "{reward_start:z.2f}", "{reward_end:.2f}"),
         *(kl if "kl_end" in results else []),
         (f"{method}: answers that are good by the true rule", rate.format("sft"), rate.format("ppo")),
         (f"{method}: share of distinct answers", "{sft_distinct:.3f}", "{ppo_distinct:.3f}"),
     ]
     lines = [f"{name:<46}{before.format(**results):>16}{after.format(**results):>16}" for name, before, after in rows]
+    lines += ["", *CAPTION]
     for shown in results["answers"]:
         lines += ["", f"prompt  {shown['prompt']}"]
         names = {"base": "base", "sft": "sft", "ppo": results["method"].lower()}
         lines += [f"  {name:<6}{json.dumps(shown[key])[1:-1][:110]}" for key, name in names.items()]
     lines += [
         "",
-        f"Measured on {results['prompts']} prompts that no step has seen, answers sampled at temperature 1,",
+        f"Measured on {results['prompts']} prompts, answers sampled at temperature 1,",
         f"after {results['minutes']:.1f} minutes. Talk to it:  python chat.py output/actor",
     ]
     return "\n".join(lines)

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pipeline.marks import OURS
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+PROJECT = "rlhf-pipeline"
 _warned: set[str] = set()  # by `tolerated`
 
 
@@ -231,10 +234,20 @@ def has_config(folder: Path) -> bool:
         return False
 
 
+def own_version() -> str:
+    """Return the version of this project: of the checkout that this runs from, else the installed one."""
+    settings = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    if settings.is_file():
+        return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(PROJECT)
+    return "unknown"  # a copy of the packages alone
+
+
 def cache_path(cache_dir: str | None) -> Path:
     """Return the path of the cache: `cache_dir`, else rlhf-pipeline in $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache_dir or f"{base}/rlhf-pipeline").expanduser()
+    return Path(cache_dir or f"{base}/{PROJECT}").expanduser()
 
 
 def cache_folder(cache_dir: str | None) -> Path:

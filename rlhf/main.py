@@ -9,6 +9,7 @@ import sys
 
 from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, say
+from pipeline.files import PROJECT, own_version
 
 # Subcommands whose modules are in a folder of their own.
 FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert", "export", "merge"), "models.")
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
         print("\n".join(lines), file=sys.stdout if words else sys.stderr)
         return EXIT_DONE if words else EXIT_INPUT
     name, *rest = words
+    if name == "--version":
+        print(PROJECT, own_version())
+        return EXIT_DONE
     if name not in SUBCOMMANDS:
         hint = nearest(name, SUBCOMMANDS) or f"; {', '.join(SUBCOMMANDS)} are right"
         say(f"error: {name}: unknown subcommand{hint}")

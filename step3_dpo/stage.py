@@ -10,7 +10,7 @@ from step3_dpo.config import DPOConfig
 from step3_dpo.rows import RESPONSES
 
 # LoRA's learning rate over that of all other weights. Measured with SmolLM2-135M-Instruct: DPO at 5e-6 learns as much
-# as rank 32 at 6e-5 to 1e-4 (docs/benchmarks/lora_rates_smollm2_h100_202611.md).
+# as rank 32 at 6e-5 to 1e-4 (benchmarks/reports/lora_rates_smollm2_h100_202611.md).
 LORA_FACTOR = 20.0
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 
 # A plan costs about as much as this many forward and backward passes gain by it: 0.11 s once against 4 % of a step, on
-# an H200 (docs/experiments.md, "Stage 3 on one GPU").
+# an H200 (benchmarks/reports/experiments.md, "Stage 3 on one GPU").
 PASSES_BEFORE_CUDNN = 16
 
 _passes: Counter[tuple[int, int, int, bool]] = Counter()

@@ -2,8 +2,9 @@
 
 A pass takes the device's time for its kernels or the host's time to launch them, whichever is longer; a decode step
 takes the time to read its data and a constant for each kernel. Kernels are those of the pass on the meta device
-(`counting.py`). The constants were set from runs on H200s (docs/memory.md); other devices are assumed to reach the same
-shares of their data sheets. `exchange.py` counts exchange between GPUs. Not counted: offload, data, evaluation, saving.
+(`counting.py`). The constants were set from runs on H200s (benchmarks/reports/memory.md); other devices are assumed to
+reach the same shares of their data sheets. `exchange.py` counts exchange between GPUs. Not counted: offload, data,
+evaluation, saving.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import gathers_once
 
 # Each constant names the runs on H200s that it was set from; without it at least one phase in the table of
-# docs/memory.md moves by 5 %.
+# benchmarks/reports/memory.md moves by 5 %.
 # Share of the TFLOP/s that products reach: 97 % of what large products do, as in the profile of a step of OPT-1.3B.
 PRODUCTS = 0.78
 # Share that attention would reach with endless heads, and the width whose products take as long as the exponentials of
@@ -40,7 +41,7 @@ STEP_TRAFFIC = 54 / 12
 # Seconds that a kernel adds to a decode step, besides reading at the speed of copies: OPT-1.3B, 64 rows.
 DECODE_KERNEL_S = 4e-6
 # Seconds in which a KV cache that is given back is freed and made again, with its graph: a rollout of Qwen2.5-1.5B on
-# an H100 (docs/experiments.md, "What it costs to give the KV cache back").
+# an H100 (benchmarks/reports/experiments.md, "What it costs to give the KV cache back").
 GIVEN_BACK_S = 0.3
 # Seconds of DeepSpeed's Python on the host: to run the hook of a gradient (GPT2-XL, ZeRO-2 and 3), to gather a layer
 # around a pass (zero3.py), and to check a gradient at stage 0 (GPT2-XL). The device waits for the last two.

@@ -1,7 +1,8 @@
 """Estimate the time that GPUs exchange tensors in each phase of a step.
 
-Collectives are rings by the stated bandwidths of a target (docs/scale.md), none overlapped with computation. Not
-counted: what Python takes at each parameter under ZeRO stage 3, and the few bytes of metrics and lengths.
+Collectives are rings by the stated bandwidths of a target (benchmarks/reports/scale.md), none overlapped with
+computation. Not counted: what Python takes at each parameter under ZeRO stage 3, and the few bytes of metrics and
+lengths.
 """
 
 import math

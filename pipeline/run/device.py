@@ -12,8 +12,9 @@ from pathlib import Path
 
 from pipeline.files import GIB, cache_folder, cache_path, read_object, write_json
 
-# Bytes that a process takes of a GPU outside torch's allocator, expected and high, all measured (docs/memory.md).
-# The CUDA context with its kernels (of an H200; a measured figure replaces the expected one).
+# Bytes that a process takes of a GPU outside torch's allocator, expected and high, all measured
+# (benchmarks/reports/memory.md). The CUDA context with its kernels (of an H200; a measured figure replaces the
+# expected one).
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
 # Buffers of NCCL, where there are several ranks.
 NCCL = (GIB // 2, GIB)

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tomllib
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -37,7 +36,7 @@ from pipeline.errors import (
     print_error,
     say,
 )
-from pipeline.files import refused_by_disk, write_json
+from pipeline.files import PROJECT, own_version, refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import look_at_storage, on_each_storage
@@ -59,7 +58,6 @@ from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
 
-PROJECT = "rlhf-pipeline"
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
 # Flags of any stage that take less memory in a phase where they are lower.
 LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
@@ -86,16 +84,6 @@ def describe_environment(world: dist.World) -> dict[str, Any]:
         "commit": git_commit(),
         "command": masked(sys.argv),
     }
-
-
-def own_version() -> str:
-    """Return the version of this project: of the checkout that this runs from, else the installed one."""
-    settings = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    if settings.is_file():
-        return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(PROJECT)
-    return "unknown"  # a copy of the packages alone
 
 
 def git_commit() -> str | None:

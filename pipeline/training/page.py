@@ -23,11 +23,11 @@ from pipeline.data.counts import Counts
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import is_coloured, printable
-from pipeline.files import read_object
+from pipeline.files import PROJECT, read_object
 from pipeline.models.partitions import whole_numel
 from pipeline.run.evaluations import cost, verdict
 from pipeline.run.layout import environment_file
-from pipeline.run.run import PROJECT, Run
+from pipeline.run.run import Run
 from pipeline.training.inputs import fates_line
 from pipeline.training.progress import duration
 from pipeline.training.steps import warmup_note

@@ -13,7 +13,7 @@ from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
 # LoRA's learning rate over that of all other weights, of PPO and of the methods without a critic. Measured with
 # SmolLM2-135M-Instruct: GRPO at 1e-5 learns more than rank 32 at 1e-4 and less than at 5e-4
-# (docs/benchmarks/lora_rates_smollm2_h100_202611.md). PPO takes the factor of GRPO: it was not measured.
+# (benchmarks/reports/lora_rates_smollm2_h100_202611.md). PPO takes the factor of GRPO: it was not measured.
 PPO_LORA_FACTOR = 20.0
 LORA_FACTOR = 20.0
 # Defaults where functions alone reward. 256 tokens cut 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.

@@ -1,18 +1,15 @@
 """Every flag is made to be ignored, and its test is seen to fail.
 
 Twin runs are made in this process; the other tests run in a pytest of their own, with the flag ignored in every process
-that it starts. FLAG_RESULTS names a file that gets a line for each flag; docs/make_flag_table.py makes the table of
-docs/reliability.md from such files. `--shard K/N` takes one part of the flags.
+that it starts. `--shard K/N` takes one part of the flags.
 """
 
-import json
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_runs import CONFIGS, check_twins, make_flag_inputs, plain_run, record, seen_to_fail
+from flag_runs import CONFIGS, check_twins, make_flag_inputs, plain_run, seen_to_fail
 from flag_tests import NAMED, ONE_PLACE, TWINS, WITHOUT_EFFECT
 from support.source_tree import ROOT, STAGES
 
@@ -59,25 +56,4 @@ def test_a_run_with_the_flag_is_another_one_unless_it_is_ignored(
 @pytest.mark.parametrize("key", NAMED)
 def test_the_named_test_fails_when_the_flag_is_ignored(key: str) -> None:
     has_failed = seen_to_fail(key, NAMED[key])
-    record(key, NAMED[key], has_failed)
     assert has_failed, f"{NAMED[key]} passes although {key} is ignored"
-
-
-def test_the_table_joins_the_results_of_all_shards_and_takes_none_that_is_old_or_green(tmp_path: Path) -> None:
-    maker = runpy.run_path(str(ROOT / "docs" / "make_flag_table.py"))
-    expected = dict.fromkeys(TWINS, "twin runs") | NAMED
-    lines = [
-        json.dumps({"flag": key, "test": test, "fails_when_ignored": True, "time": number})
-        for number, (key, test) in enumerate(expected.items())
-    ]
-    shards = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
-    shards[0].write_text("\n".join(lines[::2]))
-    shards[1].write_text("\n".join(lines[1::2]))
-    results = maker["read_results"](shards)
-    assert maker["problems"](results) == []
-    assert set(re.findall(r"`(\w+\.\w+)`", maker["table"](results))) == expected.keys() | WITHOUT_EFFECT.keys()
-    assert len(maker["problems"](maker["read_results"](shards[:1]))) == len(lines[1::2])
-    for change in ({"fails_when_ignored": False}, {"test": "another"}):
-        shards[1].write_text("\n".join([*lines[1::2], json.dumps(json.loads(lines[0]) | {"time": 10**4} | change)]))
-        (line,) = maker["problems"](maker["read_results"](shards))
-        assert line.startswith("sft.adam_beta1: ")

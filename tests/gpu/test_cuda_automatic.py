@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bench.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from support.source_tree import ROOT
 from support.tiny_run import read_metrics
 
+from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from demo.make import make_data
 from pipeline.files import GIB
 from pipeline.run.device import DeviceConstants, keep_constants

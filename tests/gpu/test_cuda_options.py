@@ -111,8 +111,9 @@ def test_chat_answers_as_transformers_does(folder, plain, capsys):
 
 def test_a_model_of_real_size(tmp_path):
     """OPT-1.3B and OPT-350M with random weights, the batch of the benchmark: finite, exact ratios, within 48 GiB."""
-    script = Path(__file__).parents[1] / "bench" / "random_models.py"
-    subprocess.run([sys.executable, script, "--output", tmp_path, "--prompts", "192"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.speed.random_models", "--output", tmp_path, "--prompts", "192"], check=True
+    )
     lines = run_stage(
         "ppo",
         tmp_path,

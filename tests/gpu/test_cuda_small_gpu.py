@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.jobs import environment, flags, last_json, launched, output_words
 from support.tiny_run import read_metrics
+
+from benchmarks.speed.jobs import environment, flags, last_json, launched, output_words
 
 pytestmark = pytest.mark.gpu
 CAP_GIB, ROWS, TOKENS, TIMEOUT_S = 24, 16, 512, 540
@@ -24,7 +25,7 @@ NF4 = pytest.param(
 
 
 def run(module: str, words: Sequence[object]) -> str:
-    """Run a module of tests/bench with all CPU cores; return its stdout."""
+    """Run a module of benchmarks/speed with all CPU cores; return its stdout."""
     variables = environment() | {"OMP_NUM_THREADS": str(os.cpu_count())}
     done = subprocess.run(
         launched(module, words, gpus=1), env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -37,7 +38,10 @@ def run(module: str, words: Sequence[object]) -> str:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An actor of 13.5 GB, a critic, and prompts that are longer than they may be, so that all of them are cut."""
     folder = tmp_path_factory.mktemp("small-gpu")
-    run("bench.random_models", flags(SHAPES | {"output": folder, "prompts": 3 * ROWS, "prompt_words": 2 * TOKENS}))
+    run(
+        "benchmarks.speed.random_models",
+        flags(SHAPES | {"output": folder, "prompts": 3 * ROWS, "prompt_words": 2 * TOKENS}),
+    )
     return folder
 
 
@@ -58,7 +62,7 @@ def recipe(models: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["int8", NF4])
 def test_a_7b_is_trained_by_ppo_within_24_gib(kind: str, models: Path, tmp_path: Path) -> None:
     words = ["--cap_gib", CAP_GIB, "--", *flags(recipe(models, kind)), *output_words(tmp_path)]
-    found = json.loads(last_json(run("bench.watched", words)))
+    found = json.loads(last_json(run("benchmarks.speed.watched", words)))
     lines = [line for line in read_metrics(tmp_path / "run") if "step_s" in line]
     seconds = [line["step_s"] for line in lines]
     backend = re.findall(r"generation: (\w+) backend", (tmp_path / "run" / "log.txt").read_text())

@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from bench.planned import (
+from support.marks import HAS_TESTED_TORCH
+from support.source_tree import ROOT
+
+from benchmarks.speed.planned import (
     CHECKPOINTING,
     FOUR,
     LORA_7B,
@@ -15,9 +18,6 @@ from bench.planned import (
     time_row,
     timed_runs,
 )  # fmt: skip
-from support.marks import HAS_TESTED_TORCH
-from support.source_tree import ROOT
-
 from pipeline.launching.target import COPIES, parse_target
 from pipeline.planning.counting import Kernel
 from pipeline.planning.duration import (
@@ -50,9 +50,10 @@ WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
 H200 = parse_target("1xH200")
 TIMED = timed_runs()
-PAGE = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "benchmarks/reports/memory.md").read_text(encoding="utf-8")
 PYTHIA_WITH_QWEN3 = "PPO, Pythia-1.4B and Qwen3-0.6B, ZeRO-2, checkpointing, 3 samples of 28 prompts, 384 + 576"
-# Phases that are missed by more than 20 %, as the table of docs/memory.md shows: run, phase -> planned over measured.
+# Phases that are missed by more than 20 %, as the table of benchmarks/reports/memory.md shows: run, phase -> planned
+# over measured.
 MISSED = {
     ("PPO, Llama-7B LoRA 64, critic 1B", "score"): 0.77,
     ("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "generate"): 0.76,

@@ -1,19 +1,19 @@
 """Time of exchange between GPUs by hand and against what was measured on 1, 2 and 4."""
 
 import re
-import runpy
 
 import pytest
-from bench.planned import FOUR, H200, OPT, SHARED, planner_of, ppo, shared_row, shared_seconds
 from support.marks import HAS_TESTED_TORCH
 from support.source_tree import ROOT
 
+from benchmarks.speed.planned import FOUR, H200, OPT, SHARED, planner_of, ppo, shared_row, shared_seconds
 from pipeline.launching.target import LINKS, parse_target
 from pipeline.planning.exchange import HOP, START, Ring, exchange_seconds
 from pipeline.planning.measurement import model_size
 from pipeline.planning.memory import MemoryPlan
+from website.presets import scale_page
 
-PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "benchmarks" / "reports" / "scale.md").read_text(encoding="utf-8")
 
 
 def seconds_of(words: str, target: str):
@@ -69,9 +69,8 @@ def test_weak_scaling_is_planned_as_it_was_measured():
 
 @pytest.mark.slow
 def test_the_tables_of_the_page_are_those_that_are_planned():
-    maker = runpy.run_path(str(ROOT / "docs" / "make_plans.py"))
     numbers = re.compile(r"[\d.,]+\d")
-    written, planned = (numbers.findall(text) for text in (PAGE, maker["scale_page"](PAGE)))
+    written, planned = (numbers.findall(text) for text in (PAGE, scale_page(PAGE)))
     assert [float(n.replace(",", "")) for n in written] == pytest.approx(
         [float(n.replace(",", "")) for n in planned], rel=0.06, abs=0.02
     )

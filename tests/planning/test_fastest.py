@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.planned import planner_of
 from support.marks import slow_but
 from transformers import LlamaConfig
 
+from benchmarks.speed.planned import planner_of
 from pipeline.configuration.flags import flag_words, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage

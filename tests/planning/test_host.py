@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from bench.planned import planner_of
 from support.command_run import run_command
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
+from benchmarks.speed.planned import planner_of
 from pipeline.files import GIB
 from pipeline.planning.ladder import Answers
 from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan

@@ -1,14 +1,13 @@
-"""Shapes of known models without a hub, and docs/plans.md, which is made of them."""
+"""Shapes of known models without a hub, and benchmarks/reports/presets.md, which is made of them."""
 
 import json
 import re
-import runpy
 
 import pytest
-from bench.planned import planner_of
 from support.marks import rare_but
 from support.source_tree import ROOT
 
+from benchmarks.speed.planned import planner_of
 from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import ModelConfig
 from pipeline.planning.disk import outputs
@@ -16,6 +15,7 @@ from pipeline.planning.measurement import model_size, shapes
 from pipeline.planning.needs import ModelUse
 from rlhf.preflight import main
 from rlhf.train_config import SIZES, model_families
+from website import presets
 
 # Numbers of parameters: of OPT counted from its published weights, of the others as their pages on the hub say.
 PUBLISHED = {
@@ -31,9 +31,8 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384, "google-t5/t5-3b": 2_851_598_336,
 }  # fmt: skip
 PRESETS = ROOT / "launch" / "presets"
-PAGE = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
-MAKER = runpy.run_path(str(ROOT / "docs" / "make_plans.py"))
-SLOW = rare_but(["350m", "1.3b", "llama-2-7b"], [name for name in MAKER["HARDWARE"] if name != "japanese"])
+PAGE = (ROOT / "benchmarks" / "reports" / "presets.md").read_text(encoding="utf-8")
+SLOW = rare_but(["350m", "1.3b", "llama-2-7b"], [name for name in presets.HARDWARE if name != "japanese"])
 
 
 def test_known_shapes_have_the_published_numbers_of_parameters():
@@ -110,14 +109,14 @@ def numbers_and_words(row: str) -> tuple[list[float], str]:
 def test_the_page_of_plans_says_what_is_planned(name, tmp_path, monkeypatch):
     """Versions of transformers differ in a few tensors of a pass."""
     monkeypatch.chdir(tmp_path)  # where no earlier run says what a run that goes on would have
-    row = MAKER["row"](name)
+    row = presets.row(name)
     written = next(line for line in PAGE.splitlines() if line.startswith(row.partition("GB |")[0]))
     (figures, words), (expected, also) = numbers_and_words(row), numbers_and_words(written)
     assert figures == pytest.approx(expected, rel=0.06) and words == also
 
 
 def test_the_page_of_plans_has_every_name():
-    assert list(MAKER["HARDWARE"]) == re.findall(r"^\| `(.+?)`", PAGE, re.MULTILINE)
-    names = {*SIZES, *(name for family in model_families() for name in family), *MAKER["SFT_ALONE"]}
-    assert set(MAKER["HARDWARE"]) == names - {"tiny"}
-    assert PAGE.startswith(MAKER["INTRODUCTION"])
+    assert list(presets.HARDWARE) == re.findall(r"^\| `(.+?)`", PAGE, re.MULTILINE)
+    names = {*SIZES, *(name for family in model_families() for name in family), *presets.SFT_ALONE}
+    assert set(presets.HARDWARE) == names - {"tiny"}
+    assert PAGE.startswith(presets.INTRODUCTION)

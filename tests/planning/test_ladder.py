@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bench.planned import LLAMA, planner_of, ppo, shape_folder
 from support.marks import slow_but
 
+from benchmarks.speed.planned import LLAMA, planner_of, ppo, shape_folder
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.global_batch import with_ranks

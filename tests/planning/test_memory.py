@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table, time_table
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from engine.test_engine_memory import accumulate, tiny_engine
 from support.ds_arguments import built
@@ -12,6 +11,7 @@ from support.in_process import group_of_one
 from support.marks import of_tested_torch
 from support.source_tree import ROOT
 
+from benchmarks.speed.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table, time_table
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
@@ -149,7 +149,7 @@ def test_peaks_are_those_that_were_measured(number):
 @of_tested_torch
 @pytest.mark.slow
 def test_the_table_in_the_documents_is_the_scripts():
-    text = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks/reports/memory.md").read_text(encoding="utf-8")
     assert "\n".join(table()) in text and "\n".join(time_table()) in text
 
 
@@ -233,7 +233,7 @@ def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor():
 
 def test_layers_are_gathered_where_the_weights_are_large():
     """On 40 GB an eighth is less than Llama-7B's 12.6 GiB, so a thousand million elements are whole at a time."""
-    from bench.planned import LLAMA
+    from benchmarks.speed.planned import LLAMA
 
     held = plan_of(ppo(LLAMA, 1, 4, 3), "4xA100-40GB").states["actor"]
     assert held.gathered == 2 * 10**9

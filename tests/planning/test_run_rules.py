@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bench.planned import LONG_7B, LONG_7B_MEASURED, OPT, planner_of, ppo
-from bench.random_models import config_of
 from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
@@ -17,6 +15,8 @@ from transformers import PretrainedConfig
 
 import step3_ppo.models.engines
 import step3_ppo.models.needs
+from benchmarks.speed.planned import LONG_7B, LONG_7B_MEASURED, OPT, planner_of, ppo
+from benchmarks.speed.random_models import config_of
 from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from bench.random_models import config_of
 from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.marks import slow_but
 from support.tiny_run import make_folder, read_metrics
 
+from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import flag_words, parse, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.errors import EnvironmentFault, RunError

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from bench.planned import OPT, planner_of, ppo
 from support.tiny_run import make_folder
 
+from benchmarks.speed.planned import OPT, planner_of, ppo
 from pipeline import hub
 from pipeline.configuration.flags import parse
 from pipeline.errors import EnvironmentFault

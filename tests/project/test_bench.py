@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import dschat_math, phases
-from bench.figures import Figures, holds, quotient
-from bench.jobs import showing
-from bench.random_models import config_of, hazard_for, set_end_probability
-from bench.report import markdown
-from bench.roofline import Device, data_sheet, measure
-from bench.work import (
+from support.tiny_run import opt_config
+from transformers import OPTForCausalLM
+
+from benchmarks.speed import dschat_math, phases
+from benchmarks.speed.figures import Figures, holds, quotient
+from benchmarks.speed.jobs import showing
+from benchmarks.speed.random_models import config_of, hazard_for, set_end_probability
+from benchmarks.speed.report import markdown
+from benchmarks.speed.roofline import Device, data_sheet, measure
+from benchmarks.speed.work import (
     Shape,
     generation_seconds,
     lora_weights,
@@ -26,9 +29,6 @@ from bench.work import (
     state_bytes,
     step_bounds,
 )
-from support.tiny_run import opt_config
-from transformers import OPTForCausalLM
-
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.session import generate
@@ -253,7 +253,7 @@ def run_row(row: str, work: Path, *words: str) -> str:
     rest = ["--steps", "2", "--copy_mib", "8", "--matrix", "128", "--work", str(work), *words]
     # One thread: more only get into each other's way in models of this size.
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "bench"), row, *sizes.split(), *rest],
+        [sys.executable, "-m", "benchmarks.speed", row, *sizes.split(), *rest],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -8,15 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from bench import run
-from bench.jobs import Jobs
+
+from benchmarks.speed import run
+from benchmarks.speed.jobs import Jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_row_that_is_cut_off_keeps_the_runs_that_ended(tmp_path, monkeypatch):
     def row(jobs, figures):
-        jobs.worker("first", "bench.roofline", [])
+        jobs.worker("first", "benchmarks.speed.roofline", [])
         assert json.loads(file.read_text().splitlines()[-1])["runs"]["first"]["number"] == 7
         raise KeyboardInterrupt
 
@@ -46,8 +47,9 @@ def test_table_and_picture_are_made_from_several_files(tmp_path):
     for name, text in (("one", first), ("two", again)):
         (tmp_path / name).write_text(text)
     words = [str(tmp_path / "one"), str(tmp_path / "two"), "--plot", str(tmp_path / "plot.png")]
-    script = str(ROOT / "tests/bench/strategies.py")
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.speed.strategies", *words], capture_output=True, text=True, check=True
+    )
     plain, zero_3 = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
     assert plain == ["1 GPU", "plain", "-", "4.0", "-", "5.0", "-", "6.0"]
     assert zero_3 == ["1 GPU", "zero-3", "7.0", "failed", "2.0", "failed", "3.0", "failed"]
@@ -62,7 +64,7 @@ def test_two_ranks_do_equal_work_by_step_1_and_by_the_trainer(tmp_path):
     sizes = "--actor gpt2-tiny --batch 2 --micro_batch 2 --seq_len 32 --warm_up 1 --steps 3 --dtype fp32 --gpus 2"
     rest = ["--copy_mib", "8", "--matrix", "128", "--work", str(tmp_path), "--strategies", "plain", "ddp", "zero-2"]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/bench"), "strategies", *sizes.split(), *rest],
+        [sys.executable, "-m", "benchmarks.speed", "strategies", *sizes.split(), *rest],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

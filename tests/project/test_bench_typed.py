@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from bench import run, typed
-from bench.hub import full_rows, hub_variables, publish_rows
-from bench.jobs import BenchError, Jobs
 
+from benchmarks.speed import run, typed
+from benchmarks.speed.hub import full_rows, hub_variables, publish_rows
+from benchmarks.speed.jobs import BenchError, Jobs
 from demo.make import make_data, make_tokenizer
 from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
 
@@ -146,7 +146,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
     def row(*words: str) -> subprocess.CompletedProcess[str]:
         rest = ["--work", str(tmp_path), "--json", str(file), *words]
         return subprocess.run(
-            [sys.executable, str(ROOT / "tests/bench"), "typed", *sizes.split(), *rest],
+            [sys.executable, "-m", "benchmarks.speed", "typed", *sizes.split(), *rest],
             env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
 def test_stages_1_and_2_start_from_a_model_with_a_published_name(tmp_path, case):
     sizes = f"--case {case} --warm_up 0 --steps 1 --repeats 1 --copy_mib 8 --matrix 128 --work {tmp_path}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/bench"), "typed", *sizes.split()],
+        [sys.executable, "-m", "benchmarks.speed", "typed", *sizes.split()],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.choices import CHOICES, LARGE, Choice, limit_of, table
-from bench.plan_runs import RUNS, make_inputs, read_peaks
-from bench.random_models import make_full_tokenizer
-from bench.run_list import PlannedRun
-from learning.rows import read_lines
 from support.marks import slow_but
 from support.source_tree import ROOT
 
-RAW = ROOT / "docs/benchmarks/raw"
+from benchmarks.learning.rows import read_lines
+from benchmarks.speed.choices import CHOICES, LARGE, Choice, limit_of, table
+from benchmarks.speed.plan_runs import RUNS, make_inputs, read_peaks
+from benchmarks.speed.random_models import make_full_tokenizer
+from benchmarks.speed.run_list import PlannedRun
+
+RAW = ROOT / "benchmarks/raw"
 PLANNED, MEASURED = (read_peaks(RAW / f"choices_h100_202611_{kind}.json") for kind in ("planned", "measured"))
 MADE = [run for run in CHOICES if limit_of(run) != LARGE]
 PLANNED_H200, MEASURED_H200 = (read_peaks(RAW / f"choices_h200_202611_{kind}.json") for kind in ("planned", "measured"))
@@ -84,7 +85,7 @@ def test_none_does_on_an_h200(name: str):
     ],
 )
 def test_the_table_of_a_page_is_that_of_its_files(page: str, planned: dict[str, Any], measured: dict[str, Any]):
-    text = (ROOT / f"docs/benchmarks/choices_{page}_202611.md").read_text(encoding="utf-8")
+    text = (ROOT / f"benchmarks/reports/choices_{page}_202611.md").read_text(encoding="utf-8")
     expected = table(planned, measured)
     assert "\n".join(["", *expected, "", ""]) in text
 

@@ -1,8 +1,7 @@
-"""Pages that are made from the code are up to date, and what they and the page on curves name exists."""
+"""What the pages that are made from the code have, and that the flags and metrics exist which pages name."""
 
 import ast
 import re
-import runpy
 from collections.abc import Iterator
 
 import pytest
@@ -17,23 +16,30 @@ from step2_reward.metrics import METRICS as REWARD
 from step3_dpo.metrics import METRICS as DPO
 from step3_ppo.metrics import METRICS as PPO
 from step3_ppo.metrics import of_rewards
+from website import errors as errors_page
+from website import flags, pages
 
-MAKERS = {
-    name: runpy.run_path(str(ROOT / "docs" / f"make_{name}.py")) for name in ("metrics", "errors", "configuration")
-}
-NAMING_PAGES = ("errors.md", "metrics.md", "reading_curves.md")
-CONFIGS = [config for _, config in MAKERS["configuration"]["PARTS"]]
+CONFIGS = [*flags.STAGES.values(), *flags.COMMANDS.values()]
 METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
 OF_PAIRS = [name for name in DPO if name not in SUPERVISED]  # some have the names of stage 2's
 
 
-def text_of(page: str) -> str:
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+# The pages of the site, those that are made with it, and README: path -> text.
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
+TEXTS |= {f"docs/{path}": page() for path, page in pages.PAGES.items()}
+TEXTS["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+# Names that stand on these pages because they are other programs'.
+FOREIGN = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md", "docs/coming_from/deepspeed_chat.md")
 
 
-@pytest.mark.parametrize("name", ["metrics", "errors"])
-def test_the_page_is_up_to_date(name: str) -> None:
-    assert text_of(f"{name}.md") == MAKERS[name]["page"](), f"run: python docs/make_{name}.py"
+def test_every_flag_of_every_command_is_on_the_page_once() -> None:
+    sections = re.split(r"^## ", TEXTS["docs/reference/flags.md"], flags=re.MULTILINE)
+    rows = {part.partition("\n")[0]: re.findall(r"^\| `--([\w-]+)` \|", part, re.MULTILINE) for part in sections}
+    shared = rows["All four stages"]
+    for title, config in (flags.STAGES | flags.COMMANDS).items():
+        known = rows[title] + (shared if title in flags.STAGES else [])
+        assert sorted(known) == sorted(name.replace("_", "-") for name in flag_table(config)), title
+    assert len(shared) > 50
 
 
 @pytest.mark.parametrize("command", sorted(SUBCOMMANDS.keys() - {"init", "plan"}))  # which hand their words on
@@ -43,7 +49,7 @@ def test_the_flags_of_every_command_are_on_the_page(command: str) -> None:
 
 
 def test_every_metric_of_a_stage_is_on_the_page_once() -> None:
-    named = re.findall(r"^\| `([\w/]+)` \|", text_of("metrics.md"), re.MULTILINE)
+    named = re.findall(r"^\| `([\w/]+)` \|", TEXTS["docs/reference/metrics.md"], re.MULTILINE)
     assert sorted(named) == sorted([*METRICS, *OF_PAIRS]) and len(named) > 70
 
 
@@ -68,11 +74,10 @@ def unknown_metrics(text: str) -> list[str]:
     return [name for name in named if name not in METRICS and name.removeprefix("eval_") not in METRICS]
 
 
-@pytest.mark.parametrize("page", NAMING_PAGES)
+@pytest.mark.parametrize("page", sorted(TEXTS.keys() - {*FOREIGN}))
 def test_flags_and_metrics_that_a_page_names_exist(page: str) -> None:
-    text = text_of(page)
-    assert "--" in text and unknown_flags(text) == []
-    assert unknown_metrics(text) == []
+    assert unknown_flags(TEXTS[page]) == []
+    assert unknown_metrics(TEXTS[page]) == []
 
 
 def test_a_flag_and_a_metric_that_do_not_exist_are_found() -> None:
@@ -95,15 +100,15 @@ def raised(file: str, words: str) -> Iterator[int]:
 
 
 def test_every_message_is_in_the_code() -> None:
-    messages = MAKERS["errors"]["read_messages"]()
-    assert MAKERS["errors"]["missing"](messages) == []
+    messages = errors_page.read_messages()
+    assert errors_page.missing(messages) == []
     assert sum(map(len, messages.values())) >= 30
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert codes - {errors.EXIT_INTERRUPTED} == messages.keys(), "each code has lines"
 
 
 def test_messages_stand_under_the_code_that_they_end_with() -> None:
-    messages = MAKERS["errors"]["read_messages"]()
+    messages = errors_page.read_messages()
     found = {(line["words"], code) for lines in messages.values() for line in lines
              for code in raised(line["file"], line["words"])}  # fmt: skip
     listed = {(line["words"], code) for code, lines in messages.items() for line in lines}
@@ -112,4 +117,4 @@ def test_messages_stand_under_the_code_that_they_end_with() -> None:
 
 def test_words_that_the_code_does_not_say_are_found() -> None:
     entry = {"file": "pipeline/errors.py", "words": "Exit codes of a run"}  # of its docstring alone
-    assert MAKERS["errors"]["missing"]({2: [entry]}) == ["pipeline/errors.py: Exit codes of a run"]
+    assert errors_page.missing({2: [entry]}) == ["pipeline/errors.py: Exit codes of a run"]

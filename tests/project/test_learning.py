@@ -1,4 +1,4 @@
-"""The experiment of tests/learning: its estimates against slow loops, and the whole of it on a tiny model."""
+"""The experiment of benchmarks/learning: its estimates against slow loops, and the whole of it on a tiny model."""
 
 import copy
 import gzip
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning import estimates, quality, quality_report, recipes, report, rows, workers
-from learning.jobs import Jobs
-from learning.policies import file_name
 from support.source_tree import ROOT
 from support.tiny_models import save_tiny
 from support.tiny_run import make_pair, make_prompts
 
+from benchmarks.learning import estimates, quality, quality_report, recipes, report, rows, workers
+from benchmarks.learning.jobs import Jobs
+from benchmarks.learning.policies import file_name
 from pipeline.configuration.flags import parse
 from pipeline.rewards.box.instructions import CHECKS, instructions
 from rlhf.rewards.sample import SampleConfig
@@ -282,8 +282,8 @@ def test_rows_with_instructions_are_what_the_box_can_check(tmp_path):
     ],
 )
 def test_the_report_of_recipes_is_that_of_the_kept_numbers(page, base):
-    file = ROOT / "docs/benchmarks" / page
-    kept = quality.read_kept(ROOT / f"docs/benchmarks/raw/{file.stem}.jsonl.bz2")
+    file = ROOT / "benchmarks/reports" / page
+    kept = quality.read_kept(ROOT / f"benchmarks/raw/{file.stem}.jsonl.bz2")
     lines, page = (text.splitlines() for text in (quality_report.written(kept, base=base), file.read_text()))
     tables = [line for line in lines if line.startswith("|")]
     assert len(tables) > 30 and [line for line in tables if not any(is_written_as(line, other) for other in page)] == []

@@ -4,8 +4,11 @@ import re
 import threading
 
 import pytest
-from bench.gpu_room import Room
-from bench.plan_runs import (
+from support.marks import slow_but
+from support.source_tree import ROOT
+
+from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.plan_runs import (
     main,
     peaks_in,
     planner_for,
@@ -16,22 +19,19 @@ from bench.plan_runs import (
     table,
     time_table,
 )
-from bench.planned import RUNS as COMPARED
-from bench.planned import TIMES
-from bench.random_models import SHAPES
-from bench.run_list import METHODS, NEXT, PREFERENCES, RUNS, PlannedRun
-from support.marks import slow_but
-from support.source_tree import ROOT
-
+from benchmarks.speed.planned import RUNS as COMPARED
+from benchmarks.speed.planned import TIMES
+from benchmarks.speed.random_models import SHAPES
+from benchmarks.speed.run_list import METHODS, NEXT, PREFERENCES, RUNS, PlannedRun
 from pipeline.configuration.flags import parse
 from pipeline.files import GIB
 from pipeline.planning.fastest import auto_flags
 from rlhf.stages import stage_of
 
-RAW = ROOT / "docs/benchmarks/raw"
+RAW = ROOT / "benchmarks/raw"
 PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
 STILL_FAR = ("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "score")
-# Planned before they were made, and missed; the planner has a rule more for each since (docs/memory.md).
+# Planned before they were made, and missed; the planner has a rule more for each since (benchmarks/reports/memory.md).
 MISSED = {
     STILL_FAR,
     ("SFT, OLMo-2-1B, ZeRO-3, checkpointing, 20 rows of 640", "train"),
@@ -155,7 +155,7 @@ def test_every_measured_phase_is_within_a_gib_or_a_twentieth_of_its_plan(run):
 
 def test_the_table_of_the_page_is_that_of_the_files():
     """So are its numbers of runs."""
-    page, expected = (ROOT / "docs/memory.md").read_text(encoding="utf-8"), table(PLANNED, MEASURED)
+    page, expected = (ROOT / "benchmarks/reports/memory.md").read_text(encoding="utf-8"), table(PLANNED, MEASURED)
     found = page[page.index(expected[0]) :].partition("\n\n")[0].splitlines()
     assert MEASURED.keys() <= {run.name for run in RUNS} == PLANNED.keys()
     assert found == expected

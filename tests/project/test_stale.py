@@ -1,14 +1,12 @@
 """What has changed since a page's figures were measured, and that every page of figures says of what they are."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT
 
-sys.path.insert(0, str(ROOT / "docs"))
-import stale
+from benchmarks import stale
 
 
 def git(root: Path, *words: str) -> str:
@@ -19,7 +17,7 @@ def git(root: Path, *words: str) -> str:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository of two commits: the first measured, the second changed one of its paths."""
-    for folder in ("docs/benchmarks", "code", "other"):
+    for folder in ("benchmarks/reports", "docs", "code", "other"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("code/a.py", "other/b.py"):
         (tmp_path / file).write_text("1\n")
@@ -29,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     first = git(tmp_path, "rev-parse", "--short=7", "HEAD").strip()
     (tmp_path / "code/a.py").write_text("1\n2\n3\n")
     git(tmp_path, "commit", "-qam", "second")
-    (tmp_path / "docs/benchmarks/fast.md").write_text(f"# Fast\n\n<!-- measured at {first}: code other -->\nText.\n")
+    (tmp_path / "benchmarks/reports/fast.md").write_text(f"# Fast\n\n<!-- measured at {first}: code other -->\nText.\n")
     (tmp_path / "docs/fresh.md").write_text(f"# Fresh\n\n<!-- measured at {first}: other -->\n")
     return tmp_path
 
@@ -37,7 +35,9 @@ def root(tmp_path: Path) -> Path:
 def test_changes_of_the_named_paths_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stale.main(root)
     fast, fresh = capsys.readouterr().out.splitlines()
-    assert fast.startswith("docs/benchmarks/fast.md, measured at ") and fresh.startswith("docs/fresh.md, measured at ")
+    assert fast.startswith("benchmarks/reports/fast.md, measured at ") and fresh.startswith(
+        "docs/fresh.md, measured at "
+    )
     assert fast.endswith(" (code other): 1 commits, 1 file changed, 2 insertions(+)")
     assert fresh.endswith(" (other): nothing has changed")
 
@@ -50,6 +50,8 @@ def test_a_commit_that_is_not_there_is_one_line(root: Path) -> None:
 
 def test_every_report_names_its_commit_and_paths_that_are_there() -> None:
     found = list(stale.marks(ROOT))
-    reports = {file.relative_to(ROOT).as_posix() for file in (ROOT / "docs/benchmarks").glob("*_*.md")}
-    assert reports | {"CONTRIBUTING.md", "docs/experiments.md", "docs/memory.md"} <= {page for page, *_ in found}
+    reports = {file.relative_to(ROOT).as_posix() for file in (ROOT / "benchmarks/reports").glob("*_*.md")}
+    assert reports | {"CONTRIBUTING.md", "benchmarks/reports/experiments.md", "benchmarks/reports/memory.md"} <= {
+        page for page, *_ in found
+    }
     assert not [(page, path) for page, _, paths in found for path in paths if not (ROOT / path).exists()]

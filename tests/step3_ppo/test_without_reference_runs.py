@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.planned import planner_of
 from support.command_run import files_of, run_command
 from support.in_process import undone_afterwards
 from support.tiny_run import make_folder, read_metrics
 
+from benchmarks.speed.planned import planner_of
 from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags

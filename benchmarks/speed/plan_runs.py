@@ -1,0 +1,262 @@
+"""Plan runs, make them on the GPUs of this machine, and compare: peaks of torch's allocator by phase.
+
+`plan_runs.py plan PLANNED` writes what the planner says of each run, on any machine; `measure PLANNED MEASURED GPUS`
+makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as Markdown.
+Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
+to themselves are compared in their times, too.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed import phases
+from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.jobs import (
+    NO_HELD_OUT,
+    BenchError,
+    environment,
+    flags,
+    launched,
+    output_words,
+    plain,
+    run_logged,
+    showing,
+)
+from benchmarks.speed.planned import PlannerOfThen, Run, planner_of
+from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
+from benchmarks.speed.run_list import RUNS, TIMED_STEPS, PlannedRun
+from demo.make import make_data
+from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.flags import parse
+from pipeline.files import GIB, write_json
+from pipeline.planning.fastest import auto_flags
+from pipeline.planning.page import StagePlanner
+from rlhf.stages import stage_of
+
+PHASE_NAMES, TIMES = (*phases.PHASES, "evaluate"), tuple(phases.PPO_TIMES)
+STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo": "step3_dpo"}
+# run -> phase -> GiB; of timed runs also `<phase>_s` -> seconds. A phase whose plan was made again after it had been
+# measured also has `<phase>_at_first`, the GiB of the plan before.
+Peaks = dict[str, dict[str, float]]
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks/raw/memory_measured_h200_202611.json"
+WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 2, 10, 480
+LONGEST_ROW = 2048  # tokens, of SFT; a word is one token or more
+SCORING = ("--critic", "--reward_model")  # roles whose models have a head for scores
+ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries, the allocator's unused blocks
+
+
+def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
+    """Return the run's models: their shapes, and whether they are made as reward models."""
+    words = run.words.split()
+    pairs = [(word, words[n + 1]) for n, word in enumerate(words) if word.endswith("model_name_or_path")]
+    return [(shape, name.startswith(SCORING)) for name, shape in pairs]
+
+
+def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
+    """Return the planner of a run, on so many H200s, and its settings."""
+    planner = PlannerOfThen if run.kernels_of_then else StagePlanner
+    return planner_of(run.section, run.words, f"{run.gpus}xH200", planner)
+
+
+def plan(file: Path) -> None:
+    """Write the planned GiB of each run's phases, and the seconds of those that are timed, as JSON.
+
+    A plan that the file has stays as it is: its run may have been made since.
+    """
+    planned = read_peaks(file)
+    for run in (run for run in RUNS if run.name not in planned):
+        planner, resolved = planner_for(run)
+        memory = planner.memory(resolved)
+        planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
+        seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
+        planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
+    write_json(file, planned)
+
+
+def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
+    """Write the models of these runs, those that are not there yet, and rows that are longer than they may be."""
+    if not (folder / "pairs.jsonl").exists():
+        make_data(folder, seed=0)
+        make_prompts(folder / "prompts.jsonl", TIMED_STEPS * LARGEST_ROLLOUT, words=500)
+        make_pairs(folder / "sft.jsonl", 400, prompt_words=9, responses=(LONGEST_ROW, LONGEST_ROW))
+        make_pairs(folder / "pairs.jsonl", 400, prompt_words=1000, responses=(60, 60))
+    tokenizer = make_full_tokenizer(folder, {shape for run in RUNS for shape, _ in shapes_of(run)})
+    for shape, scores in sorted({model for run in runs for model in shapes_of(run)}):
+        model = folder / folder_name(shape, scores)
+        if not (model / "tokenizer.json").exists():
+            make_model(model, shape, tokenizer, scores=scores)
+
+
+def folder_name(shape: str, scores: bool) -> str:
+    return f"{shape}-scores" if scores else shape
+
+
+def run_words(run: PlannedRun, inputs: Path) -> list[object]:
+    """Return the command line's flags, models as folders below `inputs`."""
+    words: list[object] = list(run.words.split())
+    for n, word in enumerate(words[:-1]):
+        if str(word).endswith("model_name_or_path"):
+            words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith(SCORING))
+    rows = {"sft": "sft", "ppo": "prompts"}.get(run.section, "pairs")
+    shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
+    words += [*flags(shared), *NO_HELD_OUT]
+    return [*words, *([] if run.chooses else assumed(run, words))]
+
+
+def assumed(run: PlannedRun, words: Sequence[object]) -> list[object]:
+    """Return the defaults of the flags that the run would choose on GPUs and that its plan takes as they are."""
+    resolved = parse(stage_of(run.section).config, list(map(str, words)), section=run.section)
+    table = flag_table(type(resolved.config))
+    left = {name: table[name].default for name in auto_flags(resolved)}
+    return flags({name: str(value).lower() for name, value in left.items()})
+
+
+def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
+    """Make the runs whose names contain `only`, and add the highest GiB of their phases to `file`.
+
+    A run that ran out of memory beside others and halved its micro-batch is another run: it is not written.
+    """
+    import torch
+
+    inputs, measured = file.parent / "plan-inputs", read_peaks(file)
+    waiting = [run for run in RUNS if run.gpus <= num_gpus and only in run.name and run.name not in measured]
+    make_inputs(inputs, waiting)
+    torch.cuda.empty_cache()
+    whole = torch.cuda.get_device_properties(0).total_memory / GIB
+    room = Room([whole] * num_gpus)
+    # Not the last byte: sums of floats.
+    all_of_it = 0.99 * whole
+
+    def highest(run: PlannedRun) -> float:
+        return max(peaks_in(planned[run.name]).values())
+
+    def made(run: PlannedRun) -> None:
+        with room.take(run.gpus, all_of_it if run.alone else highest(run) * 1.1 + ROOM_GIB) as gpus:
+            try:
+                peaks = peaks_of(run, inputs, gpus)
+            except BenchError as error:
+                print(f"[plan_runs] failed: {error}", file=sys.stderr, flush=True)
+                return
+            with room.changed:
+                measured[run.name] = peaks
+                write_json(file, measured)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(made, sorted(waiting, key=lambda run: (run.alone, -highest(run)))))
+
+
+def peaks_of(
+    run: PlannedRun, inputs: Path, gpus: list[int], *, read: Callable[[Path], object] = lambda run_dir: None
+) -> dict[str, float]:
+    """Make a run on these GPUs; return the GiB of its phases, or its highest, and `reserved`, and of a run that is
+    timed the seconds of its phases. read: is given the run's folder before it is deleted. Raises BenchError."""
+    output = inputs / "runs" / plain(run.name)
+    output.mkdir(parents=True, exist_ok=True)
+    command = launched(f"{STAGES[run.section]}.main", [*run_words(run, inputs), *output_words(output)], gpus=run.gpus)
+    threads = max((os.cpu_count() or 1) // run.gpus, 1) if run.alone else 1  # of optimizers on the host
+    variables = environment() | showing(gpus) | {"OMP_NUM_THREADS": str(threads)}
+    run_logged(f"[plan_runs] {run.name}", command, inputs / f"{plain(run.name)}.log", variables)
+    lines = phases.training_lines(output / "run")
+    if len({line["micro_batch_size"] for line in lines}) > 1:
+        raise BenchError(f"{run.name}: the micro-batch was halved, there was no memory beside other runs")
+    found = phases.measure(output / "run", warm_up=WARM_UP if run.alone else 0)
+    read(output / "run")
+    shutil.rmtree(output, ignore_errors=True)
+    by_phase = {phase: found[f"{phase}_peak_gib"] for phase in phases.PHASES if f"{phase}_peak_gib" in found}
+    # Stages 1 and 2 have one figure, that of training: nothing is evaluated.
+    by_phase = by_phase or {"train": found["peak_gib"]}
+    if run.alone:
+        times = {name: found[name] for name in TIMES if name in found}
+        if "train_s" in times:  # a line of metrics is a step, a plan's time that of a rollout with all its steps
+            times["train_s"] *= steps_of_a_rollout(lines)
+        by_phase |= times or {"train_s": found["step_s"]}
+    by_phase["reserved"] = max(line.get("gpu_reserved_gib", 0.0) for line in lines)  # no phase: what the allocator held
+    return {name: round(value, 3) for name, value in by_phase.items()}
+
+
+def steps_of_a_rollout(lines: Sequence[dict[str, Any]]) -> int:
+    """Return how many lines of metrics there are from one rollout to the next."""
+    first, second = [number for number, line in enumerate(lines) if "time/generate_s" in line][:2]
+    return second - first
+
+
+def read_peaks(file: Path) -> Peaks:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def peaks_in(figures: dict[str, float]) -> dict[str, float]:
+    """Return the GiB of phases, without seconds and what the allocator held."""
+    return {name: value for name, value in figures.items() if name in PHASE_NAMES}
+
+
+def verdict(expected: float, value: float) -> str:
+    """Return whether a planned peak is within the larger of 5 % and 1 GiB of the measured one."""
+    return "yes" if abs(expected - value) <= max(1.0, 0.05 * value) else "NO"
+
+
+def table(planned: Peaks, measured: Peaks) -> list[str]:
+    """Return the lines of the table in Markdown: each measured phase of each run, held-out runs marked.
+
+    A phase that was planned again after it was measured is no evidence: it says what its first plan was.
+    """
+    lines = ["| run | GPUs | phase | planned | measured | difference | within |", "|---|---|---|---|---|---|---|"]
+    for run in RUNS:
+        name = f"{run.name} (held out)" if run.held_out else run.name
+        if run.name not in measured:
+            worst, gib = max(peaks_in(planned[run.name]).items(), key=lambda peak: peak[1])
+            lines.append(f"| {name} | {run.gpus} | {worst} | {gib:.1f} | not run | | |")
+        for phase, value in peaks_in(measured.get(run.name, {})).items():
+            expected = planned[run.name][phase]
+            near = verdict(expected, value)
+            if (first := planned[run.name].get(f"{phase}_at_first")) is not None:
+                near = f"planned again; at first {first:.1f}: {verdict(first, value)}"
+            cells = (name, run.gpus, phase, f"{expected:.1f}", f"{value:.1f}", f"{expected - value:+.1f}", near)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def time_table(planned: Peaks, measured: Peaks) -> list[str]:
+    """Return the lines of the table of times in Markdown: each phase of the runs that were alone on their GPUs."""
+    lines = ["| run | GPUs | phase | planned | measured | difference |", "|---|---|---|---|---|---|"]
+    for run in filter(lambda run: run.alone, RUNS):
+        for name in TIMES:
+            if (value := measured.get(run.name, {}).get(name)) is not None:
+                expected = planned[run.name][name]
+                cells = (run.name, run.gpus, name.removesuffix("_s"), f"{expected:.2f} s", f"{value:.2f} s")
+                lines.append(f"| {' | '.join(map(str, cells))} | {expected / value - 1:+.0%} |")
+    return lines
+
+
+def alone_runs(measured: Peaks) -> list[Run]:
+    """Return the runs whose times were measured, as planned.py compares them."""
+    return [
+        Run(run.name, run.section, f"{run.gpus}xH200", run.words, 0, f"raw/{MEASURED.stem}",
+            seconds=tuple(measured[run.name][name] for name in TIMES if name in measured[run.name]))
+        for run in RUNS
+        if run.name in measured
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Plan, measure, or print the tables; a command with too few words is answered with all three."""
+    if len(sys.argv) < {"plan": 3, "measure": 5, "table": 4}.get(" ".join(sys.argv[1:2]), sys.maxsize):
+        sys.exit(__doc__)
+    command, file = sys.argv[1], Path(sys.argv[2])
+    if command == "plan":
+        plan(file)
+        return
+    planned, measured = read_peaks(file), Path(sys.argv[3])
+    if command == "measure":
+        measure(measured, planned, int(sys.argv[4]), *sys.argv[5:])
+    found = read_peaks(measured)
+    print(*table(planned, found), "", *time_table(planned, found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Plan each preset on stated GPUs: `make plans` writes benchmarks/reports/presets.md and the tables of scale.md."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "benchmarks" / "reports"
+os.environ["HF_HUB_OFFLINE"] = "1"  # shapes are those of launch/shapes.yaml
+
+from pipeline.configuration.flags import parse  # noqa: E402
+from pipeline.configuration.stage import Stage  # noqa: E402
+from pipeline.files import GIB  # noqa: E402
+from pipeline.launching.target import Target, parse_target  # noqa: E402
+from pipeline.planning.page import fits, seconds_text  # noqa: E402
+from pipeline.preparation.plans import choose, stage_planner  # noqa: E402
+from rlhf.train_plan import make_plan  # noqa: E402
+from step1_sft.stage import STAGE as SFT  # noqa: E402
+
+# --actor-model: GPUs; of DeepSpeed-Chat's recipes those of its scripts and published times, where there are any.
+HARDWARE = {
+    "125m": "1xA6000", "350m": "1xA6000", "1.3b": "8xA100-40GB", "1.3b-lora": "1xA6000", "2.7b": "8xA100-40GB",
+    "6.7b": "8xA100-80GB", "6.7b-lora": "1xA6000", "13b": "8xA100-40GB", "30b": "8xA100-80GB", "66b": "8x8xA100-80GB",
+    "llama-2-7b": "8xA100-80GB", "llama-2-7b-lora": "8xA100-40GB",
+    "llama-3.2-1b": "1xH100", "llama-3.2-3b": "4xH100", "llama-3.1-8b": "8xH100",
+    "qwen2.5-0.5b": "1xH100", "qwen2.5-1.5b": "1xH100", "qwen2.5-3b": "4xH100", "qwen2.5-7b": "8xH100",
+    "qwen3-0.6b": "1xH100", "qwen3-1.7b": "1xH100", "qwen3-4b": "4xH100", "qwen3-8b": "8xH100",
+    "smollm2-135m": "1xRTX4090", "smollm2-360m": "1xL40S", "smollm2-1.7b": "1xH100",
+    "chinese": "8xA100-40GB", "japanese": "8xA100-40GB", "t5-3b": "1xRTX4090",
+}  # fmt: skip
+SFT_ALONE = ("chinese", "japanese", "t5-3b")
+INTRODUCTION = """# Presets and hardware
+
+**Planned, not run**, by `make plans`: what `rlhf train --actor-model NAME --target GPUS --dry-run` prints, with the
+preset of each stage and the default reward model, which is also the critic. A cell holds the expected peak of one GPU
+in GiB and the seconds of an optimizer step with rows of full length. *tight*: the high estimate exceeds the memory.
+
+- The plan chooses micro-batch, checkpointing and prompts sampled at once for these GPUs, as a run does.
+- The batch of a step stays the same on other GPUs if their number divides it. Otherwise the log names the batch.
+- 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes; 125m, 350m and 2.7b follow its neighbours.
+  Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`. Its `7b_mixz` is `llama-2-7b-lora`.
+- Chinese, Japanese and T5 are presets of stage 1 alone: `--step 1 --sft.preset launch/presets/NAME.sft.yaml`.
+- Times leave out offload: none is planned for T5, and those of Llama 2's reward models and `llama-2-7b`'s PPO are low.
+"""
+
+
+# Rows of benchmarks/reports/scale.md: --actor-model, GPUs, responses a step, the actor's ZeRO stage, GB/s of a
+# machine's network (0: that of the target).
+SCALE = (
+    ("llama-3.1-8b", "8xH100", 128, 1, 0), ("llama-3.1-8b", "8xH100", 128, 3, 0),
+    ("llama-3.1-8b", "8x8xH100", 128, 1, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 0),
+    ("llama-3.1-8b", "8x8xH100", 1024, 3, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 12.5),
+    ("llama-3.1-8b", "64x8xH100", 1024, 1, 0), ("llama-3.1-8b", "64x8xH100", 8192, 1, 0),
+    ("llama-3.1-8b", "64x8xH100", 8192, 3, 0), ("66b", "8x8xH100", 256, 3, 0), ("66b", "64x8xH100", 2048, 3, 0),
+)  # fmt: skip
+SCALE_HEAD = (
+    "| actor | GPUs | network, GB/s | stage | responses | generate | score | train | exchange | samples/s | GiB |"
+)
+
+
+def stages_of(name: str, *words: str) -> list[tuple[Stage, Any]]:
+    """The (stage, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
+    if name in SFT_ALONE:
+        preset = str(ROOT / f"launch/presets/{name}.sft.yaml")
+        return [(SFT, parse(SFT.config, ["--preset", preset], section="sft"))]
+    plan = make_plan(["--actor-model", name, *words], prog="train.py")
+    return [(planned.stage, planned.resolved) for planned in plan.chosen]
+
+
+def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any, Any]]:
+    """The (section, planner, settings) of each stage of a name, which may start from the stages before."""
+    bases = dict[str, str]()
+    for stage, given in stages_of(name, *words):
+        planner, resolved = stage_planner(stage, given, target, bases)
+        resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
+        yield stage.section, planner, resolved
+        path = planner.needs(resolved).models[0].path
+        bases |= {str(folder): path for folder in stage.outputs(resolved.config)[:1]}
+
+
+def row(name: str) -> str:
+    """The row of a name in Markdown: of each stage the expected peak, the verdict and the time of a step."""
+    target = parse_target(HARDWARE[name])
+    cells = [f"`{name}`", str(target).partition(",")[0], f"{target.memory / GIB:.1f}"]
+    for _, planner, resolved in planners(name, target):
+        plan, needs = planner.memory(resolved), planner.needs(resolved)
+        expected, high = plan.reserved()
+        seconds, _ = planner.seconds(resolved, plan)
+        step_s = sum(seconds.values()) / needs.steps_each
+        verdict = "" if high <= target.memory else ", tight" if fits(plan, target) else ", **does not fit**"
+        cells.append(f"{expected / GIB:.1f}{verdict}{f'; {seconds_text(step_s)}' if seconds else ''}")
+    return f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
+
+
+def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: float) -> str:
+    """The row of benchmarks/reports/scale.md: phases of a step of stage 3, exchange included, samples/s and memory."""
+    target = parse_target(gpus)
+    target = replace(target, network_gb_per_s=network or target.network_gb_per_s)
+    rows = responses // target.num_gpus
+    words = f"--actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train_batch_size {responses} "
+    words += f"--ppo.per_device_generation_batch_size {rows} --ppo.per_device_train_batch_size {min(4, rows)}"
+    *_, (_, planner, resolved) = planners(name, target, *words.split())
+    plan = planner.memory(resolved)
+    seconds, exchanged = planner.seconds(resolved, plan)
+    whole, (expected, _) = sum(seconds.values()), plan.reserved()
+    cells = [name, f"{target.num_gpus}", f"{target.network_gb_per_s:g}" if target.hosts > 1 else "", f"{zero_stage}",
+             f"{responses:,}", *(f"{value:.2f}" for value in seconds.values()), f"{sum(exchanged.values()):.2f}",
+             f"{responses / whole:,.1f}", f"{expected / GIB:.0f}"]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def with_rows(text: str, head: str, rows: Iterator[str]) -> str:
+    """The text of a page with other rows below the head of a table."""
+    before, head, after = text.partition(head)
+    return "\n".join([before + head, "|" + "---|" * (head.count("|") - 1), *rows]) + "\n\n" + after.partition("\n\n")[2]
+
+
+def page() -> str:
+    """The text of benchmarks/reports/presets.md."""
+    head = ["| name | GPUs | GiB of each | SFT | reward | PPO |", "|---|---|---|---|---|---|"]
+    return "\n".join([INTRODUCTION, *head, *map(row, HARDWARE)]) + "\n"
+
+
+def site_page() -> str:
+    """Return the text of reference/presets.md: that of the report, which takes minutes to make."""
+    return (REPORTS / "presets.md").read_text(encoding="utf-8")
+
+
+def scale_page(text: str) -> str:
+    """The text of benchmarks/reports/scale.md with new tables."""
+    return with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
+
+
+if __name__ == "__main__":
+    scale = REPORTS / "scale.md"
+    scale.write_text(scale_page(scale.read_text(encoding="utf-8")), encoding="utf-8")
+    (REPORTS / "presets.md").write_text(page(), encoding="utf-8")
