@@ -1,6 +1,7 @@
 """Process group, ranks and the few collectives of the training loops: the only module that imports torch.distributed.
 
-Every function here is called the same number of times on every rank whatever the data (docs/design.md, section 8).
+Every function here is called the same number of times on every rank whatever the data (section 8 of
+docs/contribute/design.md).
 Before a collective that other ranks may reach much later, `meet` waits: no timeout ends it, and its ranks beat.
 """
 

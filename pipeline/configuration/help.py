@@ -1,6 +1,6 @@
-"""Write the help of a command, on one screen and in full, and the tables of docs/configuration.md.
+"""Write the help of a command, on one screen and in full, and the rows of the site's page of flags.
 
-All are made from the configuration models; `make reference` runs docs/make_configuration.py, which writes the page.
+All are made from the configuration models.
 """
 
 import itertools
@@ -74,15 +74,7 @@ def help_lines(flag: Flag) -> Iterator[str]:
     yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
-def reference(config_class: type[BaseModel]) -> str:
-    """Return a Markdown table for each group of flags: flag, type, default, meaning."""
-    blocks = []
-    for group, flags in itertools.groupby(flag_table(config_class).values(), key=lambda flag: flag.group):
-        rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(reference_row, flags)]
-        blocks.append(f"### {group}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join(blocks)
-
-
 def reference_row(flag: Flag) -> str:
+    """Return a flag's row of a Markdown table: flag, type, default, meaning."""
     cells = (f"`--{flag.name}`", f"`{flag.type_name}`", f"`{flag.shown_default}`", flag.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

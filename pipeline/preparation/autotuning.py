@@ -110,6 +110,4 @@ def results_folder(file: str) -> Path:
         tuning = json.loads(Path(file).read_text(encoding="utf-8"))["autotuning"]
         return Path(tuning.get("results_dir", "autotuning_results"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(
-            f"--deepspeed_config {file}: wanted a JSON with a block autotuning (benchmarks/reports/memory.md)"
-        ) from None
+        raise InputError(f"--deepspeed_config {file}: wanted a JSON with a block autotuning") from None

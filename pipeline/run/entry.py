@@ -47,7 +47,7 @@ def enter(
     choose: "Choose",
     write_report: Callable[[Path, Resolved], None],
 ) -> int:
-    """Parse the flags of a stage and run its loop; returns the exit code of design.md, section 3.
+    """Parse the flags of a stage and run its loop; returns the exit code of docs/contribute/design.md, section 3.
 
     Args:
         dry_run: (stage, flags) is what rank 0 does in a dry run instead.
@@ -112,7 +112,7 @@ def check_srun() -> None:
         raise EnvironmentFault(
             f"SLURM_NTASKS is {tasks}, but this task is a run of one rank, as each of the others would be: start one "
             "task per machine and the ranks by torchrun (srun --ntasks-per-node 1 torchrun --nproc_per_node GPUS ...; "
-            "docs/running.md); for a single rank unset SLURM_NTASKS"
+            "docs/guides/slurm.md); for a single rank unset SLURM_NTASKS"
         )
 
 

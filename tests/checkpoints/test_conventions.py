@@ -337,7 +337,7 @@ def test_an_adapter_on_its_base_is_the_merged_model(outputs: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", SCORES)
 def test_transformers_alone_gives_the_scores(outputs: Path, name: str) -> None:
-    """Of rows that end in EOS and are padded: what docs/running.md promises to other programs."""
+    """Of rows that end in EOS and are padded: what docs/reference/files.md promises to other programs."""
     rows = [torch.cat([row, torch.tensor([EOS])]) for row in random_rows(1)]
     ids, mask = padded(rows, side="right", extra=2, fill=PAD)
     model = AutoModelForSequenceClassification.from_pretrained(outputs / name, num_labels=1, dtype=torch.float32)

@@ -57,7 +57,7 @@ built = load_or_build(options, load_tokenizer(sys.argv[3]))
 print(json.dumps({"rows": len(built.train) + len(built.eval), "KiB": peaks}))
 """
 FEW, MANY = 20_000, 200_000
-BYTES_PER_ROW = 100  # docs/data.md names it; the texts of a row below are 1,000
+BYTES_PER_ROW = 100  # the texts of a row below are 1,000
 
 
 def test_records_are_read_back_as_they_were(tmp_path):

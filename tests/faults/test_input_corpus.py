@@ -1,6 +1,7 @@
 """Malformed inputs through each command's own main: no traceback, one line that names file and row, exit 2.
 
-Rows that are left out by policy are counted instead, and the run goes on to its model (docs/design.md, section 4).
+Rows that are left out by policy are counted instead, and the run goes on to its model (section 4 of
+docs/contribute/design.md).
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A run that is killed at any moment, and started again, ends as one that was not: to the last bit and line.
 
-Goals R1, R3 and R4 of docs/reliability.md. The comparison covers all metrics but times, weights, AdamW's moments, the
+What docs/why/reliability.md promises. The comparison covers all metrics but times, weights, AdamW's moments, the
 moving average, loss scales, counters, samples.jsonl and the curves that TensorBoard shows.
 """
 

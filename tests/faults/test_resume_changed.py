@@ -1,6 +1,6 @@
 """A run that is started again with something changed goes on, or is refused in one line a change: never silently other.
 
-Row 30 of the fault list in docs/reliability.md.
+What docs/why/reliability.md promises of changed settings.
 """
 
 import importlib

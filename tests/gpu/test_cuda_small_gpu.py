@@ -1,4 +1,4 @@
-"""The recipe of docs/running.md for a GPU of 24 GiB: PPO on a quantised 7B, by step 3's own command, under a cap."""
+"""The recipe of docs/guides/lora_24gb.md: PPO on a quantised 7B, by step 3's own command, under a cap of 24 GiB."""
 
 import importlib.util
 import json

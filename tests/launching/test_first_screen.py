@@ -116,6 +116,12 @@ def test_a_subcommand_explains_itself_without_heavy_imports(name):
     assert all(len(line) <= 80 or line.startswith("  --") for line in text.splitlines())
 
 
+def test_a_version_is_that_of_the_project():
+    text, imported, _ = call("-m rlhf", "--version")
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert text.strip() == f"rlhf-pipeline {version}" and not HEAVY & imported
+
+
 def test_the_list_of_subcommands_fits_a_terminal():
     text, *_ = call("-m rlhf", "--help")
     assert set(re.findall(r"^  (\w+) ", text, re.MULTILINE)) == set(SUBCOMMANDS)

@@ -77,6 +77,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
         assert following.startswith("next: python train.py --step 3" if number == "2" else "next: python chat.py")
 
 
+@pytest.mark.slow
 def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
     """A stage that has not run before has no known time; a last line that was cut short counts for nothing."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')

@@ -97,6 +97,7 @@ def test_a_single_row_without_memory_is_an_error(tmp_path):
     assert not (tmp_path / "known.json").exists()
 
 
+@pytest.mark.slow
 def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
     given = settings(tmp_path, "--auto_fit")

@@ -14,7 +14,7 @@ MAX_TEST_FILE_LINES = 400
 MAX_FILES = 14  # Python files of a folder
 MAX_FUNCTION_LINES = 80
 MAX_POSITIONAL = 5
-MAX_RAW_BYTES = 2_000_000  # of what is kept of measurements
+MAX_RAW_BYTES = 3_000_000  # of what is kept of measurements
 # A loss over two sequences of tensors: names would not make it clearer.
 WIDE = {"step2_reward/loss.py per_token_loss"}
 

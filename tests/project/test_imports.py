@@ -1,4 +1,4 @@
-"""Who may import whom (docs/design.md, section 2), and what no file does."""
+"""Who may import whom (docs/contribute/design.md, section 2), and what no file does."""
 
 import ast
 import subprocess

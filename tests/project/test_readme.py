@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from support.source_tree import ROOT, source_files, tree_of
+from support.source_tree import PACKAGES, ROOT, source_files, tree_of
 from support.worked_examples import KINDS, copied_project
 
 from pipeline.configuration.flag_table import flag_table
@@ -180,6 +180,24 @@ def test_paths_in_the_documentation_exist(page):
     text = page.read_text(encoding="utf-8")
     paths = re.findall(rf"`((?:{folders})/[\w./-]*(?:\.(?:py|sh|md|yaml|json)|/))`", text)
     assert [path for path in paths if not path.startswith("output/") and not (ROOT / path).exists()] == []
+
+
+MADE_UP = {"test_readme.py", "test_stale.py"}  # files that name pages which are not there
+
+
+def test_pages_that_the_code_names_exist():
+    """In messages, help, comments, tests, presets and workflows."""
+    named = re.compile(r"(?<![\w./-])(?:docs|benchmarks|website)/[\w./-]*\.(?:md|py|yaml)\b")
+    folders = [ROOT / name for name in (*PACKAGES, "demo", "tests", "benchmarks", "website", ".ci")]
+    suffixes = {".py", ".yaml", ".sh", ".sbatch", ".j2", ""}
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and path.suffix in suffixes]
+    files += [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), ROOT / "Makefile"]
+    texts = {path: path.read_text("utf-8") for path in files}
+    missing = {
+        (page_id(path), name) for path, text in texts.items() for name in named.findall(text)
+        if not (ROOT / name).exists() and not is_made(ROOT / name) and path.name not in MADE_UP
+    }  # fmt: skip
+    assert missing == set()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.in_process import undone_afterwards
+from support.marks import slow_but
 from support.scripted_model import save, tiny_config
 from support.tiny_t5 import make_t5_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -216,7 +217,7 @@ def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, 
 # ---- files that are gone on with ----
 
 
-@pytest.mark.parametrize("layout", ["answers", "pairs"])
+@pytest.mark.parametrize("layout", slow_but(["answers"], ["answers", "pairs"]))
 def test_a_file_that_is_cut_anywhere_is_gone_on_with(folder, model, capsys, layout):
     flags = ("-n", 3, "--reward", "f.py:length", "--as", layout, "--batch_size", 2, "--output", "a.jsonl")
     rows, _ = sampled(capsys, model, *flags)

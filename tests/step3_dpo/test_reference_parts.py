@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 from support.command_run import run_command
 from support.preference_runs import words
@@ -32,6 +33,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_with_what_is_known_of_its_reference(tmp_path: Path) -> None:
     """Rows pass one by one, so that no number depends on those beside it."""
     folder = make_folder(tmp_path, num_train=32)

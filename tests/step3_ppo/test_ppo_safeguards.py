@@ -1,4 +1,4 @@
-"""Small things that go wrong in PPO without a word, each held by a check (docs/ppo_details.md)."""
+"""Small things that go wrong in PPO without a word, each held by a check (docs/learn/ppo_traps.md)."""
 
 import pytest
 import torch

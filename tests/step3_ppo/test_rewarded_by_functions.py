@@ -164,6 +164,7 @@ def test_a_stop_waits_for_no_function(folder, tmp_path):
     assert len((folder / "rewards.py.stops").read_text()) < 4, "each held-out prompt was scored before it stopped"
 
 
+@pytest.mark.slow
 def test_a_function_that_always_hangs_ends_the_run_before_all_prompts_were_asked_for(folder, tmp_path, capsys):
     """64 responses are wanted to 4 held-out prompts; 20 that fail are enough, which two prompts have.
 
