@@ -6,7 +6,7 @@ PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site plans stale clean
+.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -91,6 +91,10 @@ site: $(VENV)/installed-site
 
 plans: $(VENV)/installed
 	$(PYTHON) -m website.presets
+
+# Sizes and imports of the code, each with its limit (tests/project/test_readings.py).
+readings: $(VENV)/installed-dev
+	@PYTHONPATH=tests $(PYTHON) tests/project/test_readings.py
 
 # What has changed since the figures of each page were measured.
 stale:

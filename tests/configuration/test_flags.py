@@ -9,7 +9,7 @@ from pydantic import Field
 from pipeline.configuration.flag_table import flag, flag_table, flat_items
 from pipeline.configuration.flags import parse, read_yaml, scan
 from pipeline.configuration.groups import Group, ModelConfig
-from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.help import help_text
 from pipeline.configuration.names import Names
 from pipeline.errors import InputError, nearest
 from rlhf.chat import ChatConfig
@@ -21,6 +21,7 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
+from website.flags import tables
 
 STAGES = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "dpo": DPOConfig}
 
@@ -374,4 +375,4 @@ def test_help_text_of_one_flag():
 
 
 def test_reference_row():
-    assert "| `--kind` | `auto\\|plain` | `auto` | Kind |" in reference(One)
+    assert "| `--kind` | `auto\\|plain` | `auto` | Kind |" in tables(flag_table(One).values())

@@ -13,13 +13,14 @@ from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import flag, flag_table
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.groups import ModelConfig
-from pipeline.configuration.help import help_text, reference
+from pipeline.configuration.help import help_text
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
+from website.flags import tables
 
 TOKEN = "hf_" + "a1B2" * 6
 KEY = "zero_optimization.sub_group_size"
@@ -68,7 +69,7 @@ def errors_of(*words: str) -> list[str]:
 def test_it_is_in_help_and_reference():
     meaning = "A token of probability p weighs (1 - p) to this power; 0: all alike"
     assert f"  --focal_gamma float\n      {meaning} [0.0]\n" in help_text(MadeUp, "x", is_full=True)
-    assert f"| `--focal_gamma` | `float` | `0.0` | {meaning} |" in reference(MadeUp)
+    assert f"| `--focal-gamma` | `float` | `0.0` | {meaning} |" in tables(flag_table(MadeUp).values())
     assert {"actor_made_up", "critic_made_up"} <= set(flag_table(MadeUpPair))
 
 

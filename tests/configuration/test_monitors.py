@@ -4,7 +4,6 @@ import pytest
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, flag_words, parse
-from pipeline.configuration.help import reference
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import TRIED
 from pipeline.errors import InputError
@@ -13,6 +12,7 @@ from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
+from website.flags import tables
 
 ALL = ["--enable_tensorboard", "--enable_csv", "true", "--enable_wandb=true"]
 
@@ -110,5 +110,7 @@ def test_no_resume_compares_them():
 
 
 def test_the_reference_names_the_switches():
-    (row,) = (line for line in reference(PPOConfig).splitlines() if line.startswith("| `--monitors` |"))
+    (row,) = (
+        line for line in tables(flag_table(PPOConfig).values()).splitlines() if line.startswith("| `--monitors` |")
+    )
     assert "(--enable_tensorboard, --enable_csv, --enable_wandb true\\|false adds to it or takes from it)" in row

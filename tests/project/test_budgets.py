@@ -9,7 +9,7 @@ from support.source_tree import ROOT, functions, relative, source_files, tree_of
 
 FILES = {relative(path): path for path in source_files()}
 TREES = {name: tree_of(path) for name, path in FILES.items()}
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 400
 MAX_TEST_FILE_LINES = 400
 MAX_FILES = 14  # Python files of a folder
 MAX_FUNCTION_LINES = 80
