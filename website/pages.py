@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-from website import errors, flags, metrics, presets, rewards
+from website import errors, flags, metrics, presets, rewards, trl
 
 PAGES: Mapping[str, Callable[[], str]] = {
+    "coming_from/trl.md": trl.page,
     "reference/flags.md": flags.page,
     "reference/metrics.md": metrics.page,
     "reference/exit_codes.md": errors.exit_codes,

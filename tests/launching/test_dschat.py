@@ -66,7 +66,7 @@ def test_dropout_other_than_0_is_refused():
 
 
 def test_the_page_names_every_flag_that_is_spelt_otherwise_or_gone():
-    page = (ROOT / "docs" / "from_deepspeed_chat.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "coming_from" / "deepspeed_chat.md").read_text(encoding="utf-8")
     tables = list(map(Names, PROGRAMS.values()))
     names = {name for table in tables for name in (*table.ignored, *table.refused)}
     assert sorted(name for name in names if f"`--{name}`" not in page) == []

@@ -5,18 +5,14 @@
 is an error.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from pipeline.configuration.names import Names
+from rlhf.stages import STAGES
+from rlhf.train_config import TrainConfig
 
-from pipeline.configuration.names import Names  # noqa: E402
-from rlhf.stages import STAGES  # noqa: E402
-from rlhf.train_config import TrainConfig  # noqa: E402
-
-HAND_TEXT = ROOT / "docs" / "coming_from" / "trl.md"
+HAND_TEXT = Path(__file__).resolve().parent.parent / "docs" / "coming_from" / "trl.md"
 MARKER = "<!-- table -->"
 # Recognised names that are not TRL's but LLaMA-Factory's, veRL's or ours.
 OTHERS = frozenset(
@@ -116,7 +112,7 @@ def listed() -> Iterator[tuple[str, str, str]]:
     known = {name for stage in STAGES for name in Names(stage.config).known} | Names(TrainConfig).known.keys()
     given = [flag for flag, _ in FLAGS.values()]
     if missing := [name for name in (*given, *SAME) if name not in known]:
-        raise KeyError(f"docs/make_trl.py: no such flags: {', '.join(missing)}")
+        raise KeyError(f"website/trl.py: no such flags: {', '.join(missing)}")
     for name, (flag, remark) in FLAGS.items():
         yield name, flag_text(flag), remark
     yield ", ".join(SAME), "the same name", "in stage 3 a model's own may have `actor_` or `critic_` in front"
@@ -141,7 +137,3 @@ def page() -> str:
     if text.count(MARKER) != 1:
         raise ValueError(f"{HAND_TEXT}: expected one line {MARKER}, got {text.count(MARKER)}")
     return text.replace(MARKER, table())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
