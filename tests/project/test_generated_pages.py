@@ -29,9 +29,11 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 TEXTS |= {f"docs/{path}": page() for path, page in pages.PAGES.items()}
 TEXTS["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
 # Pages that name other programs' flags in place of ours, and flags of pip, vLLM, llama.cpp and others.
-FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md", "docs/coming_from/deepspeed_chat.md")
+FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md", "docs/coming_from/deepspeed_chat.md",
+           "docs/reference/flags.md")  # fmt: skip
 FOREIGN = {
     "no-deps", "wheel-dir", "upgrade", "index-url", "version", "served-model-name", "outfile", "logdir",
+    "enable-lora", "lora-modules", "nproc_per_node", "module", "nodes",
 }  # fmt: skip
 
 
@@ -66,9 +68,7 @@ def unknown_flags(text: str) -> list[str]:
         name for table in tables for flag in table.values() for name in (flag.name, *flag.aliases)
     }
     named = re.findall(r"(?<![\w-])--(?:sft\.|reward\.|ppo\.|dpo\.)?([a-zA-Z][\w-]*)", text)
-    return [
-        name for name in dict.fromkeys(named) if name.replace("-", "_") not in known | FOREIGN and name not in FOREIGN
-    ]
+    return [name for name in dict.fromkeys(named) if name.replace("-", "_") not in known and name not in FOREIGN]
 
 
 def unknown_metrics(text: str) -> list[str]:
@@ -76,7 +76,7 @@ def unknown_metrics(text: str) -> list[str]:
     named = re.findall(
         r"`((?:eval_)?(?:objective|policy|value|completions|groups|advantages|loss)/\w+|eval_\w+)`", text
     )
-    return [name for name in named if name not in METRICS and name.removeprefix("eval_") not in METRICS]
+    return [name for name in named if not {name, name.removeprefix("eval_")} & {*METRICS, *DPO}]
 
 
 @pytest.mark.parametrize("page", sorted(TEXTS.keys() - {*FOREIGN_PAGES}))
