@@ -1,4 +1,4 @@
-"""A flag is defined at its field alone: whatever reads flags finds that of CONTRIBUTING.md, and those of this file."""
+"""A flag is defined at its field alone: whatever reads flags finds the worked example, and those of this file."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from support.worked_examples import example
+from support.worked_examples import examples
 
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import flag, flag_table
@@ -36,8 +36,8 @@ class MadeUpModel(ModelConfig):
 
 
 def with_example() -> type[SFTConfig]:
-    """Stage 1's configuration with the flag of CONTRIBUTING.md."""
-    (field,) = re.findall(r"^\+    (focal_gamma: .*)$", example("A new flag"), re.MULTILINE)
+    """Stage 1's configuration with the flag of the worked example."""
+    (field,) = re.findall(r"^\+    (focal_gamma: .*)$", examples()["flag"], re.MULTILINE)
     names = {"flag": flag, "SFTConfig": SFTConfig}
     exec(f"class WithExample(SFTConfig):\n    'Stage 1.'\n\n    {field}\n", names)
     return names["WithExample"]

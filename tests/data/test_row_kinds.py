@@ -1,4 +1,4 @@
-"""A kind of rows that this project does not have, the one of CONTRIBUTING.md: added from outside, and read."""
+"""A kind of rows that this project does not have, the worked example: added from outside, and read."""
 
 import importlib
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from support.row_options import write_one_here
-from support.source_tree import ROOT
 from support.tiny_run import write_lines
+from support.worked_examples import apply, examples
 
 from pipeline.configuration.groups import DataConfig
 from pipeline.data import shards
@@ -21,10 +21,8 @@ from pipeline.training.inputs import prepare_data
 
 @pytest.fixture
 def labelled(monkeypatch, tmp_path) -> dict:
-    """The options of data sets of the kind that the page adds, from a module that the tests' process has imported."""
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    code = page.partition("### Example: add a kind of rows")[2].partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "labelled_rows.py").write_text(code, encoding="utf-8")
+    """Return options of data sets of the example's kind, from a module that this process has imported."""
+    apply(examples()["row_kind"], tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "labelled_rows", raising=False)
     for name, kind in ROW_KINDS.items():

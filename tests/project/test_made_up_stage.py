@@ -1,6 +1,6 @@
 """A fourth stage: one package (step4_labelled/, beside this file) and one entry of the list of stages, nothing else.
 
-The entry is that of CONTRIBUTING.md, which shows the package's `Stage` too.
+The entry is the worked example of a stage; docs/contribute/adding.md shows the package's `Stage`.
 """
 
 import os
@@ -15,7 +15,7 @@ from support import forks
 from support.marks import slow_but
 from support.source_tree import ROOT
 from support.tiny_run import make_folder, read_metrics, write_lines
-from support.worked_examples import IGNORED, copied_project, example
+from support.worked_examples import IGNORED, block, copied_project
 
 PACKAGE = ROOT / "tests/project/step4_labelled"
 SETTINGS = {
@@ -27,7 +27,7 @@ SETTINGS = {
 
 def project_with(folder: Path, number: int) -> Path:
     """A copy of the project with the made-up stage as that of `number`."""
-    copied_project(folder, "A new stage")
+    copied_project(folder, "stage")
     shutil.copytree(PACKAGE, folder / "step4_labelled", ignore=IGNORED)
     for name in ("train.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
@@ -59,7 +59,7 @@ def train(project: Path, folder: Path, *words: str, **changes: object) -> subpro
 
 
 def test_the_page_shows_its_stage():
-    assert example("A new stage", "python") in (PACKAGE / "stage.py").read_text(encoding="utf-8")
+    assert block("stage", "python") in (PACKAGE / "stage.py").read_text(encoding="utf-8")
 
 
 WAYS = {4: ("--step", "4"), 3: ("--step", "3", "--method", "labelled")}

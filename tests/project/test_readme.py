@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.source_tree import PACKAGES, ROOT, source_files, tree_of
-from support.worked_examples import KINDS, copied_project
+from support.worked_examples import copied_project, examples
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import load_yaml, parse
@@ -356,4 +356,5 @@ def test_a_flag_that_nothing_reads_is_found():
 
 def test_the_worked_examples_apply_one_after_the_other(tmp_path: Path) -> None:
     """What they then do is run by the slow tests of tests/training/test_worked_examples.py."""
-    copied_project(tmp_path, *(f"A new {kind}" for kind in KINDS))
+    assert {"flag", "metric", "loss", "reward", "family"} <= {*examples()}, "those of the page"
+    copied_project(tmp_path, *examples())

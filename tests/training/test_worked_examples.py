@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md, applied to a copy of the project: a flag, a metric, a monitor, and so on."""
+"""The worked examples, applied to a copy of the project: a flag, a metric, a loss, a monitor, and so on."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import forks
 from support.tiny_run import SCORE_MEAN, SCORE_STD, make_folder, read_metrics, write_lines
-from support.worked_examples import KINDS, copied_project
+from support.worked_examples import copied_project, examples
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all examples."""
-    kinds = [kind for kind in KINDS if kind != "stage"]  # its package is in tests/project
-    return copied_project(tmp_path_factory.mktemp("copy"), *(f"A new {kind}" for kind in kinds))
+    kinds = [kind for kind in examples() if kind != "stage"]  # its package is in tests/project
+    return copied_project(tmp_path_factory.mktemp("copy"), *kinds)
 
 
 def run(changed: Path, folder: Path, *words: str, **variables: str) -> str:
@@ -86,6 +86,29 @@ def test_the_new_reward_adds_its_weight_to_the_score_of_a_right_answer(changed: 
     assert right[-1]["score"] is None, "without an answer there is no score"
 
 
+# The built-in reward by its name, with and without its setting; the loss of ratios 2 and 1/2, far beyond any clip.
+FUNCTIONS = """
+import math, torch
+from pipeline.rewards.box.table import BOX, check_settings
+from step3_ppo.mathematics.losses import unclipped_loss
+
+check_settings("question_marks", {"at_most": 1})
+texts = {"completions": ["no", "one?", "two??"]}
+old = torch.tensor([[-1.0, -1.0, math.nan]])
+new = torch.tensor([[-1.0 + math.log(2), -1.0 - math.log(2), math.nan]], requires_grad=True)
+mask = torch.tensor([[True, True, False]])
+loss, stats = unclipped_loss(new, old, torch.tensor([[3.0, -4.0, math.nan]]), mask, weights=None)
+loss.backward()
+print(BOX["question_marks"](**texts), BOX["question_marks"](**texts, at_most=1), loss.item(), *new.grad[0].tolist())
+"""
+
+
+def test_the_new_reward_function_and_the_new_loss(changed: Path, tmp_path: Path) -> None:
+    scores, also, *numbers = run(changed, tmp_path, "-c", FUNCTIONS).replace(", ", ",").split()
+    assert (scores, also) == ("[1.0,0.0,0.0]", "[1.0,1.0,0.0]")
+    assert [float(number) for number in numbers] == pytest.approx([-(2 * 3 - 4 / 2), -2 * 3, 4 / 2, 0.0])
+
+
 SAMPLE = """
 import torch
 from support.decode_models import DEVICE, KEY, PAD, family, fused, generator_of, random_prompts
@@ -123,8 +146,8 @@ from support.ppo_loop import loop_on_random_prompts
 from support.ppo_settings import ppo_config
 
 with group_of_one() as world:
-    for backend, name in json.loads(sys.argv[1]):
-        changed = {name: TWINS[f"ppo.{name}"].value} if name else {}
+    for backend, name, *value in json.loads(sys.argv[1]):
+        changed = {name: value[0] if value else TWINS[f"ppo.{name}"].value} if name else {}
         models = SimpleNamespace(actor="base", reward="scorer")
         config = ppo_config(models, whiten_advantages=False, kl_coef=0.0, **changed)
         sampled = {"num_samples_per_prompt": 3, "top_k": 40, "top_p": 0.9, "generation_engine": backend}
@@ -148,8 +171,9 @@ def ppo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ppo_runs(changed: Path, ppo_folder: Path) -> list[dict]:
-    """Runs as before, with the new estimator, with the new objective and with the new backend; all start alike."""
-    runs = [("eager", ""), ("eager", "advantage_estimator"), ("eager", "imitation_coef"), ("plain", "")]
+    """Runs as before, with the new estimator, objective, loss and backend; all start alike."""
+    runs = [("eager", ""), ("eager", "advantage_estimator"), ("eager", "imitation_coef")]
+    runs += [("eager", "policy_loss", "unclipped"), ("plain", "")]
     printed = run(changed, ppo_folder, "-c", PPO, json.dumps(runs), DS_ACCELERATOR="cpu")
     return [json.loads(line) for line in printed.splitlines()]
 
@@ -173,7 +197,7 @@ def test_the_new_estimator_compares_the_responses_to_one_prompt(ppo_runs: list[d
 
 
 def test_the_gradient_of_the_new_objective_is_added_to_the_policys(ppo_runs: list[dict], ppo_folder: Path) -> None:
-    before, _, after, _ = ppo_runs
+    before, _, after, *_ = ppo_runs
     assert after["advantages"] == before["advantages"]
     num_tokens = sum(after["response_lengths"])
     for one in (before, after):
@@ -191,6 +215,13 @@ def test_the_gradient_of_the_new_objective_is_added_to_the_policys(ppo_runs: lis
         assert one["metrics"]["actor/grad_norm"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-3)
     assert after["metrics"]["loss/imitation"] == pytest.approx(imitation.item() / num_tokens, rel=1e-4)
     assert "loss/imitation" not in before["metrics"]
+
+
+def test_the_new_loss_is_the_clipped_one_while_nothing_has_moved(ppo_runs: list[dict]) -> None:
+    before, *_, after, _ = ppo_runs
+    assert after["policy_loss"] == "unclipped" and after["sequences"] == before["sequences"]
+    for name in ("loss/policy", "actor/grad_norm"):
+        assert after["metrics"][name] == pytest.approx(before["metrics"][name], rel=1e-4), name
 
 
 def test_the_new_backend_samples_what_the_eager_one_does(ppo_runs: list[dict]) -> None:
