@@ -23,7 +23,7 @@ from step3_ppo.config import PPOConfig
 
 INTRODUCTION = """# Flags
 
-Type a word in the search box of this page's site, or see one command's flags with `--help-all`. In the shell a flag's
+Type words in the field above to filter the tables, or see one command's flags with `--help-all`. In the shell a flag's
 words are joined by `-`; in YAML by `_`. Both are read in both. `true|false` flags need no value to be true, and `...`
 means one or more values. A value that itself starts with `--` is written `--flag=--value`.
 

@@ -1,14 +1,19 @@
 """Add the pages that are made from the code to the site: mkdocs calls this (see mkdocs.yml)."""
 
+import re
 import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from website.pages import PAGES
+
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme loads so that the search works from file://
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -18,3 +23,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(hand_written)  # its text is in the generated one
         files.append(File.generated(config, path, content=text()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the name of a file above its block: "```python rewards.py" in the text."""
+    return re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take our own script for a search from file://, where the theme fetches one."""
+    return output.replace(SHIM, get_relative_url("assets/file_worker.js", page.url))
