@@ -23,7 +23,7 @@ OTHERS = frozenset(
 TRAINERS = (
     ("SFTTrainer, SFTConfig", "`--step 1`", "section `sft`"),
     ("RewardTrainer, RewardConfig", "`--step 2`", "section `reward`; the score is read at the last token"),
-    ("PPOTrainer, PPOConfig", "`--step 3 --method ppo`", "section `ppo`"),
+    ("PPOTrainer, PPOConfig", "`--step 3 --method ppo`", "section `ppo`; TRL 1.16 has none any more"),
     ("GRPOTrainer, GRPOConfig", "`--step 3 --method grpo`", "section `ppo`"),
     ("RLOOTrainer, RLOOConfig", "`--step 3 --method rloo`", "section `ppo`"),
     ("DPOTrainer, DPOConfig", "`--step 3 --method dpo`", "section `dpo`; IPO is `--method ipo`"),
