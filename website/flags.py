@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pydantic import BaseModel
 
 from pipeline.configuration.flag_table import Flag, flag_table
-from pipeline.configuration.help import reference_row
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
 from rlhf.models.convert import ConvertConfig
@@ -78,14 +77,15 @@ def tables(flags: Iterable[Flag]) -> str:
     """Return a table for each group of flags."""
     blocks = []
     for group, members in itertools.groupby(flags, key=lambda flag: flag.group):
-        rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(typed_row, members)]
+        rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(row, members)]
         blocks.append(f"### {group}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(blocks)
 
 
-def typed_row(flag: Flag) -> str:
-    """Return the row of a flag with its name as it is typed in a shell."""
-    return reference_row(flag).replace(f"`--{flag.name}`", f"`--{flag.name.replace('_', '-')}`", 1)
+def row(flag: Flag) -> str:
+    """Return the row of a flag, its name as it is typed in a shell: flag, type, default, meaning."""
+    code = (f"--{flag.name.replace('_', '-')}", flag.type_name, flag.shown_default)
+    return f"| {' | '.join(f'`{text}`' for text in code)} | {flag.meaning.replace('|', chr(92) + '|')} |"
 
 
 def shared_rows() -> dict[str, Flag]:
@@ -94,7 +94,7 @@ def shared_rows() -> dict[str, Flag]:
     return {
         name: flag
         for name, flag in first.items()
-        if all(name in table and reference_row(table[name]) == reference_row(flag) for table in others)
+        if all(name in table and row(table[name]) == row(flag) for table in others)
     }
 
 

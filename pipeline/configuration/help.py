@@ -1,7 +1,4 @@
-"""Write the help of a command, on one screen and in full, and the rows of the site's page of flags.
-
-All are made from the configuration models.
-"""
+"""Write the help of a command, on one screen and in full, from the configuration models."""
 
 import itertools
 import re
@@ -72,9 +69,3 @@ def help_lines(flag: Flag) -> Iterator[str]:
     yield f"  --{flag.name} {flag.type_name}"
     text = f"{flag.meaning} [{flag.shown_default}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-
-
-def reference_row(flag: Flag) -> str:
-    """Return a flag's row of a Markdown table: flag, type, default, meaning."""
-    cells = (f"`--{flag.name}`", f"`{flag.type_name}`", f"`{flag.shown_default}`", flag.meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -375,4 +375,4 @@ def test_help_text_of_one_flag():
 
 
 def test_reference_row():
-    assert "| `--kind` | `auto\\|plain` | `auto` | Kind |" in tables(flag_table(One).values())
+    assert "| `--kind` | `auto|plain` | `auto` | Kind |" in tables(flag_table(One).values())
