@@ -86,6 +86,8 @@ sbom: $(VENV)/bin/python
 	$(PYTHON) -m cyclonedx_py requirements constraints.txt --output-reproducible --output-file sbom.json
 
 # The documentation as a site, opened by site/index.html. It needs no network when it is read.
+site: export DS_ACCELERATOR = cpu
+site: export NO_MKDOCS_2_WARNING = 1
 site: $(VENV)/installed-site
 	$(PYTHON) -m mkdocs build --strict --quiet
 
