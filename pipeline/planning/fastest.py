@@ -43,7 +43,7 @@ RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
 # Rows of a pass without gradients that take less than one of a pass with them, also where its layers are recomputed.
 ROWS_WITHOUT_GRADIENTS = 4
-FEWEST_PROMPTS = 8  # that are sampled at once: a decode step of fewer takes hardly less time
+FEWEST_PROMPTS = 8  # sampled at once where as many fit: a decode step of fewer takes hardly less time
 ALIKE = 1.05  # times of a step whose quotient is at most this are alike
 
 
@@ -114,7 +114,10 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     whole = whole_weights(planner, resolved)
     planned = list(candidates(planner, resolved, names, whole))
     if whole and not any(fits(one.plan, planner.target) for one in planned):  # the ladder offloads weights of stage 3
-        planned = list(candidates(planner, resolved, names, {}))
+        whole = {}
+        planned = list(candidates(planner, resolved, names, whole))
+    if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
+        planned += candidates(planner, resolved, names, whole, fewest=1)
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -147,11 +150,15 @@ def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
 
 
 def candidates(
-    planner: StagePlanner, resolved: Resolved, names: Sequence[str], whole: Mapping[str, int]
+    planner: StagePlanner,
+    resolved: Resolved,
+    names: Sequence[str],
+    whole: Mapping[str, int],
+    fewest: int = FEWEST_PROMPTS,
 ) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
 
-    whole: flags that all of them have.
+    whole: flags that all of them have. fewest: prompts at once at least.
 
     Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
     nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
@@ -160,7 +167,7 @@ def candidates(
     shared = {**whole, **buckets(planner, resolved, names, whole)}
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
-        for at_once in prompts_at_once(planner, resolved, names):
+        for at_once in prompts_at_once(planner, resolved, names, fewest):
             given = {**shared, **switches, **at_once}
             planned = cache(partial(planned_size, planner, resolved, names, given))
             yield from (ones := list(of_sizes(planned, sizes)))
@@ -246,7 +253,9 @@ def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
     return divisors(micro * steps, up_to=micro * steps)
 
 
-def prompts_at_once(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> Iterator[dict[str, int]]:
+def prompts_at_once(
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], fewest: int
+) -> Iterator[dict[str, int]]:
     """Yield the flag of the prompts that are sampled at once: all of a rank's rollout, then half of them, and so on.
 
     {} alone where the stage samples nothing, or its rollouts are so many of them as a flag says.
@@ -257,7 +266,7 @@ def prompts_at_once(planner: StagePlanner, resolved: Resolved, names: Sequence[s
     ranks = planner.target.num_gpus
     prompts = max(1, resolved.config.rollout_size(ranks).prompts // ranks)
     yield {GENERATED: prompts}
-    while (prompts := prompts // 2) >= FEWEST_PROMPTS:
+    while (prompts := prompts // 2) >= fewest:
         yield {GENERATED: prompts}
 
 

@@ -204,6 +204,14 @@ def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_siz
     assert at_once("--train_batch_size", 32, "--per_device_generation_batch_size", 8) is None
 
 
+def test_fewer_than_eight_prompts_are_sampled_at_once_only_where_no_more_fit(models):
+    """A group of 64 responses of 2,048 tokens: the KV cache is most of the memory."""
+    words = ("--num_samples_per_prompt", 64, "--max_answer_seq_len", 2048, "--rollout_batch_size", 1024)
+    for gib, has_fewer in ((6.0, False), (2.6, True)):
+        choice = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(gib * GIB), {}))
+        assert not choice.lacks and (choice.flags["per_device_generation_batch_size"] < 8) == has_fewer
+
+
 @pytest.mark.parametrize(
     ("words", "slots", "evaluated"),
     [
