@@ -26,6 +26,9 @@ Type words in the field above to filter the tables, or see one command's flags w
 words are joined by `-`; in YAML by `_`. Both are read in both. `true|false` flags need no value to be true, and `...`
 means one or more values. A value that itself starts with `--` is written `--flag=--value`.
 
+The defaults below are those of PPO. Another method has its own, for example 8 samples a prompt and no KL penalty in
+GRPO: [methods](../learn/methods.md).
+
 ## Which value wins
 
 From the weakest to the strongest: the built-in default, the DeepSpeed JSON (`--deepspeed-config`), the preset

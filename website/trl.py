@@ -61,7 +61,7 @@ FLAGS = {
     "peft_config": ("lora_dim", "`--lora-alpha`, `--lora-dropout`, `--lora-module-name`"),
 }
 SAME = (
-    "learning_rate num_train_epochs max_steps weight_decay lr_scheduler_type max_grad_norm seed output_dir save_steps "
+    "num_train_epochs max_steps weight_decay lr_scheduler_type max_grad_norm seed output_dir save_steps "
     "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing packing temperature top_p top_k "
     "dtype lora_alpha lora_dropout label_smoothing desirable_weight undesirable_weight push_to_hub entropy_coef"
 ).split()
@@ -71,6 +71,9 @@ REMARKS = {
     "beta": "in DPO, IPO and KTO it is `--beta` here too",
     "dataset_name": "hub ids, files or folders",
     "eval_steps": "steps between evaluations; 0: before and after training",
+    "learning_rate": "in stages 1 and 2 and in DPO: `--learning-rate`",
+    "load_in_4bit": "`nf4`",
+    "load_in_8bit": "`int8`",
     "loss_type": "of DPOTrainer: `dpo`, `ipo`; of GRPOTrainer see `--loss-aggregation`, `--policy-loss`",
     "max_new_tokens": "of SFT's evaluation; of a rollout",
     "report_to": "`tensorboard`, `csv`, `wandb`",
