@@ -1,1 +1,1 @@
-"""What speed, memory and learning were measured by: programs (`speed/`, `learning/`), reports, and raw numbers."""
+"""Measurements of speed, memory and learning: programs (`speed/`, `learning/`), reports, and raw numbers."""

@@ -1,4 +1,4 @@
-"""What is looked at before stages run, and their plans, in a process of its own: `rlhf train` imports no torch."""
+"""Preflight and plans of all stages, in a process of their own: `rlhf train` itself imports no torch."""
 
 import json
 import subprocess

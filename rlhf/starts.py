@@ -1,4 +1,4 @@
-"""What the stages of a plan start from, and on which GPUs, said before they start."""
+"""Start models and GPUs of the stages of a plan, printed before they start."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What stage 3's loop works on, built from the configuration, and restored from a checkpoint."""
+"""Build the objects of stage 3's loop from the configuration, or restore them from a checkpoint."""
 
 import logging
 from dataclasses import replace

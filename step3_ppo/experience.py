@@ -191,7 +191,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets(Rows):
-    """What a critic learns from.
+    """The training targets of a critic.
 
     values: (N, T) fp32, those of the critic before the update.
     returns: (N, T) fp32.

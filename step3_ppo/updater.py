@@ -44,7 +44,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """How a rollout is turned into optimizer steps.
+    """The optimizer steps of a rollout, and what they are counted by.
 
     world: ranks and device.
     num_epochs: passes over a rollout.

@@ -1,4 +1,4 @@
-"""What a model card says of a run's results: evaluations with their errors, a curve of training."""
+"""The results of a run as a model card states them: evaluations with their errors, and a curve of training."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What gives a model's weights to generation: views of its modules or copies, shards of them, streamed layers.
+"""Sources of a model's weights for generation: views of its modules or copies, shards of them, streamed layers.
 
 For a model that is trained (`hybrid_engine.py`) as for one that is only loaded (`session_source`).
 """

@@ -26,7 +26,7 @@ ANEW = "name another --output, or give --overwrite to begin anew"
 
 @dataclass(slots=True)
 class SampleFile:
-    """Where rows are written, in the order of their prompts.
+    """The file that rows are written to, in the order of their prompts.
 
     path: the file; None = standard output.
     num_rows: rows that it has.

@@ -1,4 +1,4 @@
-"""What is said of the scores of sampled answers: mean, standard deviation, and what a token more is worth."""
+"""Summarise the scores of sampled answers: mean, standard deviation, and the worth of one more token."""
 
 import math
 from collections import defaultdict

@@ -14,7 +14,7 @@ from pipeline.kernels.int8_linear import dequantise_rows
 
 
 class Frozen(NamedTuple):
-    """What is not trained: a weight (outputs, inputs), or its int8 codes and their fp32 scales (outputs, 1); a bias."""
+    """The frozen part: a weight (outputs, inputs), or its int8 codes and their fp32 scales (outputs, 1); a bias."""
 
     weight: Tensor
     scales: Tensor | None

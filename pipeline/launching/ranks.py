@@ -18,7 +18,7 @@ Started = Mapping[int, subprocess.Popen[bytes]]  # rank -> its process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStart:
-    """What the ranks of a host are started with.
+    """The command and environment that the ranks of a host are started with.
 
     module: the Python module that each runs.
     words: its flags.

@@ -21,7 +21,7 @@ BEFORE_STAGE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What a launch script is to start: on which hosts and devices, and the words of the stage.
+    """The request to a launch script: hosts, devices, and the arguments of the stage.
 
     deployment: single_gpu, single_node or multi_node.
     launcher: how other hosts are reached; none: this command starts the ranks of one host, and its like the others.
@@ -104,7 +104,7 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
 
 
 class LastCounts(argparse.Action):
-    """What the parser does with a value: a later one replaces it, and a note says so."""
+    """An action of the parser: a later value replaces an earlier one, and a note is printed."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: object = None

@@ -76,7 +76,7 @@ class ModelSource:
 
     @property
     def stored_quantization(self) -> str:
-        """How the linear layers of the whole model are stored: see `lora.stored_quantization`."""
+        """Storage format of the linear layers of the whole model: see `lora.stored_quantization`."""
         return stored_quantization(self.whole.config)
 
     def check(self, flag: str = "", *, pickles: bool = True) -> None:

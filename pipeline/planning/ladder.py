@@ -1,4 +1,4 @@
-"""What makes a plan fit that does not, or is tight: changes of flags in order, each planned with the ones before.
+"""Search for flag changes that make a plan fit in memory, in order, each planned with the ones before.
 
 Two answers: the same training in less memory, and another training. A change that a later one makes needless is left
 out.
@@ -76,7 +76,7 @@ def size(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What makes a plan fit: the same training up to rounding, and another that takes little of the host, if any."""
+    """Remedies of a plan: the same training up to rounding, and another that takes little of the host, if any."""
 
     same: Answer
     another: Answer | None
@@ -97,7 +97,7 @@ class Answers:
 
     @property
     def instead(self) -> str:
-        """What to do where the same training does not fit, in words."""
+        """Describe the remedy if the same training does not fit."""
         if self.another is None or not self.another.is_enough:
             return NOT_ENOUGH
         return f"--auto_fit any would train something else: {shlex.join(flag_words(self.another.flags))}"

@@ -109,7 +109,7 @@ class MemoryPlan:
 
     @property
     def on_host(self) -> tuple[int, int]:
-        """What the processes of a machine take of its memory, expected and high, with what is offloaded."""
+        """Return the host memory of a machine's processes, expected and high, including offloaded tensors."""
         process = self.reserved() if self.on_cpu else PROCESS_BESIDE_GPU
         return self.host + self.per_host * process[0], self.host + self.per_host * process[1]
 

@@ -1,4 +1,4 @@
-"""What the files of a run's folder say. A file that is missing or was cut off is read as far as it goes."""
+"""The records in the files of a run's folder. A file that is missing or truncated is read as far as it goes."""
 
 import os
 import re
@@ -36,7 +36,7 @@ class RunRecord:
 
     @cached_property
     def meaning(self) -> dict[str, Any]:
-        """What the run is and what its metrics mean; see `pipeline.training.metrics.write_meaning`."""
+        """Description of the run and of its metrics; see `pipeline.training.metrics.write_meaning`."""
         content = read_object(meaning_file(self.folder))
         return {name: value for name, value in content.items() if isinstance(value, MEANING.get(name, object))}
 
@@ -61,7 +61,7 @@ class RunRecord:
 
     @property
     def metrics(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each metric means, by name: the fields of a `Metric`."""
+        """Meaning of each metric by name: the fields of a `Metric`."""
         return {name: one for name, one in self.meaning.get("metrics", {}).items() if isinstance(one, dict)}
 
     def metric(self, name: str) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ class RunRecord:
 
     @cached_property
     def cost(self) -> str:
-        """What the run cost so far, in words; "" where nothing says it."""
+        """Cost of the run so far, in words; "" if it is not known."""
         return cost(self.folder)
 
     @cached_property
@@ -110,7 +110,7 @@ class RunRecord:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the plan that chose its flags expects of them; {} where none was made."""
+        """Expected figures of the plan that chose the run's flags; {} without such a plan."""
         return read_object(plan_file(self.folder))
 
     @cached_property
@@ -139,7 +139,7 @@ class RunRecord:
 
     @property
     def ending(self) -> tuple[str, str]:
-        """How it ended: finished, running, stopped, failed or died; and that in words."""
+        """State of the run (finished, running, stopped, failed, died), and the same in words."""
         ranks = ranks_with_outcome(self.folder)
         outcomes = [found for rank in ranks if (found := read_outcome(self.folder, rank))]
         at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")

@@ -1,4 +1,4 @@
-"""What a report says in words and numbers: how runs went, before and after, time, memory, flags, and answers."""
+"""The tables and sentences of a report: course of the runs, before and after, time, memory, flags, and answers."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

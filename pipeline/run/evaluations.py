@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run went by its evaluations.
+    """Verdict on a run by its evaluations.
 
     kind: a key of WORDS, the first one that one of its numbers has; "" where none was compared.
     words: the kind for people.

@@ -43,7 +43,7 @@ DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 
 @dataclass(slots=True)
 class History:
-    """What the rules look at: the first and the last values of each metric of a run, and samples of its evaluations.
+    """Input of the rules: the first and the last values of each metric of a run, and samples of its evaluations.
 
     total_steps: optimizer steps of the run.
     rate_flag: the learning rate, as a flag.
@@ -222,7 +222,7 @@ RULES = (
 
 
 def equal_pairs(num_equal: int, num_pairs: int) -> str:
-    """Of stage 2's data: many pairs have the same tokens on both sides, and teach nothing."""
+    """Warn if many pairs of stage 2's data have the same tokens on both sides, and teach nothing."""
     if not num_pairs or num_equal / num_pairs <= MOST_EQUAL:
         return ""
     return (

@@ -33,7 +33,7 @@ MetricGroup = Literal["objective", "policy", "value", "completions", "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a number of a run says.
+    """The declaration of a metric.
 
     meaning: what it is, with its reduction over rows and ranks.
     unit: what it is counted in.

@@ -1,4 +1,4 @@
-"""What people see of a stage beside its progress: the banner at its begin, samples, and the box at its end.
+"""Output of a stage for people, beside its progress: the banner at its start, samples, and the box at its end.
 
 A terminal gets them drawn by rich, the logs and a pipe as plain lines.
 """

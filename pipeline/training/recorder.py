@@ -147,7 +147,7 @@ class Recorder:
         return ", ".join(f"{title} {share:.0%}" for title, share in shares)
 
     def sync(self) -> None:
-        """Before a checkpoint: no line of its past may be lost where it stays."""
+        """Flush all lines before a checkpoint, so that none of its past can be lost while it stays."""
         if self._writer is not None:
             self._writer.sync()
 

@@ -22,7 +22,7 @@ WeightKind = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 
 class Difference(NamedTuple):
-    """How the sampler's probabilities of its tokens differ from the trainer's: scalars over all tokens of a rollout."""
+    """Difference of the sampler's token probabilities from the trainer's: scalars over all tokens of a rollout."""
 
     mean_abs: Tensor  # of |log old - log mu|, of a token
     max_abs: Tensor
@@ -31,7 +31,7 @@ class Difference(NamedTuple):
 
 
 class WeightShares(NamedTuple):
-    """What weights do to a rollout: scalars."""
+    """Effect of the token weights on a rollout: scalars."""
 
     clipped: Tensor  # tokens whose weight is cut to the cap, or 0
     rejected: Tensor  # rows of which every weight is 0

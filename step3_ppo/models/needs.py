@@ -180,7 +180,7 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
 
 @dataclass(frozen=True, slots=True)
 class DecodeNeeds:
-    """What the fused backend reads and runs on a GPU.
+    """Bytes and kernels of the fused backend on a GPU.
 
     num_bytes: bytes of whole weights that it copies.
     kernels: kernels of a decode step.

@@ -51,7 +51,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where questions go, and how long they are tried.
+    """The endpoint that questions are sent to, and the limits of retries.
 
     url: base of its API, `http://127.0.0.1:8000/v1`.
     model: name of the model there.
@@ -99,7 +99,7 @@ class Endpoint:
         return os.environ.get(self.key_variable, "").strip()
 
     def is_local(self) -> bool:
-        """Whether it is on this machine's loopback interface."""
+        """Tell whether it is on this machine's loopback interface."""
         host = urlsplit(self.url).hostname or ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback

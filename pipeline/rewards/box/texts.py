@@ -1,4 +1,4 @@
-"""What reward functions read: texts and columns; and how a function of one text becomes a reward function."""
+"""Inputs of reward functions: texts and columns; and a decorator that makes one of a function of a single text."""
 
 import functools
 import inspect
