@@ -99,6 +99,14 @@ def test_every_page_is_within_two_clicks_of_the_readme():
     assert [page_id(page) for page in PAGES if page not in first | second | {ROOT / "README.md"}] == []
 
 
+def test_what_it_costs_is_what_the_page_of_presets_says():
+    page = (ROOT / "benchmarks" / "reports" / "presets.md").read_text(encoding="utf-8")
+    planned = [re.findall(r"([\d.]+); ([\d.]+) s", line) for line in page.splitlines()]
+    rows = re.findall(r"^\| .* \|$", README.partition("## What it costs")[2].partition("## ")[0], re.MULTILINE)[2:]
+    shown = [re.findall(r"([\d.]+) GiB, ([\d.]+) s", row) for row in rows]
+    assert len(shown) == 4 and [row for row in shown if row not in planned] == []
+
+
 # --- links and names ------------------------------------------------------------------------------------------------
 
 
