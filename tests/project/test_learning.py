@@ -125,7 +125,7 @@ def test_a_recipe_is_commands_that_its_stages_take(name, tmp_path, monkeypatch):
 
     def run(self: Jobs, name: str, module: str, words: list[object], *, gpu: int | None = None) -> str:
         (tmp_path / "runs" / f"{file_name(recipe)}-seed7-models").mkdir(exist_ok=True)
-        if module == "learning.workers":
+        if module == "benchmarks.learning.workers":
             assert list(words[:2]) == ["rounded", 8]
             module, words, ran["rounded"] = "step3_ppo.main", words[2:], True
         if module in CONFIGS:
