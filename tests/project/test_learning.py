@@ -321,7 +321,7 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     save_tiny("llama", bpe_folder, tmp_path / "base", max_position_embeddings=1024, num_hidden_layers=2)
 
     def learning(command: str, *words: object) -> None:
-        call = [sys.executable, str(ROOT / "tests" / "learning"), command, "--work", str(tmp_path / "work"), "--depths"]
+        call = [sys.executable, "-m", "benchmarks.learning", command, "--work", str(tmp_path / "work"), "--depths"]
         done = subprocess.run([*call, "2", *map(str, words)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
