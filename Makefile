@@ -91,6 +91,7 @@ site: export NO_MKDOCS_2_WARNING = 1
 site: $(VENV)/installed-site
 	$(PYTHON) -m mkdocs build --strict --quiet
 
+plans: export HF_HUB_OFFLINE = 1  # shapes are those of launch/shapes.yaml
 plans: $(VENV)/installed
 	$(PYTHON) -m website.presets
 

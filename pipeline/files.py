@@ -9,10 +9,8 @@ import json
 import logging
 import os
 import shutil
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +234,9 @@ def has_config(folder: Path) -> bool:
 
 def own_version() -> str:
     """Return the version of this project: of the checkout that this runs from, else the installed one."""
+    import tomllib  # here, since every command imports this file
+    from importlib import metadata
+
     settings = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if settings.is_file():
         return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])

@@ -9,7 +9,6 @@ import sys
 
 from pipeline.console import HELP, HELP_ALL, outlive_console, quit_on_interrupt
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT, nearest, say
-from pipeline.files import PROJECT, own_version
 
 # Subcommands whose modules are in a folder of their own.
 FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert", "export", "merge"), "models.")
@@ -41,6 +40,8 @@ def main(argv: list[str] | None = None, *, prog: str = "rlhf") -> int:
         return EXIT_DONE if words else EXIT_INPUT
     name, *rest = words
     if name == "--version":
+        from pipeline.files import PROJECT, own_version
+
         print(PROJECT, own_version())
         return EXIT_DONE
     if name not in SUBCOMMANDS:

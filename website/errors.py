@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from rlhf.train import MEANING
+from website.tables import row
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,17 +60,16 @@ def missing(messages: Messages) -> list[str]:
 def section(code: int, lines: Sequence[Mapping[str, str]]) -> str:
     """Return the section of an exit code, or of the warnings."""
     title = "Warnings, which end no run" if code == WARNINGS else f"Code {code}: {CODES[code].partition(';')[0]}"
-    rows = [f"| `... {line['words'].strip(' :;,(')} ...` | {line['cause']} | {line['cure']} |" for line in lines]
+    rows = [row(f"`... {line['words'].strip(' :;,(')} ...`", line["cause"], line["cure"]) for line in lines]
     return "\n".join([f"## {title}\n", "| the line has | because | what to do |", "|---|---|---|", *rows])
 
 
 def page() -> str:
     """Return the text of trouble/errors.md."""
-    return (
-        "\n\n".join([INTRODUCTION.strip(), *(section(code, lines) for code, lines in read_messages().items())]) + "\n"
-    )
+    sections = [section(code, lines) for code, lines in read_messages().items()]
+    return "\n\n".join([INTRODUCTION.strip(), *sections]) + "\n"
 
 
 def exit_codes() -> str:
     """Return the text of reference/exit_codes.md."""
-    return EXIT_CODES + "".join(f"| {code} | {meaning} |\n" for code, meaning in sorted(CODES.items()))
+    return EXIT_CODES + "".join(row(str(code), meaning) + "\n" for code, meaning in sorted(CODES.items()))

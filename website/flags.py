@@ -19,6 +19,7 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
+from website.tables import escaped, flag_name, row
 
 INTRODUCTION = """# Flags
 
@@ -80,15 +81,14 @@ def tables(flags: Iterable[Flag]) -> str:
     """Return a table for each group of flags."""
     blocks = []
     for group, members in itertools.groupby(flags, key=lambda flag: flag.group):
-        rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(row, members)]
+        rows = ["| flag | type | default | meaning |", "|---|---|---|---|", *map(flag_row, members)]
         blocks.append(f"### {group}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(blocks)
 
 
-def row(flag: Flag) -> str:
+def flag_row(flag: Flag) -> str:
     """Return the row of a flag, its name as it is typed in a shell: flag, type, default, meaning."""
-    code = (f"--{flag.name.replace('_', '-')}", flag.type_name, flag.shown_default)
-    return f"| {' | '.join(f'`{text}`' for text in code)} | {flag.meaning.replace('|', chr(92) + '|')} |"
+    return row(flag_name(flag.name), f"`{flag.type_name}`", f"`{flag.shown_default}`", escaped(flag.meaning))
 
 
 def shared_rows() -> dict[str, Flag]:
@@ -97,7 +97,7 @@ def shared_rows() -> dict[str, Flag]:
     return {
         name: flag
         for name, flag in first.items()
-        if all(name in table and row(table[name]) == row(flag) for table in others)
+        if all(name in table and flag_row(table[name]) == flag_row(flag) for table in others)
     }
 
 

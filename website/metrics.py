@@ -8,6 +8,7 @@ from step2_reward.metrics import METRICS as REWARD
 from step3_dpo.metrics import METRICS as DPO
 from step3_ppo.metrics import METRICS as PPO
 from step3_ppo.metrics import of_rewards
+from website.tables import escaped, row
 
 INTRODUCTION = """# Metrics
 
@@ -32,10 +33,9 @@ PARTS: tuple[tuple[str, str, Mapping[str, Metric], Mapping[str, Metric]], ...] =
 )
 
 
-def row(name: str, metric: Metric) -> str:
+def metric_row(name: str, metric: Metric) -> str:
     """Return the line of a metric."""
-    cells = (f"`{name}`", metric.title, metric.unit, BETTER[metric.better], metric.meaning.replace("|", r"\|"))
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+    return row(f"`{name}`", metric.title, metric.unit, BETTER[metric.better], escaped(metric.meaning))
 
 
 def groups_of(metrics: Mapping[str, Metric]) -> Iterable[str]:
@@ -49,7 +49,7 @@ def section(title: str, note: str, metrics: Mapping[str, Metric], known: Mapping
     lines = [f"## {title}", ""] + ([note, ""] if note else [])
     lines += ["| metric | name in the report | unit | better | meaning |", "|---|---|---|---|---|"]
     for group in groups_of(own):
-        lines += [row(name, metric) for name, metric in own.items() if metric.group == group]
+        lines += [metric_row(name, metric) for name, metric in own.items() if metric.group == group]
     return "\n".join(lines)
 
 

@@ -1,23 +1,21 @@
 """Plan each preset on stated GPUs: `make plans` writes benchmarks/reports/presets.md and the tables of scale.md."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-REPORTS = ROOT / "benchmarks" / "reports"
-os.environ["HF_HUB_OFFLINE"] = "1"  # shapes are those of launch/shapes.yaml
+from pipeline.configuration.flags import parse
+from pipeline.configuration.stage import Stage
+from pipeline.files import GIB
+from pipeline.launching.target import Target, parse_target
+from pipeline.planning.page import fits, seconds_text
+from pipeline.preparation.plans import choose, stage_planner
+from rlhf.train_plan import make_plan
+from step1_sft.stage import STAGE as SFT
+from website.pages import PRESETS
 
-from pipeline.configuration.flags import parse  # noqa: E402
-from pipeline.configuration.stage import Stage  # noqa: E402
-from pipeline.files import GIB  # noqa: E402
-from pipeline.launching.target import Target, parse_target  # noqa: E402
-from pipeline.planning.page import fits, seconds_text  # noqa: E402
-from pipeline.preparation.plans import choose, stage_planner  # noqa: E402
-from rlhf.train_plan import make_plan  # noqa: E402
-from step1_sft.stage import STAGE as SFT  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 # --actor-model: GPUs; of DeepSpeed-Chat's recipes those of its scripts and published times, where there are any.
 HARDWARE = {
@@ -123,17 +121,12 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *head, *map(row, HARDWARE)]) + "\n"
 
 
-def site_page() -> str:
-    """Return the text of reference/presets.md: that of the report, which takes minutes to make."""
-    return (REPORTS / "presets.md").read_text(encoding="utf-8")
-
-
 def scale_page(text: str) -> str:
     """The text of benchmarks/reports/scale.md with new tables."""
     return with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
 
 
 if __name__ == "__main__":
-    scale = REPORTS / "scale.md"
+    scale = PRESETS.with_name("scale.md")
     scale.write_text(scale_page(scale.read_text(encoding="utf-8")), encoding="utf-8")
-    (REPORTS / "presets.md").write_text(page(), encoding="utf-8")
+    PRESETS.write_text(page(), encoding="utf-8")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.rewards.box.table import BOX, settings_of
+from website.tables import escaped, row
 
 INTRODUCTION = """# Built-in reward functions
 
@@ -18,13 +19,13 @@ have the signature of TRL's reward functions. [Your own function](../guides/own_
 """
 
 
-def row(name: str, function: Callable[..., Any]) -> str:
+def function_row(name: str, function: Callable[..., Any]) -> str:
     """Return the row of a function."""
     meaning = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     settings = ", ".join(f"`{setting}` ({default!r})" for setting, default in settings_of(function).items())
-    return f"| `{name}` | {meaning} | {settings} |".replace("|  |", "| |")
+    return row(f"`{name}`", escaped(meaning), settings)
 
 
 def page() -> str:
     """Return the text of reference/rewards.md."""
-    return INTRODUCTION + "\n".join(row(name, function) for name, function in BOX.items()) + "\n"
+    return INTRODUCTION + "\n".join(function_row(name, function) for name, function in BOX.items()) + "\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from pipeline.configuration.names import Names
 from rlhf.stages import STAGES
 from rlhf.train_config import TrainConfig
+from website.tables import escaped, flag_name, row
 
 HAND_TEXT = Path(__file__).resolve().parent.parent / "docs" / "coming_from" / "trl.md"
 MARKER = "<!-- table -->"
@@ -90,11 +91,6 @@ NO_FLAG = {
 }
 
 
-def flag_text(name: str) -> str:
-    """Return a flag as the shell takes it."""
-    return f"`--{name.replace('_', '-')}`"
-
-
 def recognised() -> Iterator[tuple[str, str, str]]:
     """Yield (TRL's name, our flags, remark) of each name of TRL that a field of a flag knows."""
     ours: dict[str, dict[str, str]] = {}
@@ -107,7 +103,7 @@ def recognised() -> Iterator[tuple[str, str, str]]:
     for name in sorted(ours):
         meaning = next(iter(ours[name].values())).partition(";")[0].partition(" (")[0]
         remark = REMARKS.get(name, meaning if len(meaning) <= LONGEST else "")
-        yield name, ", ".join(map(flag_text, ours[name])), remark
+        yield name, ", ".join(map(flag_name, ours[name])), remark
 
 
 def listed() -> Iterator[tuple[str, str, str]]:
@@ -117,7 +113,7 @@ def listed() -> Iterator[tuple[str, str, str]]:
     if missing := [name for name in (*given, *SAME) if name not in known]:
         raise KeyError(f"website/trl.py: no such flags: {', '.join(missing)}")
     for name, (flag, remark) in FLAGS.items():
-        yield name, flag_text(flag), remark
+        yield name, flag_name(flag), remark
     yield ", ".join(SAME), "the same name", "in stage 3 a model's own may have `actor_` or `critic_` in front"
     for name, remark in NO_FLAG.items():
         yield name, "none", remark
@@ -125,12 +121,10 @@ def listed() -> Iterator[tuple[str, str, str]]:
 
 def table() -> str:
     """Return the table, a row a class, column or flag."""
-    kinds = {"class or argument": TRAINERS, "column": COLUMNS, "flag": (*recognised(), *listed())}
     lines = ["| TRL | here | remark |", "|---|---|---|"]
-    for rows in kinds.values():
-        for names, ours, remark in rows:
-            theirs = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names.split(", "))
-            lines.append(f"| {theirs} | {ours} | {remark.replace('|', chr(92) + '|')} |")
+    for names, ours, remark in (*TRAINERS, *COLUMNS, *recognised(), *listed()):
+        theirs = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names.split(", "))
+        lines.append(row(theirs, ours, escaped(remark)))
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from benchmarks.speed import phases
 from benchmarks.speed.gpu_room import Room
 from benchmarks.speed.jobs import (
     NO_HELD_OUT,
+    ROOT,
     BenchError,
     environment,
     flags,
@@ -44,7 +45,7 @@ STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo
 # run -> phase -> GiB; of timed runs also `<phase>_s` -> seconds. A phase whose plan was made again after it had been
 # measured also has `<phase>_at_first`, the GiB of the plan before.
 Peaks = dict[str, dict[str, float]]
-MEASURED = Path(__file__).resolve().parents[2] / "benchmarks/raw/memory_measured_h200_202611.json"
+MEASURED = ROOT / "benchmarks/raw/memory_measured_h200_202611.json"
 WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 2, 10, 480
 LONGEST_ROW = 2048  # tokens, of SFT; a word is one token or more
 SCORING = ("--critic", "--reward_model")  # roles whose models have a head for scores

@@ -117,7 +117,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
         whole = {}
         planned = list(candidates(planner, resolved, names, whole))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
-        planned += candidates(planner, resolved, names, whole, fewest=1)
+        planned += candidates(planner, resolved, names, whole, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -154,24 +154,24 @@ def candidates(
     resolved: Resolved,
     names: Sequence[str],
     whole: Mapping[str, int],
-    fewest: int = FEWEST_PROMPTS,
+    sizes: range | None = None,
 ) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
 
-    whole: flags that all of them have. fewest: prompts at once at least.
+    whole: flags that all of them have. sizes: numbers of prompts at once; None: see `prompts_at_once`.
 
     Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
     nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
     """
-    sizes, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
+    micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
     shared = {**whole, **buckets(planner, resolved, names, whole)}
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
-        for at_once in prompts_at_once(planner, resolved, names, fewest):
+        for at_once in prompts_at_once(planner, resolved, names, sizes):
             given = {**shared, **switches, **at_once}
             planned = cache(partial(planned_size, planner, resolved, names, given))
-            yield from (ones := list(of_sizes(planned, sizes)))
-            if planned(sizes[-1]).is_best_of_its_kind:
+            yield from (ones := list(of_sizes(planned, micro)))
+            if planned(micro[-1]).is_best_of_its_kind:
                 if not any(switches.values()):
                     return
                 break
@@ -254,20 +254,24 @@ def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
 
 
 def prompts_at_once(
-    planner: StagePlanner, resolved: Resolved, names: Sequence[str], fewest: int
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], sizes: range | None
 ) -> Iterator[dict[str, int]]:
     """Yield the flag of the prompts that are sampled at once: all of a rank's rollout, then half of them, and so on.
 
-    {} alone where the stage samples nothing, or its rollouts are so many of them as a flag says.
+    {} alone where the stage samples nothing, or its rollouts are so many of them as a flag says. sizes: yield these
+    numbers alone; None: all of a rollout, and its halves that are not below FEWEST_PROMPTS.
     """
     if GENERATED not in names or dict(flat_items(resolved.config))[BATCHES]:
-        yield {}
+        if sizes is None:
+            yield {}
         return
     ranks = planner.target.num_gpus
     prompts = max(1, resolved.config.rollout_size(ranks).prompts // ranks)
-    yield {GENERATED: prompts}
-    while (prompts := prompts // 2) >= fewest:
-        yield {GENERATED: prompts}
+    sizes = sizes or range(min(prompts, FEWEST_PROMPTS), prompts + 1)
+    while prompts:
+        if prompts in sizes:
+            yield {GENERATED: prompts}
+        prompts //= 2
 
 
 def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: int, at_once: int) -> int:

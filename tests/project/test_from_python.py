@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from support import forks
+from support.pages import blocks
 from support.source_tree import ROOT
 from support.tiny_run import make_folder
 
 PAGE = (ROOT / "docs" / "guides" / "from_python.md").read_text(encoding="utf-8")
-BLOCKS = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+BLOCKS = dict(blocks(PAGE, "python"))
 MODEL = "HuggingFaceTB/SmolLM2-135M"
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from support.source_tree import ROOT, tree_of
@@ -24,10 +25,8 @@ METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
 OF_PAIRS = [name for name in DPO if name not in SUPERVISED]  # some have the names of stage 2's
 
 
-# The pages of the site, those that are made with it, and README: path -> text.
-TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")}
-TEXTS |= {f"docs/{path}": page() for path, page in pages.PAGES.items()}
-TEXTS["README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+MADE = {f"docs/{path}": page for path, page in pages.PAGES.items()}
+WRITTEN = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")} | {"README.md"}
 # Pages that name other programs' flags in place of ours, and flags of pip, vLLM, llama.cpp and others.
 FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md", "docs/coming_from/deepspeed_chat.md",
            "docs/reference/flags.md")  # fmt: skip
@@ -37,8 +36,14 @@ FOREIGN = {
 }  # fmt: skip
 
 
+@cache
+def text_of(page: str) -> str:
+    """The text of README or of a page of the site, those that are made with it too."""
+    return MADE[page]() if page in MADE else (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_every_flag_of_every_command_is_on_the_page_once() -> None:
-    sections = re.split(r"^## ", TEXTS["docs/reference/flags.md"], flags=re.MULTILINE)
+    sections = re.split(r"^## ", text_of("docs/reference/flags.md"), flags=re.MULTILINE)
     rows = {part.partition("\n")[0]: re.findall(r"^\| `--([\w-]+)` \|", part, re.MULTILINE) for part in sections}
     shared = rows["All four stages"]
     for title, config in (flags.STAGES | flags.COMMANDS).items():
@@ -54,7 +59,7 @@ def test_the_flags_of_every_command_are_on_the_page(command: str) -> None:
 
 
 def test_every_metric_of_a_stage_is_on_the_page_once() -> None:
-    named = re.findall(r"^\| `([\w/]+)` \|", TEXTS["docs/reference/metrics.md"], re.MULTILINE)
+    named = re.findall(r"^\| `([\w/]+)` \|", text_of("docs/reference/metrics.md"), re.MULTILINE)
     assert sorted(named) == sorted([*METRICS, *OF_PAIRS]) and len(named) > 70
 
 
@@ -79,10 +84,10 @@ def unknown_metrics(text: str) -> list[str]:
     return [name for name in named if not {name, name.removeprefix("eval_")} & {*METRICS, *DPO}]
 
 
-@pytest.mark.parametrize("page", sorted(TEXTS.keys() - {*FOREIGN_PAGES}))
+@pytest.mark.parametrize("page", sorted((WRITTEN | MADE.keys()) - {*FOREIGN_PAGES}))
 def test_flags_and_metrics_that_a_page_names_exist(page: str) -> None:
-    assert unknown_flags(TEXTS[page]) == []
-    assert unknown_metrics(TEXTS[page]) == []
+    assert unknown_flags(text_of(page)) == []
+    assert unknown_metrics(text_of(page)) == []
 
 
 def test_a_flag_and_a_metric_that_do_not_exist_are_found() -> None:

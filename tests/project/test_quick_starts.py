@@ -2,23 +2,19 @@
 
 import json
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support import forks
+from support.pages import blocks, commands_in
 from support.source_tree import ROOT
 from support.tiny_run import make_folder, write_lines
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 STARTS = README.partition("## Quick starts")[2].partition("\n## ")[0]
-COMMANDS = [
-    [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
-    for block in re.findall(r"^```bash\n(.*?)^```$", STARTS, re.MULTILINE | re.DOTALL)
-]
+COMMANDS = [list(commands_in(content)) for _, content in blocks(STARTS, "bash")]
 METHODS = ("ppo", "grpo", "dpo")  # of these blocks; the last one is DeepSpeed-Chat's, whose commands train OPT
 IN_PLACE = {
     "qwen2.5-0.5b": "base", "Qwen/Qwen2.5-0.5B-Instruct": "base", "trl-lib/ultrafeedback_binarized": "train.jsonl",
@@ -43,12 +39,12 @@ def test_the_blocks_are_those_of_the_methods() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_quick_start_trains_and_talks(method: str, tmp_path: Path) -> None:
     make_folder(tmp_path)
-    (functions,) = re.findall(r"^```python rewards.py\n(.*?)^```$", STARTS, re.MULTILINE | re.DOTALL)
-    (shown,) = re.findall(r"^```text questions.jsonl\n(.*?)^```$", STARTS, re.MULTILINE | re.DOTALL)
-    (tmp_path / "rewards.py").write_text(functions, encoding="utf-8")
+    ((name, functions),) = blocks(STARTS, "python")
+    ((questions, shown),) = blocks(STARTS, "text")
+    (tmp_path / name).write_text(functions, encoding="utf-8")
     rows = [{"prompt": f"What is {n} + 30?", "answer": str(n + 30)} for n in range(48)]
     assert json.loads(shown) in rows, "rows like that of README"
-    write_lines(tmp_path / "questions.jsonl", rows)
+    write_lines(tmp_path / questions, rows)
     environment = forks.environment() | {"PYTHONPATH": str(ROOT)}
     for _, command, *words in COMMANDS[METHODS.index(method)]:
         given = [IN_PLACE.get(word, word) for word in words]

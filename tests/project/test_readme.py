@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from support.pages import blocks, commands_in
 from support.source_tree import PACKAGES, ROOT, source_files, tree_of
 from support.worked_examples import copied_project, examples
 
@@ -44,14 +45,6 @@ OTHERS = ("git", "cd", "source", "pip", "echo", "tensorboard")
 
 def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def blocks(text: str, language: str) -> Iterator[tuple[str, str]]:
-    """(title, content) of the fenced blocks of a language; the title stands behind the language's name."""
-    for info, content in re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        name, _, title = info.strip().partition(" ")
-        if name == language:
-            yield title, content
 
 
 # --- the README, and the list of files ------------------------------------------------------------------------------
@@ -212,22 +205,11 @@ def test_pages_that_the_code_names_exist():
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-def command_lines(text: str) -> Iterator[list[str]]:
-    """The commands of the `bash` blocks as words, without comments; each side of a pipe is one."""
-    for _, content in blocks(text, "bash"):
-        for line in content.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.replace("<this repository>", "URL"), comments=True)
-            start = 0
-            for end in [index for index, word in enumerate(words) if word == "|"] + [len(words)]:
-                if words[start:end]:
-                    yield words[start:end]
-                start = end + 1
-
-
 COMMANDS = [
     pytest.param(page, words, id=shlex.join(words)[:70])
     for page in PAGES
-    for words in command_lines(page.read_text(encoding="utf-8"))
+    for _, content in blocks(page.read_text(encoding="utf-8"), "bash")
+    for words in commands_in(content)
 ]
 
 
