@@ -4,7 +4,10 @@ VENV ?= .venv
 # Absolute: launch scripts run it from other folders.
 PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
+# Lists of packages besides requirements.txt, each with a lock of its own: requirements/dev.txt and dev.lock.
+ADDED = dev trl trackers site
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL_ADDED = $(PIP_INSTALL) $(foreach part,$(1),-c requirements/$(part).lock -r requirements/$(part).txt)
 
 .PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
 
@@ -69,17 +72,21 @@ audit: $(VENV)/bin/python
 	sed -e '/--hash/d' -e 's/ \\$$//' constraints.txt > $(VENV)/audited.txt
 	$(PYTHON) -m pip_audit --strict --no-deps --disable-pip -r $(VENV)/audited.txt
 
-# The newest versions are taken for packages that are not in the file yet. Builds of torch and of what comes with it
-# differ by index: they have no hashes.
+# The newest versions are taken for packages that are not in the files yet. Builds of torch and of what comes with it
+# differ by index: they have no hashes. A lock in requirements/ holds what its list adds to constraints.txt.
+COMPILE = $(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+    --custom-compile-command "make constraints"
 constraints: $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet uv
-	$(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-	    --custom-compile-command "make constraints" requirements.txt requirements-dev.txt -o constraints.txt
+	$(COMPILE) requirements.txt -o constraints.txt
 	awk '/^[^ ]/ { bare = /^(torch|triton|nvidia-|cuda-)/ } bare && /--hash/ { next } bare { sub(/ \\$$/, "") } { print }' \
 	    constraints.txt > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
-	$(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-	    --custom-compile-command "make constraints" -c constraints.txt requirements-site.txt -o constraints-site.txt
+	set -e; for part in $(ADDED); do \
+	$(COMPILE) -c constraints.txt requirements/$$part.txt -o requirements/$$part.lock; \
+	awk 'FILENAME == "constraints.txt" { known[$$1]; next } /^[^ #]/ { skip = $$1 in known } !skip' \
+	    constraints.txt requirements/$$part.lock > $(VENV)/part.lock; \
+	mv $(VENV)/part.lock requirements/$$part.lock; done
 
 sbom: $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet cyclonedx-bom
@@ -123,13 +130,13 @@ $(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) -r requirements.txt
 	touch $@
 
-$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+$(VENV)/installed-dev: $(foreach part,dev trl trackers,requirements/$(part).txt requirements/$(part).lock) $(VENV)/installed
 	$(call INSTALL_UNHASHED,triton)
-	$(PIP_INSTALL) -r requirements-dev.txt
+	$(call INSTALL_ADDED,dev trl trackers)
 	touch $@
 
-$(VENV)/installed-site: constraints-site.txt $(VENV)/installed
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r constraints-site.txt
+$(VENV)/installed-site: requirements/site.txt requirements/site.lock $(VENV)/installed
+	$(call INSTALL_ADDED,site)
 	touch $@
 
 clean:

@@ -42,18 +42,39 @@ def test_what_is_imported_is_listed_and_what_is_listed_is_needed() -> None:
     assert imported() - OPTIONAL == listed("requirements.txt") - NOT_IMPORTED
 
 
-def constraints() -> dict[str, int]:
+def lock(file: str) -> dict[str, int]:
     """Distribution -> number of its hashes."""
-    parts = re.split(r"^(?=[a-z0-9])", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^(?=[a-z0-9])", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {part.partition("==")[0]: part.count("--hash=sha256:") for part in parts}
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-dev.txt"])
-def test_every_requirement_has_a_tested_version(file: str) -> None:
-    assert listed(file) - constraints().keys() == set()
+ADDED = sorted(path.stem for path in (ROOT / "requirements").glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_every_requirement_has_a_tested_version(name: str) -> None:
+    locked = lock("constraints.txt") | lock(f"requirements/{name}.lock")
+    assert listed(f"requirements/{name}.txt") - locked.keys() == set()
+
+
+def test_the_lock_of_users_holds_what_they_need_alone() -> None:
+    assert ADDED == ["dev", "site", "trackers", "trl"]
+    found = lock("constraints.txt")
+    assert listed("requirements.txt") - found.keys() == set()
+    assert {"pytest", "ruff", "mypy", "trl", "wandb", "mkdocs"} & found.keys() == set()
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_lock_does_not_repeat_versions_of_users(name: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    versions = {line.split()[0] for line in lines if line[:1].isalnum()}
+    added = (ROOT / f"requirements/{name}.lock").read_text(encoding="utf-8").splitlines()
+    assert versions & {line.split()[0] for line in added if line[:1].isalnum()} == set()
 
 
 def test_all_but_the_builds_of_torch_have_hashes() -> None:
-    found = constraints()
+    found = lock("constraints.txt")
     assert len(found) > 80 and {"torch", "triton"} <= found.keys()
     assert {name for name, hashes in found.items() if not hashes} == set(filter(WITHOUT_HASHES.match, found))
+    for name in ADDED:
+        assert all(lock(f"requirements/{name}.lock").values())

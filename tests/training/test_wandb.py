@@ -10,7 +10,7 @@ import pytest
 from support.command_run import run_command
 from support.tiny_run import make_folder
 
-pytest.importorskip("wandb", reason="the wandb package is not installed (requirements-dev.txt)")
+pytest.importorskip("wandb", reason="the wandb package is not installed (requirements/trackers.txt)")
 
 pytestmark = pytest.mark.slow
 
