@@ -73,7 +73,8 @@ audit: $(VENV)/bin/python
 	$(PYTHON) -m pip_audit --strict --no-deps --disable-pip -r $(VENV)/audited.txt
 
 # The newest versions are taken for packages that are not in the files yet. Builds of torch and of what comes with it
-# differ by index: they have no hashes. A lock in requirements/ holds what its list adds to constraints.txt.
+# differ by index: they have no hashes. A lock in requirements/ holds what its list adds to constraints.txt,
+# where a package that is locked there for some platforms alone is added for all.
 COMPILE = $(PYTHON) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
     --custom-compile-command "make constraints"
 constraints: $(VENV)/bin/python
@@ -84,7 +85,8 @@ constraints: $(VENV)/bin/python
 	mv $(VENV)/constraints.txt constraints.txt
 	set -e; for part in $(ADDED); do \
 	$(COMPILE) -c constraints.txt requirements/$$part.txt -o requirements/$$part.lock; \
-	awk 'FILENAME == "constraints.txt" { known[$$1]; next } /^[^ #]/ { skip = $$1 in known } !skip' \
+	awk '/^[^ #]/ { line = $$0; sub(/ \\$$/, "", line); skip = line in known || $$1 in known } \
+	    FILENAME == "constraints.txt" { if (/^[^ #]/) known[line]; next } !skip' \
 	    constraints.txt requirements/$$part.lock > $(VENV)/part.lock; \
 	mv $(VENV)/part.lock requirements/$$part.lock; done
 

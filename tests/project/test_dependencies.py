@@ -64,12 +64,22 @@ def test_the_lock_of_users_holds_what_they_need_alone() -> None:
     assert {"pytest", "ruff", "mypy", "trl", "wandb", "mkdocs"} & found.keys() == set()
 
 
+def entries(file: str) -> set[str]:
+    """Return the versions of a lock with their markers: `six==1.17.0`, `colorama==0.4.6 ; sys_platform == 'win32'`."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    return {line.removesuffix(" \\") for line in lines if line[:1].isalnum()}
+
+
 @pytest.mark.parametrize("name", ADDED)
 def test_a_lock_does_not_repeat_versions_of_users(name: str) -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    versions = {line.split()[0] for line in lines if line[:1].isalnum()}
-    added = (ROOT / f"requirements/{name}.lock").read_text(encoding="utf-8").splitlines()
-    assert versions & {line.split()[0] for line in added if line[:1].isalnum()} == set()
+    users = entries("constraints.txt")
+    assert [entry for entry in entries(f"requirements/{name}.lock") if {entry, entry.split()[0]} & users] == []
+
+
+def test_a_package_that_users_need_on_some_platforms_is_locked_for_all_where_an_addition_needs_it() -> None:
+    """Pip refuses a package without a version as soon as one has a hash."""
+    assert "colorama==0.4.6 ; sys_platform == 'win32'" in entries("constraints.txt")
+    assert "colorama==0.4.6" in entries("requirements/dev.lock") & entries("requirements/site.lock")
 
 
 def test_all_but_the_builds_of_torch_have_hashes() -> None:
