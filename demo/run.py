@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.processes import let_threads_sleep
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     again = ["--overwrite"] if overwrite else []
     last = stages_of_method(method)[3].section
     sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", last)
-    seeds = [word for stage in sections for word in (f"--{stage}.seed", str(seed))]
+    seeds = [word for stage in sections for word in (dashed(f"{stage}.seed"), str(seed))]
     say(f"data, tokenizer and an untrained model in {MADE}")
     make_data(MADE, seed=seed)
     make_model(MADE, seed=seed)

@@ -126,13 +126,18 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def with_hyphens(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line with `-` in the names of its flags; values are unchanged."""
+    return [re.sub("^--[^=]*", lambda match: match[0].replace("_", "-"), word) for word in words]
+
+
 def shell_lines(words: Iterable[str]) -> str:
     """Return a command line in lines that a shell reads as one, as wide as the terminal where words allow.
 
     A flag and its first value are in one line.
     """
     pieces, lines = list[str](), [""]
-    for word in map(shlex.quote, words):
+    for word in map(shlex.quote, with_hyphens(words)):
         is_value = bool(pieces) and pieces[-1].startswith("--") and " " not in pieces[-1] and not word.startswith("--")
         pieces[-1:] = [f"{pieces[-1]} {word}"] if is_value else [*pieces[-1:], word]
     for piece in pieces:

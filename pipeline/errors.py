@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 EXIT_DONE = 0
@@ -115,16 +115,21 @@ def print_error(error: RunError) -> int:
     return error.code
 
 
-def nearest(name: str, valid: Iterable[str], before: str = "") -> str:
+def dashed(name: str) -> str:
+    """Return a flag as it is typed in a shell: `--kl-coef` for kl_coef."""
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest(name: str, valid: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string.
 
     Names that hold all words of `name`, where it has several, are nearer than all others. At the cutoff of two thirds
-    at least half of the longer name's letters are in both. `before` is printed before X: the dashes of a flag.
+    at least half of the longer name's letters are in both. `spell`: how X is written.
     """
     names, words = list(valid), set(re.findall(r"[a-z0-9]+", name))
     with_all = [right for right in names if len(words) > 1 and words <= set(re.findall(r"[a-z0-9]+", right))]
     close = difflib.get_close_matches(name, with_all or names, n=1, cutoff=0.0 if with_all else 2 / 3)
-    return f"; did you mean {before}{close[0]}?" if close else ""
+    return f"; did you mean {spell(close[0])}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from pipeline.errors import dashed
 from pipeline.files import GIB
 from pipeline.heartbeat import Phase
 from pipeline.processes import free_memory, read_process
@@ -60,7 +61,7 @@ def batches_in_words(halved: Halved, *phases: str) -> str:
 def batch_in_words(phase: str, requested: int, size: int) -> str:
     if phase == KEPT_CACHE:
         return "the KV cache given back after each rollout"
-    name = f"--{BATCH_FLAGS[phase]}" if phase in BATCH_FLAGS else f"tokens at once ({phase})"
+    name = dashed(BATCH_FLAGS[phase]) if phase in BATCH_FLAGS else f"tokens at once ({phase})"
     return f"{name} {size} instead of {requested}"
 
 

@@ -15,7 +15,7 @@ FOLDERS = {"sample": "rewards.", "reward": "rewards."} | dict.fromkeys(("convert
 # Subcommand, which is also the name of its module -> its line of help.
 SUBCOMMANDS = {
     "init": "write a commented YAML file of flags for a model and data",
-    "train": "fine-tune (1), train a reward model (2), PPO (3)",
+    "train": "SFT (1), a reward model (2), PPO, GRPO, DPO and others (3)",
     "plan": "the cheapest way to train on each of many cards, nothing is started",
     "chat": "talk to a model",
     "compare": "answer the same prompts with several models, side by side",

@@ -18,8 +18,8 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
-from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, wrapped
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, print_error, say, show
+from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, with_hyphens, wrapped
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, dashed, print_error, say, show
 from pipeline.files import has_config
 from pipeline.launching.scripts import Script, place_in_pipeline, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
@@ -79,7 +79,7 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
             if source is None or source in plan.chosen or values[flag] != str(source.model_dir):
                 continue
             if not (has_config(source.model_dir) and any(source.model_dir.rglob("*.safetensors"))):
-                missing[f"--{planned.stage.section}.{flag}"] = source
+                missing[dashed(f"{planned.stage.section}.{flag}")] = source
     return missing
 
 
@@ -97,7 +97,7 @@ def command_for(number: int, argv: list[str], prog: str, *, without: Collection[
     """Return the command that runs stage `number` with the other flags of this one, but those named in `without`."""
     for name in ("step", "dry_run", "explain", *without):
         argv = without_flag(argv, name)
-    return shlex.join([*prog.split(), "--step", str(number), *argv])
+    return shlex.join([*prog.split(), "--step", str(number), *with_hyphens(argv)])
 
 
 def finished_stages(plan: Plan) -> set[int]:
@@ -121,7 +121,7 @@ def finished_stages(plan: Plan) -> set[int]:
         for name, path in values_by_rule(config, "model").items():
             if path in made:
                 errors.append(
-                    f"--{section}.{name}: stage {made[path]} makes {path} anew, and this stage is finished "
+                    f"{dashed(f'{section}.{name}')}: stage {made[path]} makes {path} anew, and this stage is finished "
                     f"with the model before; give --{section}.overwrite too"
                 )
     if errors:
@@ -250,8 +250,8 @@ def run(argv: list[str], prog: str) -> int:
         following = chat if last.stage.makes_chat_model else later
         worse = [one for one in plan.chosen if verdict(one.run_dir).worse]
         for one in worse[:1]:
-            flags, rate = f"--{one.stage.section}.", one.stage.rate_flag(one.resolved.config)
-            again = f"{flags}overwrite and a lower {flags}{rate}"
+            rate = dashed(f"{one.stage.section}.{one.stage.rate_flag(one.resolved.config)}")
+            again = f"--{one.stage.section}.overwrite and a lower {rate}"
             following = f"stage {one.stage.number} ended worse than it began: again with {again}"
         show(f"next: {following}")
     return code

@@ -1,7 +1,7 @@
 """Own flags of `rlhf train`: definition, what they set in stages, help on a screen, sets that contradict each other."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,18 +9,19 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 
 from pipeline.configuration.flag_table import flag, flag_table
 from pipeline.configuration.flags import TRAIN, load_yaml, parse, scan
 from pipeline.configuration.groups import Group
-from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose
+from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose, topic_help, topic_of
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.configuration.stage import Stage, Start
-from pipeline.console import HELP_ALL, outlive_console
-from pipeline.errors import EXIT_DONE, InputError, nearest
+from pipeline.console import HELP_ALL
+from pipeline.errors import InputError, dashed, nearest
 from pipeline.launching.scripts import launch_file
 from pipeline.models.paths import check_model_path
+from pipeline.run.entry import command
 from rlhf.stages import METHODS, NUMBERS, SECTIONS, STAGES
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
@@ -43,12 +44,12 @@ ZeroStage = Literal["auto", "0", "1", "2", "3"]
 
 
 class TrainConfig(Group):
-    """Make a chat model: fine-tune (1), train a reward model (2), PPO (3)."""
+    """Make a chat model: SFT (1), a reward model (2), PPO, GRPO, DPO and others (3)."""
 
     examples: ClassVar[tuple[str, ...]] = (
         "--actor-model tiny --dry-run",
         "--actor-model 1.3b --data-path my.jsonl --show-data 3",
-        "--step 1 3 --num-gpus 4 --deployment-type single_node",
+        "--step 1 3 --method grpo --reward-function exact_match",
     )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
     method: Literal[METHODS] = flag(METHODS[0], f"of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]
@@ -73,7 +74,7 @@ class TrainConfig(Group):
     resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
     overwrite: bool = flag(False, "run finished stages again")
     max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
-    dry_run: bool = flag(False, "check and show all, start nothing")
+    dry_run: bool = flag(False, "check all, print the plan, start nothing")
     check: bool = flag(False, "check hosts, measure the GPU, start no stage")
     debug: bool = flag(False, "show tracebacks")
 
@@ -86,9 +87,15 @@ USUAL = (
 )  # fmt: skip
 
 
-def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = False) -> str:
-    """Return help on one screen of 25 lines of 80 columns; in full, with the flags of all stages."""
-    if is_full:
+def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -> str:
+    """Return the help that a command line asks for: on one screen of 25 lines of 80 columns; with all stages' flags.
+
+    Raises:
+        InputError: see `topic_help`.
+    """
+    if topic := topic_of(argv):
+        return topic_help(topic, {prog: config_class} | {stage.section: stage.config for stage in STAGES})
+    if not set(HELP_ALL).isdisjoint(argv):
         parts = [full_help(config_class, prog)]
         for stage in STAGES:
             heading = f"{purpose(stage.config)}\n  Give --{stage.section}.FLAG VALUE, or --FLAG VALUE to all stages."
@@ -100,14 +107,11 @@ def train_help(config_class: type[BaseModel], prog: str, *, is_full: bool = Fals
         "--config FILE: YAML with sections train, sft, reward, ppo, dpo (`rlhf init`)",
         "--FLAG VALUE: of all stages; of one: --sft.FLAG, --reward.FLAG, --ppo.FLAG",
     ]
-    return first_screen(config_class, prog, {f"--{name.replace('_', '-')}": table[name] for name in USUAL}, more)
+    return first_screen(config_class, prog, [table[name] for name in USUAL], more)
 
 
-def main(argv: list[str], *, prog: str) -> int:
-    """Print the help that `argv` asks for; returns the exit code. What else `rlhf train` imports takes longer."""
-    outlive_console()
-    print(train_help(TrainConfig, prog, is_full=not set(HELP_ALL).isdisjoint(argv)), flush=True)
-    return EXIT_DONE
+# Prints help alone: what else `rlhf train` imports takes longer.
+main = command(lambda argv, prog: print(train_help(TrainConfig, prog, argv)), "rlhf train")
 
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -143,11 +147,11 @@ def idle_flags(
     """
     of_reward_models = "reward_zero_stage"
     if of_reward_models in given and not {"reward", "ppo"} & set(chosen):
-        yield f"--{of_reward_models} changes nothing: no stage that runs has a reward model or a critic"
+        yield f"{dashed(of_reward_models)} changes nothing: no stage that runs has a reward model or a critic"
     for section in (section for section in overrides if section not in chosen):
         read = ("output_dir", "model_name_or_path" if section == STAGES[0].section else "")
         for name in dict.fromkeys(name for name, _ in scan(overrides[section]) if name not in read):
-            yield f"--{section}.{name} changes nothing: {section} is not among the stages that run"
+            yield f"{dashed(f'{section}.{name}')} changes nothing: {section} is not among the stages that run"
 
 
 def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
@@ -294,7 +298,7 @@ def as_override(line: str, section: str) -> str:
 def launcher_words(config: TrainConfig) -> list[str]:
     """Return the flags of the launcher as words; of several hosts also how they are reached."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
-    words = [word for name, value in values if value for word in (f"--{name}", str(value))]
+    words = [word for name, value in values if value for word in (dashed(name), str(value))]
     words += ["--check"] if config.check else []
     if config.launcher == "none":
         return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
@@ -316,7 +320,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
     for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
         if (value := getattr(config, name)) != getattr(TrainConfig(), name):
-            word = f"--{name.replace('_', '-')}"
+            word = dashed(name)
             errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")
     if config.node_rank and config.launcher != "none":
         errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")

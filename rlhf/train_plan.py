@@ -10,7 +10,7 @@ from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, parse, r
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.stage import Stage
-from pipeline.errors import ContradictionError, InputError, nearest, say, show
+from pipeline.errors import ContradictionError, InputError, dashed, nearest, say, show
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
@@ -159,23 +159,23 @@ def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
         return ""
     if any(name in names.known for names in stages.values()):
         meanings = {s: names.other_tools.get(name) or [names.known.get(name, "")] for s, names in stages.items()}
-        flags = [f"--{section}.{flag}" for section, found in meanings.items() for flag in found if flag]
+        flags = [dashed(f"{section}.{flag}") for section, found in meanings.items() for flag in found if flag]
         lacking = " and ".join(f"stage {number}" for number, kind in chosen.items() if meanings[kind.section] == [""])
         reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
         return f"{given}: {reason}; give {' and '.join(flags)}"
     meant = {s: [names.table[flag] for flag in names.other_tools.get(name, [])] for s, names in stages.items()}
-    right = [f"--{section}.{flag.name}" for section, flags in meant.items() for flag in flags]
+    right = [dashed(f"{section}.{flag.name}") for section, flags in meant.items() for flag in flags]
     leaves = {flag.path[-1] for flags in meant.values() for flag in flags}
-    right = [f"--{leaf}" for leaf in leaves if is_common(leaf, stages.values())] or right
+    right = [dashed(leaf) for leaf in leaves if is_common(leaf, stages.values())] or right
     if right:
         return f"{given}: unknown flag; here it is {' or '.join(right)}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
         return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
-    others = [(kind.number, kind.section, Names(kind.config).known) for kind in STAGES]
-    if right := [f"--{section}.{known[name]}, of stage {number}" for number, section, known in others if name in known]:
+    others = [(kind.number, f"{kind.section}.", Names(kind.config).known) for kind in STAGES]
+    if right := [f"{dashed(of + known[name])}, of stage {number}" for number, of, known in others if name in known]:
         return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
     valid = [flag for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
-    return f"{given}: unknown flag{nearest(name, valid, '--')}"
+    return f"{given}: unknown flag{nearest(name, valid, dashed)}"
 
 
 def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
@@ -225,7 +225,7 @@ def plan_stage(
     first, start = next(iter(starts.items()))
     flag, role = stage.path_flag(first), f"{start.follows}_model"
     if given.get(flag) and role not in typed:
-        known_model(str(given[flag]), f"--{flag}: ")
+        known_model(str(given[flag]), f"{dashed(flag)}: ")
         config = config.model_copy(update={role: str(given[flag])})
     named = with_reward_model(config)
     model = str(getattr(named, role))
@@ -237,7 +237,7 @@ def plan_stage(
     following |= known.flags if known else {}
     replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
     for name, value in (replaceable | inherited_flags(starts, named)).items():
-        argv += [f"--{name}"] if value == "true" else [f"--{name}", value]
+        argv += [dashed(name)] if value == "true" else [dashed(name), value]
 
     def with_preset(name: str) -> tuple[list[str], Resolved]:
         preset = launch_file(f"presets/{name}.{stage.section}.yaml")
@@ -258,7 +258,7 @@ def plan_stage(
     for number, share in stage.gives_up.items():
         other = before[number].run_dir if number in before else None
         if share not in given and leaves_share(stage, resolved.config, share, other, runs_too=number in config.step):
-            chosen += [f"--{share}", "false"]
+            chosen += [dashed(share), "false"]
     if chosen:
         words = overridden(stage, words, chosen)
         resolved = parse(stage.config, words, section=stage.section, sections=SECTIONS)
@@ -336,7 +336,7 @@ def on_target(plan: Plan) -> Plan:
         found, planned = getattr(plan.config, name), changes[name]
         if found != planned:
             how = f"planned with {planned}" if planned else "planned without it"
-            show(f"note: --{name.replace('_', '-')} {found} does not go with --target {described}: {how}")
+            show(f"note: {dashed(name)} {found} does not go with --target {described}: {how}")
     if several and not plan.config.hostfile:
         changes["hostfile"] = HOSTFILE
         show(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")

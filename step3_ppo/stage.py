@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
+from pipeline.errors import dashed
 from pipeline.rewards.worker_flags import reward_pool
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR
@@ -62,7 +63,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         if not role.is_trained and not has_own_start:
             continue
         path, settings, prefix = config.start_of(role), config.flags_of(role), role.prefix or f"{role.flags}_"
-        flag = "--more_reward_models" if role.number else f"--{prefix}{'model_' * role.is_trained}name_or_path"
+        flag = "--more_reward_models" if role.number else dashed(f"{prefix}{'model_' * role.is_trained}name_or_path")
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [partial(check_decoder, start, flag)]
         if role.is_trained:

@@ -19,7 +19,7 @@ from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
 from step3_dpo.config import DPOConfig
 from step3_ppo.config import PPOConfig
-from website.tables import escaped, flag_name, row
+from website.tables import escaped, row
 
 INTRODUCTION = """# Flags
 
@@ -88,7 +88,7 @@ def tables(flags: Iterable[Flag]) -> str:
 
 def flag_row(flag: Flag) -> str:
     """Return the row of a flag, its name as it is typed in a shell: flag, type, default, meaning."""
-    return row(flag_name(flag.name), f"`{flag.type_name}`", f"`{flag.shown_default}`", escaped(flag.meaning))
+    return row(f"`{flag.shown}`", f"`{flag.type_name}`", f"`{flag.shown_default}`", escaped(flag.meaning))
 
 
 def shared_rows() -> dict[str, Flag]:

@@ -1,5 +1,7 @@
 """Rows of Markdown tables, and names of flags, as the pages that are made from the code have them."""
 
+from pipeline.errors import dashed
+
 
 def row(*cells: str) -> str:
     """Return a row of a table."""
@@ -13,4 +15,4 @@ def escaped(text: str) -> str:
 
 def flag_name(name: str) -> str:
     """Return a flag as it is typed in a shell, as code."""
-    return f"`--{name.replace('_', '-')}`"
+    return f"`{dashed(name)}`"

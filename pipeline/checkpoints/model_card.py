@@ -20,6 +20,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.sources import hub_id, is_local, parse_path
+from pipeline.errors import dashed
 from pipeline.files import read_object
 from pipeline.hub import commits_read, split_revision
 from pipeline.marks import OURS
@@ -83,7 +84,7 @@ def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
         yield [name, code(str(shareable(path))), identity(path, run.contents.get(name, ""))]
     for flag, paths in values_by_rule(config, "data").items():
         for text, content in zip(paths, run.contents.get(flag) or [""] * len(paths), strict=False):
-            yield [code(f"--{flag}"), code(data_name(text)), identity(parse_path(text)[0], content.rpartition(":")[0])]
+            yield [code(dashed(flag)), code(data_name(text)), identity(parse_path(text)[0], content.rpartition(":")[0])]
     yield from (
         [name, "", identity("", content)] for name, content in run.contents.items() if name.startswith("file of ")
     )
@@ -115,7 +116,7 @@ def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
         counts = flag.on_resume in ("same", "rounding", "output") or name in LENGTHS
         if counts and values[name] != flag.default and origin != DEFAULT and not origin.startswith(CHOSEN):
             value = shared[name] if isinstance(shared[name], str) else json.dumps(shared[name])
-            yield [code(f"--{name}"), code(value), code(str(shareable(origin)))]
+            yield [code(dashed(name)), code(value), code(str(shareable(origin)))]
 
 
 def settings_document(settings: dict[str, Any]) -> dict[str, str]:

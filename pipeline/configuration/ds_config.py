@@ -13,7 +13,7 @@ from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_us
 from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, flag_table, flags_of_key, is_left
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 
 Json = dict[str, Any]
 EngineDtype = Literal["bf16", "fp16", "fp32"]
@@ -209,8 +209,8 @@ def frozen_json(
         )
     if zero["stage"] == 3 and model.quantization != "none":
         raise InputError(
-            f"--{role}_model_quantization {model.quantization}: ZeRO stage 3 does not partition quantised weights; give"
-            f" --{role}_model_zero_stage 0"
+            f"--{role}-model-quantization {model.quantization}: ZeRO stage 3 does not partition quantised weights; give"
+            f" --{role}-model-zero-stage 0"
         )
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = settings.stage3_param_persistence_threshold
@@ -237,21 +237,21 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
     settings, stage, errors = resolved.config.deepspeed, model.zero_stage, []
     role = f"{role_of(resolved.config, model)}_".removeprefix("_")
     offloaded = offloads(settings, model)
-    optimizer = "--offload" if model.offload_optimizer == "auto" else f"--{role}offload_optimizer cpu"
-    weights = "--offload_parameters" if model.offload_weights == "auto" else f"--{role}offload_weights cpu"
+    optimizer = "--offload" if model.offload_optimizer == "auto" else f"{dashed(role + 'offload_optimizer')} cpu"
+    weights = "--offload_parameters" if model.offload_weights == "auto" else f"{dashed(role + 'offload_weights')} cpu"
     if offloaded["offload_optimizer"] and stage == 0:
-        flags = " / ".join(f"--{name}" for name in flags_of_key(type(resolved.config), ZERO_STAGE))
+        flags = " / ".join(dashed(name) for name in flags_of_key(type(resolved.config), ZERO_STAGE))
         errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave {optimizer} out")
     if offloaded["offload_weights"] and stage < 3:
-        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}; give --{role}{STAGE} 3")
+        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}; give {dashed(role + STAGE)} 3")
     if offloaded["offload_weights"] and settings.zero3_gather == "once":
         errors.append(f"--zero3_gather once: needs weights on the device, found {weights}; use layers")
     if model.quantization != "none":
-        name = f"--{role}quantization {model.quantization}"
+        name = f"{dashed(role + 'quantization')} {model.quantization}"
         if stage == 3:
-            errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; give --{role}{STAGE} 2")
+            errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; give {dashed(role + STAGE)} 2")
         if not model.lora_dim:
-            errors.append(f"{name}: quantised weights are not trained; give --{role}lora_dim 16, found 0")
+            errors.append(f"{name}: quantised weights are not trained; give {dashed(role + 'lora_dim')} 16, found 0")
         elif not settings.only_optimize_lora:
             errors.append(f"{name}: quantised weights are not trained; leave --only_optimize_lora false out")
     if model.lora_dim and settings.save_adapter_only and not settings.only_optimize_lora and role != "critic_":

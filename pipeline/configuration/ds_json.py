@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
 from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, is_left
 from pipeline.configuration.redact import shown
-from pipeline.errors import InputError, counted
+from pipeline.errors import InputError, counted, dashed
 
 Json = dict[str, Any]
 
@@ -204,7 +204,7 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
     }
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
     if changed:
-        yield f"sets {', '.join(f'--{name} {text}' for name, text in changed.items())}"
+        yield f"sets {', '.join(f'{dashed(name)} {text}' for name, text in changed.items())}"
     if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in idle]:
         yield f"gives to DeepSpeed {', '.join(further)}"
     if schedule := SCHEDULES.get(dict(leaves(user)).get("scheduler.type", "")):
@@ -236,9 +236,9 @@ def merge_user_json(
         names = [name for name, flag in table.items() if key in flag.deepspeed]
         if value == "auto" or not names or value == ours.get(key, value):
             continue
-        given = [f"--{name} ({origins[name]})" for name in names if not is_left(origins.get(name, DEFAULT))]
+        given = [f"{dashed(name)} ({origins[name]})" for name in names if not is_left(origins.get(name, DEFAULT))]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            by = " and ".join(given) or f"--{names[0]}"
+            by = " and ".join(given) or dashed(names[0])
             errors.append(f"{source}: {key}: found {value!r}, but {by} makes it {ours[key]!r}")
     if errors:
         raise InputError("\n".join(errors))
@@ -289,7 +289,7 @@ def check_ranks(config: Json, world_size: int, source: str) -> None:
             ("per_device_train_batch_size", accumulation * world_size),
         ):
             if isinstance(found, int) and found > 0 and found % rest == 0:
-                fitting.append(f"--{flag} {found // rest}")
+                fitting.append(f"{dashed(flag)} {found // rest}")
         raise InputError(
             f"{source}: train_batch_size: found {found}, but --per_device_train_batch_size {micro} x"
             f" --gradient_accumulation_steps {accumulation} x {counted(world_size, 'rank')} = {wanted};"

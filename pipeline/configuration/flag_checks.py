@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_left
 from pipeline.configuration.groups import Group
 from pipeline.configuration.redact import shown_value
+from pipeline.errors import dashed
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
@@ -26,12 +27,12 @@ def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins:
     for name, flag in table.items():
         number, most = str(values.get(name, "")).lstrip("-"), 18 if "seed" in name else 15
         if isinstance(flag.default, int) and number.isdecimal() and len(number) > most:
-            yield f"--{name}: found {number[:80]} ({origins[name]}), wanted a number of at most {most} digits"
+            yield f"{dashed(name)}: found {number[:80]} ({origins[name]}), wanted a number of at most {most} digits"
         if flag.kind in ("path", "written path"):
             value = values.get(name, "")
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and (problem := path_problem(flag, text)):
-                    yield f"--{name}: found {text[:80]!r} ({origins[name]}): {problem}"
+                    yield f"{dashed(name)}: found {text[:80]!r} ({origins[name]}): {problem}"
 
 
 def expanded(content: Any) -> Any:
@@ -75,7 +76,7 @@ def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Mapping[s
     for name, flag in flag_table(type(config)).items():
         if not is_left(origins[name]) and (model := config.absent(flag)):
             found = f"found {shown_value(values[name])} ({origins[name]})"
-            yield f"--{name}: {found}, but this run has no {model[2:]}: leave it out"
+            yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
 
 
 def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = False) -> Iterator[str]:
@@ -88,7 +89,7 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = 
     values = dict(flat_items(config))
     for name, flag in flag_table(type(config)).items():
         if not is_left(origins.get(name, DEFAULT)) and (need := unmet_need(flag, values, type(config), on_cpu)):
-            yield f"--{name} {values[name]} ({origins[name]}): has no effect: it needs {need}"
+            yield f"{dashed(name)} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 
 def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel], on_cpu: bool) -> str:
@@ -105,5 +106,5 @@ def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseMod
         return "a KL to the reference (--kl_coef above 0, or --log_kl true), found none"
     lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
     if flag.needs == "LoRA" and not values[lora_dim]:
-        return f"--{lora_dim}, found 0"
+        return f"{dashed(lora_dim)}, found 0"
     return ""

@@ -16,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from pipeline.errors import dashed
+
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
 Need = Literal[
@@ -124,9 +126,16 @@ class Flag(Rules):
     default: Any
 
     @property
+    def shown(self) -> str:
+        """The flag as help and pages show it: `--model` for model_name_or_path, which has that short name too."""
+        short = self.name.removesuffix("_name_or_path")
+        return dashed(short if short in self.aliases else self.name)
+
+    @property
     def meaning(self) -> str:
         """The help text, with the flag's further names."""
-        also, switches = (", ".join(f"--{name}" for name in names) for names in (self.aliases, self.switches))
+        others = [name for name in map(dashed, (self.name, *self.aliases)) if name != self.shown]
+        also, switches = ", ".join(others), ", ".join(map(dashed, self.switches))
         also = f" (also {also})" if also else ""
         return (
             (self.info.description or "")

@@ -35,7 +35,7 @@ from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
 from pipeline.console import HELP, HELP_ALL
-from pipeline.errors import ContradictionError, InputError, nearest
+from pipeline.errors import ContradictionError, InputError, dashed, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
 COMMAND_LINE = "command line"
@@ -170,16 +170,16 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
         name = word if word in names.switches else names.known.get(word or names.positional, word)
         flag = names.switches.get(name) or names.table.get(name)
         if word in names.ignored and len(words) < 2:
-            notes.append(f"--{word}: {IGNORED}: {names.ignored[word]}")
+            notes.append(f"{dashed(word)}: {IGNORED}: {names.ignored[word]}")
         elif not word and not flag:
             errors.append(f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE")
         elif not flag and name not in (*FILE_FLAGS, *names.ignored):
-            errors.append(f"--{name}: {names.unknown(name, FILE_FLAGS, '--')}")
+            errors.append(f"{dashed(name)}: {names.unknown(name, FILE_FLAGS, dashed)}")
         elif problem := wrong_count(flag, words, names.positional if word else ""):
-            errors.append(f"--{word or name}: {problem}")
+            errors.append(f"{dashed(word or name)}: {problem}")
         else:
             if name in given:
-                notes.append(repeated(f"--{name}", given[name]))
+                notes.append(repeated(dashed(name), given[name]))
             is_list = flag is not None and flag.is_list
             ended = flag.switches if flag and is_list else ()
             given = {key: value for key, value in given.items() if key not in ended}
@@ -194,7 +194,7 @@ def wrong_count(flag: Flag | None, words: list[str], positional: str) -> str:
     if not words:
         return f"found no value, wanted {flag.type_name if flag else 'a file'}"
     if len(words) > 1 and not (flag and flag.is_list):
-        first = f", and --{positional} comes before other flags" if positional else ""
+        first = f", and {dashed(positional)} comes before other flags" if positional else ""
         return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces{first}"
     return ""
 
@@ -208,7 +208,7 @@ def parse(
     prog: str = "",
     help_maker: Callable[..., str] = help_text,
 ) -> Resolved:
-    """Resolve the configuration of a stage from its command line. `--help` and `--help-all` exit with 0.
+    """Resolve the configuration of a stage from its command line. `--help [TOPIC]`, `--help-all` exit with 0.
 
     Args:
         section: the stage's section in YAML files: sft, reward, ppo, or train for `rlhf train` itself.
@@ -217,8 +217,8 @@ def parse(
     Raises:
         InputError: every wrong name and value of the command line and the files, one per line.
     """
-    if asked := {*HELP, *HELP_ALL}.intersection(argv):
-        print(help_maker(config_class, prog or section, is_full=not asked.isdisjoint(HELP_ALL)), flush=True)
+    if not {*HELP, *HELP_ALL}.isdisjoint(argv):
+        print(help_maker(config_class, prog or section, argv), flush=True)
         raise SystemExit(0)
     check_dashes(argv)
     names = Names(config_class)
@@ -306,7 +306,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
             values[name], origins[name] = value, path
         else:
             errors.append(
-                f"{path}: {key}: found {shown_value(value)}, but --{name} is {before[name]} ({origins[name]});"
+                f"{path}: {key}: found {shown_value(value)}, but {dashed(name)} is {before[name]} ({origins[name]});"
                 ' make them equal, or write "auto" into the JSON'
             )
     if errors:
@@ -326,10 +326,10 @@ def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]
         return str(message)
     found = problem["input"]
     if problem["type"] == "missing":
-        return f"--{flag.name}: missing; wanted {flag.type_name}: {flag.meaning}"
+        return f"{dashed(flag.name)}: missing; wanted {flag.type_name}: {flag.meaning}"
     hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
-    theirs = [f"; a file is --{name}" for name, other in table.items() if flag.name in other.other_tools]
-    return f"--{flag.name}: found {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
+    theirs = [f"; a file is {dashed(name)}" for name, other in table.items() if flag.name in other.other_tools]
+    return f"{dashed(flag.name)}: found {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
 
 
 def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:
@@ -341,7 +341,7 @@ def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:
 def flag_words(flags: Mapping[str, Any]) -> list[str]:
     """Return `--name value` of each flag, as a command line has them."""
     values = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+    return [word for name, value in values.items() for word in (dashed(name), value)]
 
 
 def stage_arguments(argv: list[str] | None) -> list[str]:

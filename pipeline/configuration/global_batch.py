@@ -15,7 +15,7 @@ from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
 from pipeline.configuration.groups import STAGE
-from pipeline.errors import ContradictionError, InputError, counted
+from pipeline.errors import ContradictionError, InputError, counted, dashed
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 EVALUATED = "per_device_eval_batch_size"
@@ -51,12 +51,12 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
             notes.append(difference({**values, MICRO: micro}, origins, ranks, steps))
         # One that followed before has a flag for its origin.
         if is_by_hand(resolved, STEPS) and not origins[STEPS].startswith("--") and values[STEPS] != steps:
-            given = f"--{STEPS} {values[STEPS]} ({origins[STEPS]})"
+            given = f"{dashed(STEPS)} {values[STEPS]} ({origins[STEPS]})"
             notes.append(f"{given}: with --train_batch_size {target} it is {steps}")
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
         per_step = micro * steps if target else rows
-        follows[BATCHES] = per_step // gcd(per_step, rows), f"--{GENERATED}"
+        follows[BATCHES] = per_step // gcd(per_step, rows), dashed(GENERATED)
     elif values.get(BATCHES) == 0 and origins.get(GENERATED) == resolved.preset:
         # Decided: a planner goes on with these settings without their preset.
         origins[BATCHES] = resolved.preset
@@ -134,7 +134,7 @@ def says_rollout(resolved: Resolved) -> bool:
 def is_product(resolved: Resolved) -> bool:
     """Tell whether --generation_batches follow from prompts at once that are given by hand, and nothing else is."""
     origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
-    is_free = origin in ("default", f"--{GENERATED}") and not resolved.is_given(ROLLOUT)
+    is_free = origin in ("default", dashed(GENERATED)) and not resolved.is_given(ROLLOUT)
     return is_free and is_by_hand(resolved, GENERATED)
 
 
@@ -150,7 +150,7 @@ def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolv
     """Return the settings with other values of some flags than a file gives, and a note that says `why`."""
     values, origins = dict(flat_items(resolved.config)), resolved.origins
     config: Any = validated(type(resolved.config), values | changed, origins)
-    notes = [f"--{name} {new} in place of {values[name]} ({origins[name]}), {why}" for name, new in changed.items()]
+    notes = [f"{dashed(n)} {new} in place of {values[n]} ({origins[n]}), {why}" for n, new in changed.items()]
     new_origins = {name: f"in place of {values[name]} in {origins[name]}" for name in changed}
     return replace(resolved, config=config, origins=origins | new_origins, notes=(*resolved.notes, *notes))
 

@@ -1,43 +1,63 @@
-"""Write the help of a command, on one screen and in full, from the configuration models."""
+"""Write the help of a command from the configuration models: on one screen, in full, on a flag, on a topic."""
 
 import itertools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 
 from pydantic import BaseModel
 
 from pipeline.configuration.flag_table import Flag, flag_table
-from pipeline.console import WIDTH, wrapped
+from pipeline.configuration.groups import Group
+from pipeline.configuration.names import normalise
+from pipeline.console import HELP, HELP_ALL, WIDTH, wrapped
+from pipeline.errors import InputError, dashed
 
 FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. Authority rises from
 the built-in default over the preset and the file to the command line. Both -
 and _ work in names."""
+DOCS = Path(__file__).resolve().parents[2] / "docs"  # of a checkout
+ALL_FLAGS = "docs/reference/flags.md, which `make site` makes"  # the page of a flag that no other page names
+SHOWN_PAGES = ("guides", "learn", "trouble", "start", "why")  # folders with pages that explain flags, best first
 
 
-def help_text(config_class: type[BaseModel], prog: str, *, is_full: bool = False) -> str:
-    """Return the help of a stage or a command: on one screen, or in full if asked or if it names no usual flags."""
+def help_text(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -> str:
+    """Return the help of a stage or a command that a command line asks for.
+
+    It is on a flag or a topic, in full, or on one screen where the command names its usual flags.
+
+    Raises:
+        InputError: see `topic_help`.
+    """
     usual = getattr(config_class, "usual", ())
-    if is_full or not usual:
+    if topic := topic_of(argv):
+        return topic_help(topic, {prog: config_class})
+    if not usual or not set(HELP_ALL).isdisjoint(argv):
         return full_help(config_class, prog)
-    table = flag_table(config_class)
-    return first_screen(config_class, prog, {f"--{name}": table[name] for name in usual})
+    return first_screen(config_class, prog, [flag_table(config_class)[name] for name in usual])
 
 
-def first_screen(config_class: type[BaseModel], prog: str, flags: Mapping[str, Flag], more: Sequence[str] = ()) -> str:
+def topic_of(argv: Sequence[str]) -> str:
+    """Return the word behind the one that asks for help: a flag or a topic; "" for none."""
+    return next((word for before, word in itertools.pairwise(argv) if before in HELP), "")
+
+
+def first_screen(config_class: type[BaseModel], prog: str, flags: Sequence[Flag], more: Sequence[str] = ()) -> str:
     """Return help on one screen, at most 25 lines of 80 columns: purpose, three examples, the ten usual flags.
 
     Args:
-        flags: flags as they are typed, `--name`, in their order.
+        flags: the usual flags, in their order.
         more: lines on what else may be given.
     """
     lines = [f"usage: {prog} [--FLAG VALUE ...]", *textwrap.wrap(purpose(config_class), WIDTH), ""]
     lines += [f"  {prog} {words}" for words in getattr(config_class, "examples", ())]
-    width = max(map(len, flags)) + 4
-    for typed, flag in flags.items():
-        text = f"{typed:<{width - 2}}{short_meaning(flag)} [{flag.shown_default}]"
+    width = max(len(flag.shown) for flag in flags) + 4
+    for flag in flags:
+        text = f"{flag.shown:<{width - 2}}{short_meaning(flag)} [{flag.shown_default}]"
         lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent=" " * width)
-    lines += [*more, f"All flags, in groups: {prog} --help-all"]
+    lines += [*more, f"All flags: {prog} --help-all; a flag or topic: --help lora"]
     return "\n".join(lines)
 
 
@@ -66,6 +86,89 @@ def flag_lines(config_class: type[BaseModel]) -> Iterator[str]:
 
 def help_lines(flag: Flag) -> Iterator[str]:
     """Yield `--name TYPE` and, indented below it, meaning and default."""
-    yield f"  --{flag.name} {flag.type_name}"
+    yield f"  {flag.shown} {flag.type_name}"
     text = f"{flag.meaning} [{flag.shown_default}]"
     yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+# --- help on a flag or a topic ---
+
+
+def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
+    """Return the help on a flag by any of its names, and on all flags that have the word in name, group or meaning.
+
+    Args:
+        readers: what reads flags, a command or the section of a stage -> its configuration.
+
+    Raises:
+        InputError: it is neither; with the nearest names.
+    """
+    section, _, name = normalise(topic.lstrip("-")).rpartition(".")
+    tables = {reader: flag_table(config) for reader, config in readers.items() if section in ("", reader)}
+    exact: dict[tuple[str, str], dict[str, Flag]] = {}  # name and default -> reader -> the flag as that has it
+    about: dict[str, Flag] = {}  # a flag's name without the role of its model -> the first such flag
+    for reader, flag in ((reader, flag) for reader, table in tables.items() for flag in table.values()):
+        if name in (flag.name, flag.path[-1], *flag.aliases, *flag.switches, *flag.other_tools):
+            exact.setdefault((flag.name, flag.shown_default), {})[reader] = flag
+        elif is_about(flag, name):
+            about.setdefault(flag.path[-1], flag)
+    if not exact and not about:
+        near = ", ".join(map(dashed, get_close_matches(name, set().union(*tables.values()))))
+        raise InputError(f"{topic}: neither a flag nor a topic; {f'nearest: {near}' if near else '--help-all has all'}")
+    lines = [line for flags in exact.values() for line in (*sheet(flags, readers), "")]
+    lines += [f"Flags about {name}:"] * bool(about)
+    lines += [line for flag in about.values() for line in help_lines(flag)]
+    lines += [] if exact else ["", f"page: {page_of([name, *about])}"]
+    return "\n".join(lines).rstrip()
+
+
+def is_about(flag: Flag, word: str) -> bool:
+    """Tell whether a flag's name, group, need or meaning has a word, in any form: log, logs, logged, logging."""
+    stem = re.sub("(g?ing|ged|ed|s)$", "", word) if len(word) > 3 else word
+    text = f"{flag.name} {flag.group} {flag.needs} {flag.info.description}".lower()
+    return re.search(rf"(?<![a-z-]){re.escape(stem)}(g?ing|ged|ed|s)?(?![a-z-])", text) is not None
+
+
+def sheet(flags: Mapping[str, Flag], readers: Mapping[str, type[Group]]) -> Iterator[str]:
+    """Yield name and type of a flag, and a line each on meaning, default, what sets it, what reads it, and its page.
+
+    Args:
+        flags: the flag as each of its readers has it.
+    """
+    flag = next(iter(flags.values()))
+    yield f"{flag.shown} {flag.type_name}"
+    for title, text in (
+        ("meaning", flag.meaning),
+        ("default", flag.shown_default),
+        ("set by", "; ".join(filter(None, setters(flag, [readers[reader] for reader in flags])))),
+        ("read by", ", ".join(flags) + f"; only with {flag.needs}" * bool(flag.needs)),
+        ("page", page_of([flag.name, *flag.aliases, flag.path[-1]])),
+    ):
+        yield textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
+
+
+def setters(flag: Flag, configs: Sequence[type[Group]]) -> Iterator[str]:
+    """Yield what sets a flag, from the weakest on; "" for what does not."""
+    tables = {config: flag_table(config) for config in configs}
+    methods = [(of, name) for of, table in tables.items() if "method" in table for name in table["method"].choices]
+    layers = [(method, config.with_method([("", {"method": method})], "")[0][1]) for config, method in methods]
+    values = [f"{method} {layer[flag.name]}" for method, layer in layers if flag.name in layer.keys() - {"method"}]
+    yield f"the method ({', '.join(values)})" if values else ""
+    yield "the plan, on GPUs" if flag.auto else ""
+    yield f"other flags ({flag.auto_is})" if flag.auto_is else ""
+    yield f"{dashed(flag.instead_of)}, where that is given" if flag.instead_of else ""
+    yield f"--deepspeed-config ({', '.join(flag.deepspeed)})" if flag.deepspeed else ""
+    yield "--preset, --config, the command line"
+
+
+def page_of(names: Sequence[str]) -> str:
+    """Return the page of docs/ that explains a topic or a flag, whose names these are.
+
+    It is a page that has the first name in its own, else the one that names them most often.
+    """
+    pages = [page for folder in SHOWN_PAGES for page in sorted((DOCS / folder).glob("*.md"))]
+    spelled = "|".join(re.sub("[_-]", "[_-]", name.lstrip("-")) for name in names)
+    counts = [len(re.findall(rf"[-.`](?:{spelled})\b(?![_-])", page.read_text(encoding="utf-8"))) for page in pages]
+    ranks = [(names[0] in page.stem.split("_"), count) for page, count in zip(pages, counts, strict=True)]
+    best = max(ranks, default=(False, 0))
+    return f"docs/{pages[ranks.index(best)].relative_to(DOCS)}" if any(best) else ALL_FLAGS

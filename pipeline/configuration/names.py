@@ -3,14 +3,14 @@
 All of them are read from the fields (flag_table.py), so that a name is recognised wherever its flag is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.configuration.flag_table import Flag, convert, flag_table
-from pipeline.errors import nearest
+from pipeline.errors import dashed, nearest
 
 FILE_FLAGS = ("preset", "config")
 
@@ -48,19 +48,19 @@ class Names:
             if flag.path[-1] not in self.known:
                 self.other_tools.setdefault(flag.path[-1], []).append(flag.name)
 
-    def unknown(self, name: str, more: Iterable[str] = (), dashes: str = "") -> str:
+    def unknown(self, name: str, more: Iterable[str] = (), spell: Callable[[str], str] = str) -> str:
         """Return why `name` is no flag of this command, with the flag that was probably meant.
 
         Args:
             more: further names that are right.
-            dashes: what is written before a flag's name.
+            spell: how a flag's name is written.
         """
         if flags := self.other_tools.get(name):
             place = ", the words before any flag" if self.positional in flags else ""
-            return f"unknown flag; here it is {' or '.join(dashes + flag for flag in flags)}{place}"
+            return f"unknown flag; here it is {' or '.join(map(spell, flags))}{place}"
         if name in self.refused:
             return f"a flag of other programs without a counterpart here: {self.refused[name]}"
-        return f"unknown flag{nearest(name, (*self.known, *more), dashes)}"
+        return f"unknown flag{nearest(name, (*self.known, *more), spell)}"
 
     def of_file(self, origin: str, values: Mapping[str, object]) -> tuple[dict[str, object], list[str], list[str]]:
         """Return (values by the flags' own names, error lines, notes) of a YAML file's section."""
@@ -72,7 +72,7 @@ class Names:
             elif name not in self.known:
                 errors.append(f"{origin}: {name}: {self.unknown(name)}")
             elif (own := name if name in self.switches else self.known[name]) in result:
-                errors.append(f"{origin}: {name}: --{own} is given twice, under two names; give one")
+                errors.append(f"{origin}: {name}: {dashed(own)} is given twice, under two names; give one")
             else:
                 result[own] = value
         return result, errors, notes
@@ -106,7 +106,7 @@ def with_switches(
                 added = [word] * TypeAdapter(bool).validate_python(folded.pop(name))
             except ValidationError as error:
                 message = error.errors()[0]["msg"].replace("Input should be", "wanted")
-                errors.append(f"--{name}: found {layer[name]!r} ({origin}): {message}")
+                errors.append(f"{dashed(name)}: found {layer[name]!r} ({origin}): {message}")
             else:
                 folded[flag.name] = words if word in words and added else [w for w in words if w != word] + added
     return folded

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
 from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def changed_settings(
     held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
     for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
         if held.get(name) != current.get(name):
-            yield f"--{name}: found {current.get(name)!r}, {holder} has {held.get(name)!r}"
+            yield f"{dashed(name)}: found {current.get(name)!r}, {holder} has {held.get(name)!r}"
 
 
 def check_same_settings(

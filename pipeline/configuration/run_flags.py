@@ -73,7 +73,7 @@ class RunConfig(Group):
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
-        "Steps between progress lines; left out: lines are 30 s to 5 minutes apart; a terminal has a bar below them",
+        "Steps between logged lines; left out: lines are 30 s to 5 minutes apart; a terminal has a bar below them",
         ge=1,
         on_resume="free",
         other_tools="logging_steps",
@@ -94,8 +94,8 @@ class RunConfig(Group):
     )
     monitors: list[Literal["tensorboard", "csv", "wandb"]] = flag(
         ["tensorboard"],
-        "Where metrics go besides <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv there, Weights & Biases (needs "
-        "the wandb package); none: nowhere",
+        "Where metrics are logged besides <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv there, Weights & "
+        "Biases (needs the wandb package); none: nowhere",
         on_resume="free",
         switches={"enable_tensorboard": "tensorboard", "enable_csv": "csv", "enable_wandb": "wandb"},
         other_tools="report_to",

@@ -10,6 +10,7 @@ from pipeline.configuration.flag_table import RESOLVED, flag, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
+from pipeline.errors import dashed
 
 
 class StageConfig(Group):
@@ -179,7 +180,7 @@ class Stage:
         full = {f"{prefix}lora_learning_rate": f"{prefix}learning_rate" for prefix in of}
         # Six digits: 1e-6 x 10 is 9.999999999999999e-06.
         rates = {name: float(f"{factor * values[rate]:.6g}") for name, rate in full.items()}
-        return {name: (value, f"{RESOLVED}{factor:g} x --{full[name]}") for name, value in rates.items()}
+        return {name: (value, f"{RESOLVED}{factor:g} x {dashed(full[name])}") for name, value in rates.items()}
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""

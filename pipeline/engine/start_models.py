@@ -24,7 +24,7 @@ from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.ds_json import read_user_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.configuration.stage import SupervisedConfig
-from pipeline.errors import EnvironmentFault, InputError
+from pipeline.errors import EnvironmentFault, InputError, dashed
 from pipeline.models.decoders.architecture import longrope_limit
 from pipeline.models.decoders.families import fields_not_understood
 from pipeline.models.lora import check_quantization, linear_names
@@ -101,8 +101,8 @@ def package_checks(
 def weight_checks(settings: ModelConfig, prefix: str) -> list[Check]:
     """Return the checks of packages that a model needs, trained or not; `prefix` is that of its flags."""
     return [
-        partial(check_attention, settings.attn_implementation, f"--{prefix}attn_implementation"),
-        partial(check_quantization, settings.quantization, f"--{prefix}quantization"),
+        partial(check_attention, settings.attn_implementation, dashed(prefix + "attn_implementation")),
+        partial(check_quantization, settings.quantization, dashed(prefix + "quantization")),
     ]
 
 
@@ -179,8 +179,8 @@ def check_settings(
     """
     if settings.partitioned == "weights":
         check_whole_experts(source)
-    check_stored_quantization(source, settings.quantization, f"--{prefix}quantization", learns=learns)
-    attention_for(source.config, settings.attn_implementation, source.path, flag=f"--{prefix}attn_implementation")
+    check_stored_quantization(source, settings.quantization, dashed(prefix + "quantization"), learns=learns)
+    attention_for(source.config, settings.attn_implementation, source.path, flag=dashed(prefix + "attn_implementation"))
     if not learns:
         return
     warn_of_rate(source, settings, prefix, only_lora=only_lora)
@@ -188,7 +188,7 @@ def check_settings(
     if settings.lora_dim and is_adapter and not is_quantised:
         check_plain_lora(source.path)
     if settings.lora_dim and not (is_adapter and is_quantised):
-        linear_names(without_memory(source), settings.lora_module_name, flag=f"--{prefix}lora_module_name")
+        linear_names(without_memory(source), settings.lora_module_name, flag=dashed(prefix + "lora_module_name"))
 
 
 def without_memory(source: ModelSource) -> PreTrainedModel:
@@ -207,7 +207,9 @@ def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str, *, onl
     rates |= {} if settings.lora_dim and only_lora else {"learning_rate": 1e-3}
     for name, most in rates.items():
         if (rate := getattr(settings, name)) > most and without_memory(source).num_parameters() >= LARGE:
-            warn_once(f"{source.path}: --{prefix}{name} {rate:g} is above {most:g}: training will probably diverge")
+            warn_once(
+                f"{source.path}: {dashed(prefix + name)} {rate:g} is above {most:g}: training will probably diverge"
+            )
 
 
 def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:

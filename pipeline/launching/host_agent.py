@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EXIT_DONE, EXIT_FAULT, RunError
+from pipeline.errors import EXIT_DONE, EXIT_FAULT, RunError, dashed
 from pipeline.files import model_fingerprint
 from pipeline.heartbeat import replace_json
 from pipeline.launching.machine import check_port, count_present_gpus, runs_on_cpu
@@ -60,9 +60,9 @@ def contents(inputs: Sequence[Sequence[str]]) -> dict[str, str]:
     result: dict[str, str] = {}
     for name, path, kind in inputs:
         try:
-            result[f"--{name} {path}"] = (data_content if kind == "data" else model_fingerprint)(path)
+            result[f"{dashed(name)} {path}"] = (data_content if kind == "data" else model_fingerprint)(path)
         except (RunError, OSError):
-            result[f"--{name} {path}"] = ""
+            result[f"{dashed(name)} {path}"] = ""
     return result
 
 

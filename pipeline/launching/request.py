@@ -3,19 +3,20 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.configuration.names import normalise
 from pipeline.configuration.redact import repeated
-from pipeline.errors import InputError, say
+from pipeline.errors import InputError, dashed, say
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
 BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
 # Flags that people write behind STAGE by mistake.
 BEFORE_STAGE = (
-    "--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude", "--hostfile", "--master_port",
-    "--master_addr", "--node_rank", "--launcher", "--no_ssh",
+    "--num-gpus", "--num-accelerators", "--num-nodes", "--include", "--exclude", "--hostfile", "--master-port",
+    "--master-addr", "--node-rank", "--launcher", "--no-ssh",
 )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
     given = vars(values)
     step, *rest = given.pop("words", None) or [""]
     for word in rest:
-        if word.partition("=")[0] in BEFORE_STAGE:
+        if dashed(word.partition("=")[0][2:]) in BEFORE_STAGE:
             raise InputError(f"{word}: found behind STAGE, wanted before it with the other flags of the launcher")
     known = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
     return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
@@ -111,7 +112,7 @@ class LastCounts(argparse.Action):
     ) -> None:
         """Keep the value; `--no_ssh` has its own, which stands for that of `--launcher`."""
         if self.dest in namespace:
-            say(f"note: {repeated(f'--{self.dest}', getattr(namespace, self.dest))}")
+            say(f"note: {repeated(dashed(self.dest), getattr(namespace, self.dest))}")
         setattr(namespace, self.dest, self.const or values)
 
 
@@ -120,13 +121,18 @@ def launcher_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, add_help=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--no_ssh", dest="launcher", action=LastCounts, nargs=0, const="none")
+    parser.add_argument("--no-ssh", "--no_ssh", dest="launcher", action=LastCounts, nargs=0, const="none")
     for names, kind in FLAGS.items():
-        parser.add_argument(*names.split(), action=LastCounts, type=kind)
+        parser.add_argument(*in_both_spellings(names), action=LastCounts, type=kind)
     for names in (*SWITCHES, *IDLE_SWITCHES):
-        parser.add_argument(*names.split(), action="store_true")
+        parser.add_argument(*in_both_spellings(names), action="store_true")
     parser.add_argument("words", nargs=argparse.REMAINDER)
     return parser
+
+
+def in_both_spellings(names: str) -> Iterable[str]:
+    """Return the names of a flag with `-` between their words, as they are shown, and with `_`."""
+    return dict.fromkeys([*names.split(), *(f"--{normalise(name[2:])}" for name in names.split() if name[:2] == "--")])
 
 
 def backend(text: str) -> str:
@@ -173,22 +179,22 @@ refused = argparse.ArgumentTypeError
 # Names of a flag with a value -> reader of the value.
 FLAGS: dict[str, Callable[[str], object]] = {
     "--launcher": backend,
-    "--launcher_args": launcher_args,
+    "--launcher-args": launcher_args,
     "--hostfile -H": str,
     "--include -i": str,
     "--exclude -e": str,
-    "--num_nodes": count,
-    "--num_gpus --num_accelerators": count,
-    "--node_rank": number,
-    "--master_addr": str,
-    "--master_port": port,
-    "--ssh_port": port,
-    "--venv_script": str,
-    "--enable_each_rank_log": str,
-    "--bind_core_list": str,
+    "--num-nodes": count,
+    "--num-gpus --num-accelerators": count,
+    "--node-rank": number,
+    "--master-addr": str,
+    "--master-port": port,
+    "--ssh-port": port,
+    "--venv-script": str,
+    "--enable-each-rank-log": str,
+    "--bind-core-list": str,
     "--autotuning": one_of("tune", "run"),
-    "--log_level": one_of("debug", "info", "warning", "error", "critical"),
+    "--log-level": one_of("debug", "info", "warning", "error", "critical"),
 }
-SWITCHES = ("--bind_cores_to_rank", "--save_pid", "--check")
+SWITCHES = ("--bind-cores-to-rank", "--save-pid", "--check")
 # Switches of DeepSpeed's launcher that say what is so here in any case, or how much it prints of itself.
-IDLE_SWITCHES = ("--module", "--no_python", "--no_local_rank", "--no_ssh_check", "--force_multi", "--quiet -q")
+IDLE_SWITCHES = ("--module", "--no-python", "--no-local-rank", "--no-ssh-check", "--force-multi", "--quiet -q")

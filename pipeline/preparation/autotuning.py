@@ -13,8 +13,9 @@ from typing import Any
 from pipeline.configuration.ds_json import flags_from_json, read_user_json
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.names import normalise
 from pipeline.configuration.run_flags import TRIED
-from pipeline.errors import EnvironmentFault, InputError, StoppedRun
+from pipeline.errors import EnvironmentFault, InputError, StoppedRun, dashed
 from pipeline.files import write_text
 from pipeline.launching.hosts import chosen_devices
 from pipeline.launching.machine import free_port
@@ -43,8 +44,9 @@ def tuned_flags(
         StoppedRun: on a signal.
     """
     words = list[str]()
-    for word in request.words:  # DeepSpeed looks for its file behind a flag without "="
-        words += word.split("=", 1) if word.startswith("--deepspeed_config=") else [word]
+    for word in request.words:  # DeepSpeed looks for its file behind a flag with "_" and without "="
+        name, *value = word.split("=", 1)
+        words += ["--deepspeed_config", *value] if normalise(name) == "__deepspeed_config" else [word]
     # Where DeepSpeed looks for programs: this environment is not always on the path.
     searched = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     missing = [] if shutil.which("pdsh", path=searched) else ["pdsh (Debian, Ubuntu: apt-get install pdsh)"]
@@ -101,7 +103,9 @@ def check_left_to_search(resolved: Resolved, file: str) -> None:
     for name, (key, value) in said.items():
         if resolved.origins[name] != "default" and key not in mapped and values[name] not in ("auto", value):
             reason = f"leave it out, or write it into {file} as {key}"
-            raise InputError(f"--{name} {values[name]} ({resolved.origins[name]}): --autotuning tries others; {reason}")
+            raise InputError(
+                f"{dashed(name)} {values[name]} ({resolved.origins[name]}): --autotuning tries others; {reason}"
+            )
 
 
 def results_folder(file: str) -> Path:
@@ -110,4 +114,4 @@ def results_folder(file: str) -> Path:
         tuning = json.loads(Path(file).read_text(encoding="utf-8"))["autotuning"]
         return Path(tuning.get("results_dir", "autotuning_results"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(f"--deepspeed_config {file}: wanted a JSON with a block autotuning") from None
+        raise InputError(f"--deepspeed-config {file}: wanted a JSON with a block autotuning") from None

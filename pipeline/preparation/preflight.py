@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.names import normalise
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.cache import load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
 from pipeline.data.selection import DataOptions, check_held_out, parse_shares
 from pipeline.data.sources import is_cached, is_local, parse_path, read_rows
-from pipeline.errors import EnvironmentFault, InputError, RunError
+from pipeline.errors import EnvironmentFault, InputError, RunError, dashed
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import check_push, is_reachable, offline
 from pipeline.launching.target import this_machine, with_constants, with_limit
@@ -73,7 +74,7 @@ class Findings:
     def as_typed(self, flag: str, line: str) -> str:
         """Return an error line that begins with a flag, with the stage's flags as the user types them."""
         line = line if line.startswith("--") else f"{flag}: {line}"
-        return re.sub(r"--(\w+)", lambda m: self.dashes + m[1] if m[1] in self.flags else m[0], line)
+        return re.sub(r"--([\w-]+)", lambda m: self.dashes + m[1] if normalise(m[1]) in self.flags else m[0], line)
 
     def is_out_of_reach(self, hub_id: str, *, rows: bool = False) -> bool:
         """Return True, with a note, for a hub id that a dry run does not look at; rows: it is a data set."""
@@ -207,7 +208,7 @@ def look_at_rows(findings: Findings, options: DataOptions, tokenizer: "PreTraine
         ("eval_data_path", options.eval_data_path),
         ("sft_only_data_path", options.sft_only_data_path),
     ):
-        flag = f"--{name}"
+        flag = dashed(name)
         for text in texts:
             path, _ = findings.look(flag, partial(parse_path, text)) or ("", 1.0)
             if path and (is_local(path) or not findings.is_out_of_reach(path, rows=True)):

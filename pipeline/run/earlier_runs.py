@@ -24,7 +24,7 @@ from pipeline.configuration.resume_rules import batch_sizes, check_resumed, othe
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
 from pipeline.run.evaluations import run_settings
 from pipeline.run.layout import automatic_file, candidates, done_file
@@ -252,7 +252,7 @@ def changed_contents(config: StageConfig, before: dict[str, Any], now: Mapping[s
             paths = table[name] if isinstance(table[name], list) else [table[name]]
             changed = [path for path, digest_now in zip(paths, content, strict=False) if digest_now not in before[name]]
             which = " ".join(changed if len(paths) > 1 and changed else paths)
-            yield f"--{name}: the content of {which or 'no path'} is not what {holder} was made of"
+            yield f"{dashed(name)}: the content of {which or 'no path'} is not what {holder} was made of"
 
 
 def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:

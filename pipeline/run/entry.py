@@ -24,6 +24,7 @@ from pipeline.errors import (
     EnvironmentFault,
     InputError,
     RunError,
+    dashed,
     print_error,
     say,
 )
@@ -95,8 +96,8 @@ def check_supervised(run: RunConfig) -> None:
     for name in run.searches:
         if supervisor_name() is None and not run.starts_nothing:
             raise InputError(
-                f"--{name}: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a launch "
-                "script: bash launch/single_gpu.sh N"
+                f"{dashed(name)}: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a "
+                "launch script: bash launch/single_gpu.sh N"
             )
 
 
@@ -162,7 +163,7 @@ def command_flags(
     resolved = parse(config_class, [short.get(word, word) for word in argv], section=section, prog=prog)
     for name in not_empty:
         if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
-            raise InputError(f"--{name}: found an empty text; give one, or leave the flag out")
+            raise InputError(f"{dashed(name)}: found an empty text; give one, or leave the flag out")
     say(*(f"note: {line}" for line in resolved.notes))
     return resolved
 

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.files import check_replaceable, has_config, read_object
 from pipeline.marks import OURS, RUN_LOCK
 from pipeline.run.earlier_runs import RUN_FILES
@@ -33,10 +33,10 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
     replaced: list[Named] = []  # their model folders, which are replaced with all that is in them
     for stage, config in stages.items():
         dashes = f"--{stage.section}." if named_by_section else "--"
-        models = [(f"{dashes}output_dir", folder) for folder in stage.outputs(config)]
-        run_dir = (f"{dashes}run_dir", stage.run_folder(config.run))
+        models = [(f"{dashes}output-dir", folder) for folder in stage.outputs(config)]
+        run_dir = (f"{dashes}run-dir", stage.run_folder(config.run))
         cache = config.data.data_output_path
-        folders = [run_dir, *([(f"{dashes}data_output_path", Path(cache))] if cache else [])]
+        folders = [run_dir, *([(f"{dashes}data-output-path", Path(cache))] if cache else [])]
         read += inputs(config, dashes)
         lines += clashes([*models, *((run_dir[0], run_dir[1] / name) for name in RUN_FILES)], read)
         places = [*clashes(models, [*folders, *taken]), *clashes(folders, [*read, *taken], inside=False)]
@@ -56,7 +56,7 @@ def inputs(config: StageConfig, dashes: str) -> Iterator[Named]:
             for text in value if isinstance(value, list) else [value]:
                 path = parse_path(text)[0] if table[name].on_resume == "data" else text
                 if path:
-                    yield f"{dashes}{name}", Path(path)
+                    yield dashes + dashed(name)[2:], Path(path)
 
 
 def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool = True) -> Iterator[str]:
@@ -73,20 +73,20 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
     run_dir = stage.run_folder(config.run)
     if odd := [path for path in run_dir.rglob("*") if path.exists() and not (path.is_file() or path.is_dir())]:
-        yield f"{dashes}run_dir: {min(odd)}: found neither a file nor a folder, at which a run would wait; remove it"
+        yield f"{dashes}run-dir: {min(odd)}: found neither a file nor a folder, at which a run would wait; remove it"
         return
     environment = read_object(environment_file(run_dir))
     owner, versions = environment.get("stage"), environment.get("versions")
     started = isinstance(owner, str) and isinstance(versions, dict)
     if started and owner != stage.section:
-        yield f"{dashes}run_dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
+        yield f"{dashes}run-dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
     # Hidden files are those of ranks that start at this moment; a supervisor has looked before its ranks did.
     names = {path.name for path in run_dir.glob("[!.]*")}
     was_killed = {RUN_LOCK, "heartbeat"} & names and names <= START_NAMES
     if names and not started and not was_killed and supervisor_name() is None:
         others = f"other files ({min(names - START_NAMES or names)}) and no env.json of a run"
         content = "an env.json without stage and versions of a run" if "env.json" in names else others
-        yield f"{dashes}run_dir: {run_dir} holds {content}; name a new or empty folder"
+        yield f"{dashes}run-dir: {run_dir} holds {content}; name a new or empty folder"
     for folder in stage.outputs(config):
         try:
             check_replaceable(folder)
@@ -96,11 +96,11 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         maker = read_object(folder / OURS).get("stage", stage.section)
         if has_config(folder) and maker != stage.section and not config.run.overwrite:
             yield (
-                f"{dashes}output_dir: {folder} holds a model of {maker}, this is {stage.section}; "
+                f"{dashes}output-dir: {folder} holds a model of {maker}, this is {stage.section}; "
                 "give another --output_dir, or --overwrite to replace it"
             )
         elif has_config(folder) and not started and not config.run.overwrite:
             yield (
-                f"{dashes}output_dir: {folder} holds the model of another run than that of {run_dir}; "
+                f"{dashes}output-dir: {folder} holds the model of another run than that of {run_dir}; "
                 "give another --output_dir, or --overwrite to replace it"
             )

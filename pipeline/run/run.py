@@ -33,6 +33,7 @@ from pipeline.errors import (
     EnvironmentFault,
     RunError,
     StoppedRun,
+    dashed,
     print_error,
     say,
 )
@@ -241,10 +242,10 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
         if error.halved and supervisor_name() is not None:
             return EXIT_ENVIRONMENT, line  # it starts the job again
         at_least = "" if error.halved else error.flag
-        line += f", with --{at_least} 1" if at_least else ""
-    lower = [f"--{name}" for name in flag_table(type(config)) if name in LOWERED_IN[phase] and name != at_least]
-    recompute = [f"--{name}" for name in flag_table(type(config)) if name.endswith("gradient_checkpointing")]
-    shard = [f"--{name}" for name in flags_of_key(type(config), ZERO_STAGE)]
+        line += f", with {dashed(at_least)} 1" if at_least else ""
+    lower = [dashed(name) for name in flag_table(type(config)) if name in LOWERED_IN[phase] and name != at_least]
+    recompute = [dashed(name) for name in flag_table(type(config)) if name.endswith("gradient_checkpointing")]
+    shard = [dashed(name) for name in flags_of_key(type(config), ZERO_STAGE)]
     ways = [
         f"lower {' or '.join(lower)}" if lower else "",
         f"give {' or '.join(recompute)}" if phase == "train" else "",

@@ -17,7 +17,7 @@ from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_bef
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
 from pipeline.data.sources import hub_id, parse_path
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.files import read_object
 from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
 from pipeline.run.evaluations import run_flags
@@ -185,7 +185,7 @@ def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
     """Return the settings with what flags are that say `auto`."""
     values = dict(flat_items(resolved.config))
     unset = {name: value for name, value in decided.items() if values[name] == AUTO}
-    return with_values(resolved, {name: (value, f"--{name} {AUTO}") for name, value in unset.items()})
+    return with_values(resolved, {name: (value, f"{dashed(name)} {AUTO}") for name, value in unset.items()})
 
 
 def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Resolved:

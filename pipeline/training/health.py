@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.errors import dashed
+
 log = logging.getLogger(__name__)
 
 # Values of a metric that are kept of the begin and of the end: enough for a mean of noisy numbers.
@@ -173,7 +175,7 @@ class Rule:
     def __call__(self, history: History) -> str:
         """Return what is to be said of a run; "" where the sign is not there."""
         numbers = self.sign(history)
-        return self.text.format(*numbers, rate=history.rate_flag) if numbers else ""
+        return self.text.format(*numbers, rate=dashed(history.rate_flag)) if numbers else ""
 
 
 RULES = (
@@ -181,7 +183,7 @@ RULES = (
     Rule("high_kl", lambda run: above(run.mean("objective/kl"),
                                       max(MOST_KL, MOST_KL_OF_TOKEN * run.mean("completions/mean_length"))),
          "the KL to the reference is {0:.3g} nats a response, above {1:.3g}: the policy may be exploiting the reward; "
-         "raise --kl_coef, set --kl_target, or lower --{rate}"),
+         "raise --kl_coef, set --kl_target, or lower {rate}"),
     Rule("negative_kl", lambda run: below(run.mean("objective/kl", 1), LEAST_KL),
          "the mean KL is negative, {0:.2f} nats per sequence: responses are not sampled from the policy that scores "
          "them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error"),
@@ -199,14 +201,14 @@ RULES = (
          "hard nor too easy"),
     Rule("falling_entropy", falling_entropy,
          "the entropy has fallen from {0:.3g} to {1:.3g} nats a token: responses are nearly always the same; raise "
-         "--kl_coef or --entropy_coef, or lower --{rate}"),
+         "--kl_coef or --entropy_coef, or lower {rate}"),
     Rule("paid_for_length", paid_for_length,
          "held-out scores rise by {0:.3g} while answers grow from {1:.0f} to {2:.0f} tokens; at equal length they rise "
          "by {3:.3g}: the reward pays for length; train it with stage 2's --balance_lengths, take a length penalty as "
          "a further --reward_function, or raise --kl_coef"),
     Rule("chance_accuracy", chance_accuracy,
          "the accuracy on {0:.0f} held-out pairs is {1:.3g}, which is chance: look at the pairs (are chosen and "
-         "rejected what they should be?), train longer, or raise --{rate}"),
+         "rejected what they should be?), train longer, or raise {rate}"),
     Rule("sampler_apart", lambda run: above(run.earliest("policy/sampler_error"), run.sampler_bound),
          "sampler and trainer differ by {0:.2f} nats in a token's log-probability (policy/sampler_error of the first "
          "rollout), more than rounding makes: they do not compute the same model; try another --generation_engine, and "
@@ -217,7 +219,7 @@ RULES = (
          "--off_policy_weights token_truncate"),
     Rule("nothing_learnt", nothing_learnt,
          "no more than noise has been learnt in a quarter of the run: the {0} was {1:.4g} in its first {2} values and "
-         "is {3:.4g} in its last {4}; raise --{rate} (where the {0} jumps: lower it), or look at the rows"),
+         "is {3:.4g} in its last {4}; raise {rate} (where the {0} jumps: lower it), or look at the rows"),
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pipeline.data.cache import StageData, load_or_build
 from pipeline.data.counts import Counts
 from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
-from pipeline.errors import is_coloured
+from pipeline.errors import dashed, is_coloured
 from pipeline.models.source import num_positions
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
@@ -189,4 +189,4 @@ def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int], most: int 
     length = min(max(kind.least_length, sorted(lengths.elements())[num_more - 1]), most or math.inf)
     if not (helped := sum(number for size, number in lengths.items() if size <= length)):
         return f"; the model has no positions for the {lengths.total()} that are too long"
-    return f"; --{kind.length_flag} {length} would keep {helped} of the {lengths.total()} that are too long"
+    return f"; {dashed(kind.length_flag)} {length} would keep {helped} of the {lengths.total()} that are too long"

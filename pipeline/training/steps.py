@@ -18,7 +18,7 @@ from pipeline import dist
 from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import gradient_bytes
-from pipeline.errors import DivergedError, Interrupted, counted
+from pipeline.errors import DivergedError, Interrupted, counted, dashed
 from pipeline.files import tolerated
 from pipeline.run.run import Run
 
@@ -176,7 +176,7 @@ def note_skipped_step(
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(batch) + "\n")
     if state.bad_in_a_row >= run.resolved.config.optimizer.max_bad_steps:
-        rate = f"--{run.stage.rate_flag(run.resolved.config)}"
+        rate = dashed(run.stage.rate_flag(run.resolved.config))
         raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite; {divergence_advice(run, rate)}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import InputError, counted, say
+from pipeline.errors import InputError, counted, dashed, say
 from pipeline.files import model_fingerprint
 from pipeline.inference.sample_file import (
     SampleFile,
@@ -43,7 +43,7 @@ def run(argv: list[str], prog: str) -> None:
     config = command_flags(SampleConfig, argv, section="sample", prog=prog).config
     if not config.model or not config.data:
         name = "data" if config.model else "model"
-        raise InputError(f"--{name}: missing; for example: {prog} output/sft --data FILE")
+        raise InputError(f"{dashed(name)}: missing; for example: {prog} output/sft --data FILE")
     if (size := num_ranks()) > 1 and not config.output:
         raise InputError(f"--output: missing, and {size} ranks cannot share standard output; name a file")
     check_language_model(config.model, "--model")

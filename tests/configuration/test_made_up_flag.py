@@ -68,7 +68,7 @@ def errors_of(*words: str) -> list[str]:
 
 def test_it_is_in_help_and_reference():
     meaning = "A token of probability p weighs (1 - p) to this power; 0: all alike"
-    assert f"  --focal_gamma float\n      {meaning} [0.0]\n" in help_text(MadeUp, "x", is_full=True)
+    assert f"  --focal-gamma float\n      {meaning} [0.0]\n" in help_text(MadeUp, "x", ["--help-all"])
     assert f"| `--focal-gamma` | `float` | `0.0` | {meaning} |" in tables(flag_table(MadeUp).values())
     assert {"actor_made_up", "critic_made_up"} <= set(flag_table(MadeUpPair))
 
