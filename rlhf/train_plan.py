@@ -153,7 +153,7 @@ def is_common(name: str, stages: Collection[Names]) -> bool:
 
 def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
     """Return the reason why a flag without a section is not for all `chosen` stages, or ""."""
-    given = word.partition("=")[0]
+    given = dashed(word.partition("=")[0][2:])
     name, stages = normalise(given[2:]), {kind.section: Names(kind.config) for kind in chosen.values()}
     if is_common(name, stages.values()):
         return ""

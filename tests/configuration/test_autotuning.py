@@ -15,7 +15,7 @@ from support.tiny_run import read_metrics
 
 from pipeline.configuration.ds_config import Placement, training_json
 from pipeline.configuration.flags import flag_words, load_yaml, parse, stage_arguments
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.preparation.autotuning import check_left_to_search
 from step1_sft.config import SFTConfig
 
@@ -134,7 +134,7 @@ def test_flags_that_a_search_contradicts_are_refused_before_it(tmp_path, words, 
         return check_left_to_search(resolved, str(file))
     with pytest.raises(InputError) as refused:
         check_left_to_search(resolved, str(file))
-    line = f"--{given} (command line): --autotuning tries others; leave it out, or write it into {file} as {key}"
+    line = f"{dashed(given)} (command line): --autotuning tries others; leave it out, or write it into {file} as {key}"
     assert str(refused.value) == line
 
 

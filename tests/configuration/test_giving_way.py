@@ -8,7 +8,7 @@ from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, parse
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.preparation.engine_jsons import engine_jsons
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.stage import STAGE as PPO
@@ -50,7 +50,7 @@ def test_a_preset_gives_way_to_flags_given_by_hand_and_says_so(tmp_path, stage, 
     engine_jsons(stage, before, ranks=ranks)
     assert len(found.notes) == len(changed)
     for (name, value), note in zip(changed.items(), found.notes, strict=True):
-        assert note.startswith(f"--{name} {value} in place of {was[name]} ({tmp_path}/given.yaml), since --")
+        assert note.startswith(f"{dashed(name)} {value} in place of {was[name]} ({tmp_path}/given.yaml), since --")
 
 
 def test_the_note_of_a_preset_that_gives_way_has_the_reason(tmp_path):

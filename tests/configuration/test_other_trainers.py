@@ -5,7 +5,8 @@ import re
 import pytest
 
 from pipeline.configuration.flags import parse
-from pipeline.errors import InputError
+from pipeline.configuration.names import normalise
+from pipeline.errors import InputError, dashed
 from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
 
@@ -57,15 +58,15 @@ def test_a_name_is_answered_with_ours(name, tmp_path):
     file = tmp_path / "c.yaml"
     for stage in STAGES:
         ours = of_ppo if stage.section == "ppo" else of_one
-        assert answers(stage, f"--{name}", value) == [f"--{name}: unknown flag; here it is {ours}"]
+        assert answers(stage, f"--{name}", value) == [f"{dashed(name)}: unknown flag; here it is {ours}"]
         file.write_text(f"{stage.section}:\n  {name}: {value}\n")
-        line = f"{file}: {name}: unknown flag; here it is {ours.replace('--', '')}"
+        line = f"{file}: {name}: unknown flag; here it is {normalise(ours.replace('--', ''))}"
         assert answers(stage, "--config", str(file)) == [line]
         if stage.section != "dpo":
             assert refused("--config", str(file)) == [f"{stage.section}: {line}"]
-    assert refused(f"--{name}", value) == [f"--{name}: unknown flag; here it is {of_all}"]
+    assert refused(f"--{name}", value) == [f"{dashed(name)}: unknown flag; here it is {of_all}"]
     assert refused(f"--sft.{name}", value) == [
-        f"--sft.{name}: unknown flag; here it is {of_one.replace('--', '--sft.')}"
+        f"{dashed('sft.' + name)}: unknown flag; here it is {of_one.replace('--', '--sft.')}"
     ]
 
 

@@ -15,6 +15,7 @@ from input_calls import call, make_inputs, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
 
 from pipeline import files
+from pipeline.errors import dashed
 from pipeline.processes import time_limit
 from rlhf import init
 
@@ -76,7 +77,9 @@ FLAGS = {
 def test_a_flag_of_a_size_that_nobody_means(folder, tmp_path, monkeypatch, flag):
     with stopped_at_the_models(monkeypatch), time_limit(20):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out", **{flag: FLAGS[flag]}))
-    assert ending.code == 2 and f"--{flag}: found " in ending.errors[0] and "wanted" in ending.errors[0], ending.stderr
+    assert ending.code == 2 and f"{dashed(flag)}: found " in ending.errors[0] and "wanted" in ending.errors[0], (
+        ending.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["reward_eval", "sample", "prompt_eval"])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
 
+from pipeline.errors import dashed
 from rlhf.stages import STAGES
 from rlhf.train_config import TrainConfig, train_help
 from rlhf.train_plan import why_not_common
@@ -28,7 +29,7 @@ class Case(NamedTuple):
 
 
 def typo(command: str, wrong: str, right: str, value: object = 1) -> Case:
-    return Case(command, {wrong: value}, f"--{wrong}: unknown flag; did you mean --{right}?")
+    return Case(command, {wrong: value}, f"{dashed(wrong)}: unknown flag; did you mean {dashed(right)}?")
 
 
 def in_yaml(command: str, text: str, says: str) -> Case:

@@ -14,6 +14,7 @@ from broken_models import BROKEN, MISSING, WEIGHTS, Broken, config, make, tokeni
 from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
 
+from pipeline.errors import dashed
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
@@ -232,7 +233,7 @@ def test_a_reward_model_without_one_score_that_can_be_normalised(
     words = stage_words(command_name, folder, tmp_path / "out", **{flags.get(command, "reward_model"): path})
     with stopped_at_the_models(monkeypatch):
         ending = call(command_name, words)
-    assert f"--{flags.get(command, 'reward_model')}: {path}: {says}" in refusal(ending)
+    assert f"{dashed(flags.get(command, 'reward_model'))}: {path}: {says}" in refusal(ending)
     assert ending.counts == [] and "LOAD REPORT" not in ending.stderr
 
 
@@ -287,7 +288,7 @@ def test_a_start_model_that_another_program_quantised(
     with stopped_at_the_models(monkeypatch):
         ending = call(command, stage_words(command, folder, tmp_path, **{f"{prefix}model_name_or_path": path}))
     says = f"{path}: its weights are stored as {method} (config.json: quantization_config), which cannot be trained"
-    assert says in refusal(ending) and f"--{prefix}quantization int8 or nf4" in refusal(ending)
+    assert says in refusal(ending) and f"{dashed(prefix)}quantization int8 or nf4" in refusal(ending)
 
 
 FLASH = {
@@ -307,8 +308,8 @@ def test_a_flash_kernel_that_is_not_installed(
         ending = call(command, stage_words(command, folder, tmp_path, **{flag: "flash_attention_2"}))
     assert ending.code == 3 and ending.counts == []
     assert ending.errors == [
-        f"error: --{flag} flash_attention_2: the package flash_attn is not installed; give --{flag} sdpa, which has a "
-        "flash kernel of its own on GPUs"
+        f"error: {dashed(flag)} flash_attention_2: the package flash_attn is not installed; give {dashed(flag)} sdpa, "
+        "which has a flash kernel of its own on GPUs"
     ]
 
 

@@ -8,7 +8,7 @@ from input_calls import call, make_inputs, stage_words
 
 from pipeline.configuration.redact import MASK, masked, redacted
 from pipeline.configuration.resume_rules import check_same_settings
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}
@@ -65,7 +65,7 @@ def test_a_secret_is_no_setting(secret: str, command: str, folder: Path, tmp_pat
     at = words.index(f"--{flag}")
     for given in (words, [*words[:at], *words[at + 2 :], "--config", tmp_path / "c.yaml"]):
         ending = call(command, given)
-        assert ending.code == 2 and f"--{flag}: found a token or password" in ending.errors[0], ending.stderr
+        assert ending.code == 2 and f"{dashed(flag)}: found a token or password" in ending.errors[0], ending.stderr
         assert secret not in ending.stderr and "canary" not in ending.stderr.lower()
     assert not (tmp_path / "out").exists()
 

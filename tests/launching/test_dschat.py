@@ -10,7 +10,7 @@ from support.source_tree import ROOT
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.names import Names
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from rlhf import chat, compare
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
@@ -31,7 +31,7 @@ def test_every_flag_works_or_is_refused_with_its_reason(program, flag):
         return
     with pytest.raises(InputError) as refused:
         parse(PROGRAMS[program], [f"--{flag}", "1"], section="none")
-    line = next(line for line in str(refused.value).splitlines() if line.startswith(f"--{flag}:"))
+    line = next(line for line in str(refused.value).splitlines() if line.startswith(f"{dashed(flag)}:"))
     assert "a flag of other programs without a counterpart here: " in line and "did you mean" not in line
 
 

@@ -9,7 +9,7 @@ from support.launch_stub import ROOT, TINY, make_model, notes, started, train
 from support.marks import slow_but
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.launching.request import parse_request
 from rlhf.train_plan import make_plan
 
@@ -132,7 +132,7 @@ def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeyp
         "--kl_coef: no flag of the stages that run; here it is --ppo.kl_coef, of stage 3"
     ]
     names = ("sft.learning_rate", "reward.learning_rate", "ppo.actor_learning_rate", "ppo.critic_learning_rate")
-    rates = " and ".join(f"--{name}" for name in names)
+    rates = " and ".join(dashed(name) for name in names)
     assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
     assert planned("--step", "3", "--lora-dim", "4")["ppo"]["actor_lora_dim"] == 4
     folders = "--sft.run_dir and --reward.run_dir and --ppo.run_dir"

@@ -84,13 +84,13 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
     change("train.jsonl", note="Read by nobody.")
     assert look() == [], "the rows are those of the checkpoint"
     change("train.jsonl", prompt="Describe something else.")
-    flag, folder = f"--{stage.section}.data_path", stage.run_folder(config.run) / "checkpoints/step-3"
+    flag, folder = f"--{stage.section}.data-path", stage.run_folder(config.run) / "checkpoints/step-3"
     with pytest.raises(InputError) as error:
         look()
     changed, hint = str(error.value).splitlines()
     assert changed == f"{flag}: the content of train.jsonl is not what the checkpoint was made of"
     assert hint.startswith(f"{stage.section}: {folder}: resume with the same flags, data,")
-    assert hint.endswith(f"; --{stage.section}.force_resume goes on nevertheless")
+    assert hint.endswith(f"; --{stage.section}.force-resume goes on nevertheless")
     for more in (("--force_resume",), ("--overwrite",), ("--resume", "never")):
         plan[stage] = configuration(stage, *more)
         assert look() == []

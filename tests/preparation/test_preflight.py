@@ -360,8 +360,8 @@ def test_the_best_model_is_not_kept_where_flags_hold_no_row_out(inputs, stage, n
     row = {"prompt": "Who?", "chosen": "Me.", "rejected": "Us."}
     write_lines(inputs / "marked.jsonl", [row | {"split": "train"}, row | {"split": "test"}])
     plan = {stage: f"--keep_best {flags}"}
-    ways = f"give --{stage}.eval_fraction above 0 or --{stage}.eval_data_path"
-    expected = [f"--{stage}.keep_best: no row is held out to choose by; {ways}"]
+    ways = f"give --{stage}.eval-fraction above 0 or --{stage}.eval-data-path"
+    expected = [f"--{stage}.keep-best: no row is held out to choose by; {ways}"]
     assert (look_before_start(configs(**plan), dry_run=True) == []) if is_right else (problems(**plan) == expected)
 
 

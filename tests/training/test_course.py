@@ -17,7 +17,7 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.dist import World
-from pipeline.errors import DivergedError, EnvironmentFault, InputError, Interrupted, StoppedRun
+from pipeline.errors import DivergedError, EnvironmentFault, InputError, Interrupted, StoppedRun, dashed
 from pipeline.training.course import Course
 from pipeline.training.steps import Counters, divergence_advice, note_skipped_step
 from step1_sft.config import SFTConfig
@@ -188,7 +188,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
     assert re.search(r"\n  cost +.*, 9M tokens\n", caplog.text)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     text = "the run ends worse than it began: held-out perplexity: held-out perplexity 3 -> 4 (7 sequences)"
-    assert warned == ([f"{text}; lower --{rate}"] if last > 3 else [])
+    assert warned == ([f"{text}; lower {dashed(rate)}"] if last > 3 else [])
 
 
 @pytest.mark.parametrize(("dropped", "says"), [(10, False), (11, True)])

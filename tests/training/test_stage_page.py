@@ -90,7 +90,7 @@ def test_evaluations_of_other_rows_are_not_compared(tmp_path):
 
 
 def test_a_command_of_several_lines_is_one_command_to_a_shell():
-    words = ["printf", "%s\n", *(f"--flag_{n}" for n in range(12)), "two words", "it's", "x" * 100, "--last"]
+    words = ["printf", "%s\n", *(f"--flag-{n}" for n in range(12)), "two words", "it's", "x" * 100, "--last"]
     text = shell_lines(words)
     assert all(len(line) <= 80 - len("$ ") for line in text.splitlines() if "x" * 100 not in line) and "\\\n" in text
     assert (
