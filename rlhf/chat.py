@@ -37,7 +37,7 @@ class ChatConfig(Group):
         "",
         "Folder (a merged model or a LoRA adapter) or hub id",
         kind="path",
-        aliases=("path",),
+        aliases=("path", "model_name_or_path"),
         positional=True,
         required=True,
     )

@@ -1,5 +1,6 @@
 """The cheapest way to run stages on each of many cards, as a table: `rlhf plan --actor-model qwen3-8b --step 1`."""
 
+import os
 import sys
 from typing import Any
 
@@ -7,6 +8,7 @@ from pipeline.configuration.flags import scan
 from pipeline.configuration.names import without_flag
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError, show
+from pipeline.launching.machine import count_gpus
 from pipeline.launching.target import DEVICES, parse_target
 from pipeline.run.entry import command
 from rlhf.train_plan import make_plan
@@ -33,6 +35,8 @@ def run(words: list[str], prog: str) -> None:
     bases = dict[str, str]()  # as if the stages before had run
     for planned in plan.stages.values():
         bases[str(planned.model_dir)] = bases.get(start := planned.base, start)
+    if not count_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it found none
     from pipeline.preparation.cards import cheapest
 
     answered = dict[Any, Any]()

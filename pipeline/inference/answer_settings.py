@@ -6,13 +6,21 @@ from pydantic import model_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Group
+from pipeline.configuration.run_flags import OTHER_TRAINERS
 from pipeline.generation.options import MAX_SAMPLES, StopTexts
 
 
 class DrawSettings(Group):
     """Sampling"""
 
-    max_new_tokens: int = flag(256, "Tokens of an answer, its end token included", ge=1)
+    max_new_tokens: int = flag(
+        256, "Tokens of an answer, its end token included", ge=1,
+        other_tools="max_tokens max_completion_length max_length max_answer_seq_len",
+        refused={
+            "chat_template": OTHER_TRAINERS["chat_template"],
+            "use_vllm": "leave it out: answers are sampled by this program; docs/guides/chat_and_serve.md shows vLLM",
+        },
+    )  # fmt: skip
     temperature: float = flag(0.0, "Divides the logits; 0: greedy, the most likely token each time", ge=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
@@ -45,7 +53,10 @@ class AnswerSettings(ReplySettings):
 class SampleSettings(DrawSettings):
     """Sampling"""
 
-    n: int = flag(1, "Answers to each prompt; also -n", ge=1, le=MAX_SAMPLES, aliases=("num_return_sequences",))
+    n: int = flag(
+        1, "Answers to each prompt; also -n", ge=1, le=MAX_SAMPLES, aliases=("num_return_sequences",),
+        other_tools="num_generations num_samples_per_prompt n_samples_per_prompt num_samples",
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _answers_can_differ(self) -> Self:

@@ -210,7 +210,7 @@ def parse_target(text: str) -> Target:
     """
     if Path(text).suffix in (".yaml", ".yml", ".json") or Path(text).is_file():
         return target_of_file(Path(text))
-    match = TARGET.fullmatch(text)
+    match = TARGET.fullmatch(text.replace(" ", ""))
     if not match or not 0 < int(match[1] or 1) * int(match[2] or 1) * int(match[4] or 1) < LIMIT:
         raise InputError(
             f"--target {text}: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"

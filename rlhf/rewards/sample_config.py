@@ -16,8 +16,9 @@ class SampleConfig(WorkerFlags):
     """Sample answers of a model, for example with: output/sft --data prompts.jsonl -n 8 --output answers.jsonl"""
 
     model: str = flag(
-        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True, required=True
-    )
+        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True, required=True,
+        aliases=("model_name_or_path",),
+    )  # fmt: skip
     data: list[str] = flag(
         [],
         "Files, folders or hub ids with prompts, read as for training",

@@ -7,6 +7,9 @@ import pytest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.names import normalise
 from pipeline.errors import InputError, dashed
+from rlhf.chat import ChatConfig
+from rlhf.main import run_subcommand
+from rlhf.rewards.sample_config import SampleConfig
 from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
 
@@ -120,3 +123,24 @@ def test_no_guess_shares_less_than_half_of_its_letters(stage):
             one, other = name.replace("_", ""), match[1].replace("_", "")
             assert 2 * in_both(one, other) >= max(len(one), len(other)), line
     assert 0 < guesses < len(FOREIGN) / 4
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "says"),
+    [
+        ("sample", "num_generations", "here it is --n"),
+        ("sample", "max_completion_length", "here it is --max-new-tokens"),
+        ("chat", "max_tokens", "here it is --max-new-tokens"),
+        ("chat", "chat_template", "chat_template.jinja in the model's folder"),
+        ("sample", "use_vllm", "docs/guides/chat_and_serve.md"),
+    ],
+)
+def test_commands_that_answer_know_names_of_other_programs(command, name, says, capsys):
+    assert run_subcommand(command, ["model", f"--{name}", "8"], prog=f"rlhf {command}") == 2
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith(f"error: {dashed(name)}: ") and says in line
+
+
+def test_commands_that_answer_take_the_long_name_of_a_model():
+    for config in (ChatConfig, SampleConfig):
+        assert parse(config, ["--model_name_or_path", "output/sft"], section="none").config.model == "output/sft"

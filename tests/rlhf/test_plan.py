@@ -1,9 +1,13 @@
 """`rlhf plan`: the cheapest way on each card, beside dry runs of the same command."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
+from support.source_tree import ROOT
 from transformers import AutoConfig
 
 from pipeline.launching.target import DEVICES
@@ -71,3 +75,15 @@ def test_25_cards_take_seconds(capsys):
     took, found = time.process_time() - began, rows(capsys.readouterr().out)
     assert [row[0] for row in found] == cards and len(found) == 25
     assert took < 60 and all(row[2] in "1248" for row in found)
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_gets_no_warning_of_deepspeed(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "rlhf", "plan", *SMALL, "--cards", "24GB"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "accelerator" not in done.stdout + done.stderr
+    assert done.stdout.startswith("card ")
