@@ -37,7 +37,7 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
         if MICRO in free and resolved.origins[STEPS].startswith(("--", DEFAULT)):  # it follows
             free.add(STEPS)
         for name, value in flat_items(resolved.config):
-            show(f"  {table[name].shown:<36} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")
+            show(f"  {name:<34} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")
         if free:
             show("  (what follows is without the plan's choice: flags that are auto as on a CPU, ZeRO stages as given)")
         for name, content in engine_jsons(stage, resolved, ranks=ranks).items():

@@ -327,7 +327,7 @@ def test_a_models_flags_without_its_name_mean_the_first_model():
     assert (config.actor.lora_dim, config.critic.lora_dim) == (8, 0)
     assert (config.actor.model_name_or_path, config.critic.model_name_or_path) == ("x", "y")
     assert (
-        "(also --actor_model, --model_name_or_path, --model)"
+        "(also --actor-model-name-or-path, --model-name-or-path, --model)"
         in flag_table(NamedPair)["actor_model_name_or_path"].meaning
     )
 

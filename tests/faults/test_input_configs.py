@@ -52,7 +52,7 @@ CASES = [
     typo("ppo", "critic_zero_stag", "critic_zero_stage"),
     typo("ppo", "kl_coeff", "kl_coef"),
     Case("sft", {"learning_rate": "1e30"}, "found '1e30' (command line): wanted less than or equal to 10"),
-    Case("ppo", {"critic_lora_learning_rate": 11}, "learning_rate: found '11' (command line): wanted less"),
+    Case("ppo", {"critic_lora_learning_rate": 11}, "learning-rate: found '11' (command line): wanted less"),
     Case("ppo", {"actor_lora_alpha": "1e38"}, "found '1e38' (command line): wanted less than or equal"),
     Case("ppo", {"learning_rate": 1}, "--learning_rate: unknown flag; here it is --actor_learning_rate or --critic_"),
     typo("chat", "max_new_token", "max_new_tokens"),
@@ -103,7 +103,7 @@ CASES = [
     Case(
         "ppo",
         {"per_device_train_batch_size": 3, "per_device_generation_batch_size": 16},
-        "generation_batch_size 15, or --rollout_batch_size 15 without",
+        "generation-batch-size 15, or --rollout_batch_size 15 without",
     ),
     Case("ppo", {"actor_lora_dropout": "0.1"}, "actor_lora_dropout: found 0.1"),
     Case("ppo", {"max_answer_seq_len": 200}, "--max_prompt_seq_len + --max_answer_seq_len 264: the model"),

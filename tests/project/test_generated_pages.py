@@ -91,8 +91,8 @@ def test_flags_and_metrics_that_a_page_names_exist(page: str) -> None:
 
 
 def test_a_flag_and_a_metric_that_do_not_exist_are_found() -> None:
-    text = "`--ppo.kl_coef`, `--kl_coeff 2` and `--num-gpus`; `eval_objective/scores`, `policy/clip_frac`, `eval_lost`"
-    assert unknown_flags(text) == ["kl_coeff"]
+    text = "`--ppo.kl-coef`, `--kl-coeff 2` and `--num-gpus`; `eval_objective/scores`, `policy/clip_frac`, `eval_lost`"
+    assert unknown_flags(text) == ["kl-coeff"]
     assert unknown_metrics(text) == ["policy/clip_frac", "eval_lost"]
 
 

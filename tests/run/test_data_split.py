@@ -188,7 +188,11 @@ def test_a_run_that_goes_on_holds_its_split(split, held, done):
 def test_a_split_without_a_row_for_a_stage_is_refused_before_any_starts(steps, words, error):
     with pytest.raises(InputError) as found:
         splits(steps, *COMMON, *words)
-    assert error in str(found.value) and "data_split" in str(found.value) and "\n" not in str(found.value)
+    assert (
+        error in str(found.value)
+        and "data-split" in str(found.value).replace("_", "-")
+        and "\n" not in str(found.value)
+    )
     assert splits("13", *COMMON, "--method", "kto", "--data_split", "2,4,0")["dpo"] == "2,4,0", "it has stage 2's too"
 
 
