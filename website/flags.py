@@ -23,9 +23,10 @@ from website.tables import escaped, row
 
 INTRODUCTION = """# Flags
 
-Type words in the field above to filter the tables, or see one command's flags with `--help-all`. In the shell a flag's
-words are joined by `-`; in YAML by `_`. Both are read in both. `true|false` flags need no value to be true, and `...`
-means one or more values. A value that itself starts with `--` is written `--flag=--value`.
+Type words in the field above to filter the tables, or see one command's flags with `--help-all`. `rlhf train --help
+kl-coef` explains one flag, `--help lora` a topic. In the shell a flag's words are joined by `-`; in YAML by `_`. Both
+are read in both. `true|false` flags need no value to be true, and `...` means one or more values.
+A value that itself starts with `--` is written `--flag=--value`.
 
 The defaults below are those of PPO. Another method has its own, for example 8 samples a prompt and no KL penalty in
 GRPO: [methods](../learn/methods.md).
