@@ -59,7 +59,7 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
         ("--launcher_args -x 1", "--launcher_args: found no value"),
         (
             "--launcher_args x 1",
-            "--launcher_args: by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
+            "--launcher-args: by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
         ),
     ],
 )
