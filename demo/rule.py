@@ -48,7 +48,7 @@ def is_good(answer: str) -> bool:
 
 
 def kindness(completions: list[str], **columns: object) -> list[float]:
-    """1 for each answer that is good by the rule, else 0: `--reward_function demo/rule.py:kindness`."""
+    """1 for each answer that is good by the rule, else 0: `--reward-function demo/rule.py:kindness`."""
     return [float(is_good(answer)) for answer in completions]
 
 

@@ -60,7 +60,7 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     if method == "ppo":
         call([*train, "--step", "1", "2", "3", "--reward-model", "tiny", *again])
     else:
-        rule = ["--ppo.reward_function", f"{ROOT / 'demo' / 'rule.py'}:kindness"] if last == "ppo" else []
+        rule = ["--ppo.reward-function", f"{ROOT / 'demo' / 'rule.py'}:kindness"] if last == "ppo" else []
         call([*train, "--step", "1", "3", "--method", method, *rule, *again])
     say("sampling answers to prompts that no step has seen")
     found = measure(Path("output"), seed=seed, method=method)

@@ -17,7 +17,7 @@ FREE_SHARE_FOR_UPDATE, UPDATE_MARGIN = 1 / 3, 1.09
 # Slots that must fit beside whole weights; where fewer fit, the weights are streamed. Chosen by hand.
 MIN_SLOTS_WITH_WHOLE_WEIGHTS = 8
 
-# Bytes of its GPU that this process may take (--gpu_memory_gib), and those of them that torch's allocator may.
+# Bytes of its GPU that this process may take (--gpu-memory-gib), and those of them that torch's allocator may.
 _limit: tuple[int, int] | None = None
 
 
@@ -36,11 +36,11 @@ def limit_memory(gib: float, device: torch.device, *, outside: int) -> None:
     limit, total = int(gib * GIB), torch.cuda.mem_get_info(device)[1]
     if limit > total:
         raise EnvironmentFault(
-            f"--gpu_memory_gib {gib:g}: this GPU has {total / GIB:.2f} GiB; give less, or 0 for all of it"
+            f"--gpu-memory-gib {gib:g}: this GPU has {total / GIB:.2f} GiB; give less, or 0 for all of it"
         )
     if limit <= outside:
         raise EnvironmentFault(
-            f"--gpu_memory_gib {gib:g}: CUDA itself takes {outside / GIB:.1f} GiB of a GPU; give more"
+            f"--gpu-memory-gib {gib:g}: CUDA itself takes {outside / GIB:.1f} GiB of a GPU; give more"
         )
     # The limit is of all that the process takes, as in the plan. What CUDA holds besides the allocator cannot be told
     # from what other processes hold, so it is taken to be what the plan expects.

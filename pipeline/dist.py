@@ -171,7 +171,7 @@ def listening_socket(port: int) -> socket.socket:
         return socket.create_server((LOOPBACK, port), backlog=socket.SOMAXCONN)
     except OSError as error:
         reason = os.strerror(error.errno or 0)
-        raise EnvironmentFault(f"--master_port {port}: {reason}; give another one, or none") from None
+        raise EnvironmentFault(f"--master-port {port}: {reason}; give another one, or none") from None
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
@@ -300,8 +300,8 @@ class RankGroup:
 def meet() -> None:
     """Wait until every rank is here, however long that takes: collectives that follow are then short.
 
-    The ranks poll a counter in the rendezvous store and beat, so that neither --process_group_timeout_s nor
-    --rank_timeout_s ends the wait.
+    The ranks poll a counter in the rendezvous store and beat, so that neither --process-group-timeout-s nor
+    --rank-timeout-s ends the wait.
     """
     global _num_meetings
     if world_size() == 1:

@@ -168,7 +168,7 @@ def check_replaceable(folder: Path) -> None:
     others = f"other files ({min(path.name for path in folder.iterdir())}) and no {OURS}"
     found = f"a {OURS} that no run wrote" if (folder / OURS).exists() else others
     why = "a model folder is replaced as a whole: name one that is new or empty"
-    raise InputError(f"--output_dir: {folder} holds {found}; {why}")
+    raise InputError(f"--output-dir: {folder} holds {found}; {why}")
 
 
 def is_origin(content: Any) -> bool:
@@ -258,6 +258,6 @@ def cache_folder(cache_dir: str | None) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise EnvironmentFault(
-            f"cache directory {folder}: {error.strerror}; --data_output_path names another"
+            f"cache directory {folder}: {error.strerror}; --data-output-path names another"
         ) from error
     return folder

@@ -73,7 +73,7 @@ def go_offline_without_network() -> None:
 
 
 def check_push(repository: str) -> None:
-    """Raise EnvironmentFault where --push_to_hub could not upload to a `repository`; an empty one asks for nothing."""
+    """Raise EnvironmentFault where --push-to-hub could not upload to a `repository`; an empty one asks for nothing."""
     from huggingface_hub import constants, get_token
 
     if not repository:
@@ -83,7 +83,7 @@ def check_push(repository: str) -> None:
         how = "its client is in offline mode (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else constants.ENDPOINT
         reason = f"the hub cannot be reached: {how}"
     if reason:
-        raise EnvironmentFault(f"--push_to_hub {repository}: {reason}; without the flag the model stays on the disk")
+        raise EnvironmentFault(f"--push-to-hub {repository}: {reason}; without the flag the model stays on the disk")
 
 
 def push(folder: Path, repository: str) -> str:
@@ -106,6 +106,6 @@ def push(folder: Path, repository: str) -> str:
         reason = re.sub("[^ -~]+", " ", f"{type(error).__name__}: {error}")[:300]  # the hub's words, for a terminal
         by_hand = shlex.join(["hf", "upload", repository, str(folder), ".", "--private"])
         raise EnvironmentFault(
-            f"--push_to_hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"
+            f"--push-to-hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"
         ) from error
     return str(made)

@@ -24,7 +24,7 @@ FREE = rf"total capacity of {SIZE} of which {SIZE} is free"
 FREE_ON_DEVICE = re.compile(FREE)
 USED_ON_DEVICE = re.compile(rf"{FREE}.*?this process has {SIZE} memory in use", re.DOTALL)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-# Where --gpu_memory_gib is given.
+# Where --gpu-memory-gib is given.
 ALLOWED = re.compile(r"([\d.]+ \w+) allowed; Of the allocated memory ([\d.]+ \w+) is")
 
 # The flag that says how many rows pass through a model at once in a phase of a step.
@@ -54,7 +54,7 @@ class BatchTooLarge(Exception):
 
 
 def batches_in_words(halved: Halved, *phases: str) -> str:
-    """Return `--per_device_train_batch_size 4 instead of 8` for these phases, or for all."""
+    """Return `--per-device-train-batch-size 4 instead of 8` for these phases, or for all."""
     return ", ".join(batch_in_words(phase, *halved[phase]) for phase in phases or halved)
 
 
@@ -88,7 +88,7 @@ def memory_line(error: BaseException) -> str:
     requested = f"{size(match[1], match[2])} asked for, " if match else ""
     if free := FREE_ON_DEVICE.search(text):
         limit = ALLOWED.search(text)
-        allowed = f"{limit[2]} taken of {limit[1]} allowed (--gpu_memory_gib), " if limit else ""
+        allowed = f"{limit[2]} taken of {limit[1]} allowed (--gpu-memory-gib), " if limit else ""
         return f"out of memory: {requested}{allowed}{free[2]} free of {free[1]} on the device{used_by_others(text)}"
     if "CUDA" in text or "CUBLAS" in text:
         return f"out of memory on the device: {requested}{' '.join(text.split())[:100]}"

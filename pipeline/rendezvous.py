@@ -36,11 +36,11 @@ def check_environment() -> None:
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:  # RLIM_INFINITY is -1
         raise EnvironmentFault(f"{limit} open files are allowed, a run needs {LEAST_FILES}; give `ulimit -n 1024`")
     if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in ("cpu", "cuda"):
-        raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, wanted cpu or cuda; unset, it is what the machine has")
+        raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, expected cpu or cuda; unset, it is what the machine has")
     for name, least in NUMBERS.items():
         text = os.environ.get(name, "1")
         if not (text.isascii() and text.isdecimal() and len(text) <= 5 and least <= int(text) <= 65535):
-            raise EnvironmentFault(f"{name} is {text[:20]!r}, wanted a number from {least} to 65535; {SET_BY}")
+            raise EnvironmentFault(f"{name} is {text[:20]!r}, expected a number from {least} to 65535; {SET_BY}")
     for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")):
         number, count = (int(os.environ.get(*given)) for given in ((name, "0"), (size, "65536")))
         if number >= count:
@@ -124,7 +124,7 @@ def wait(is_there: Callable[[], bool], missing: Callable[[], str], timeout_s: fl
         if waited_s > timeout_s:
             raise EnvironmentFault(
                 f"waited {timeout_s:g} s for {missing()}: start each host with the same host file and flags, and look "
-                "there why a rank ended; --process_group_timeout_s waits longer"
+                "there why a rank ended; --process-group-timeout-s waits longer"
             )
         if waited_s > line_s:
             line_s *= 2

@@ -164,7 +164,7 @@ class Shell:
             new = [text] * bool(text) if isinstance(settings[name], list) else text
             self.conversation.settings = ReplySettings.model_validate({**settings, name: new})
         except ValidationError as error:
-            raise InputError(f"/set {name}: found {value.strip()!r}: {error.errors()[0]['msg']}") from None
+            raise InputError(f"/set {name}: got {value.strip()!r}: {error.errors()[0]['msg']}") from None
         self.note(settings_line(self.conversation.settings))
 
 

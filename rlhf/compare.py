@@ -25,7 +25,7 @@ LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class CompareConfig(Group):
-    """Compare models, for example with: output/sft output/actor --reward_model output/reward"""
+    """Compare models, for example with: output/sft output/actor --reward-model output/reward"""
 
     model: list[str] = flag(
         [],
@@ -66,7 +66,7 @@ def run(argv: list[str], prog: str) -> None:
     for path in paths:
         check_language_model(path, "--model")
     if config.reward_model:
-        check_reward_model(config.reward_model, "--reward_model")
+        check_reward_model(config.reward_model, "--reward-model")
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
 
@@ -78,10 +78,10 @@ def run(argv: list[str], prog: str) -> None:
     for path in paths:
         limit = check_prompts(path, prompts, limit, may_shorten=not resolved.is_given("max_new_tokens"))
     if limit < config.sampling.max_new_tokens:
-        say(f"note: --max_new_tokens {limit}: the longest prompt leaves no more positions")
+        say(f"note: --max-new-tokens {limit}: the longest prompt leaves no more positions")
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_new_tokens": limit})})
     if config.reward_model:
-        ModelSource(config.reward_model).check("--reward_model")
+        ModelSource(config.reward_model).check("--reward-model")
 
     contestants = [answered(config, label, path, prompts) for label, path in zip(LABELS, paths, strict=False)]
     if config.reward_model:
@@ -97,10 +97,10 @@ def model_paths(config: CompareConfig) -> list[str]:
     """Return the models in order. Raises InputError unless there are two or more, named in one of the two ways."""
     pair = [config.model_name_or_path_baseline, config.model_name_or_path_finetune]
     if config.model and any(pair):
-        raise InputError("--model: give this, or --model_name_or_path_baseline and --model_name_or_path_finetune")
+        raise InputError("--model: give this, or --model-name-or-path-baseline and --model-name-or-path-finetune")
     paths = config.model or [path for path in pair if path]
     if len(paths) < 2:
-        raise InputError(f"--model: found {len(paths)}, wanted two or more, like --model output/sft output/actor")
+        raise InputError(f"--model: got {len(paths)}, expected two or more, like --model output/sft output/actor")
     return paths
 
 

@@ -37,7 +37,7 @@ Write a commented YAML file (rlhf.yaml) for a model and data; it asks nothing.
 
   {prog}
   {prog} --actor-model qwen2.5-1.5b --data-path my.jsonl
-  {prog} mine.yaml --actor-model 1.3b --sft.learning_rate 2e-5
+  {prog} mine.yaml --actor-model 1.3b --sft.learning-rate 2e-5
 
 Flags are those of {train}, whose --help-all lists them."""
 
@@ -50,7 +50,7 @@ def run(argv: list[str], prog: str) -> None:
         return
     name, words = file_and_flags(argv)
     if not name.endswith(SUFFIXES):
-        raise InputError(f"{name}: wanted a name that ends in {' or '.join(SUFFIXES)}")
+        raise InputError(f"{name}: expected a name that ends in {' or '.join(SUFFIXES)}")
     if Path(name).exists():
         raise InputError(f"{name} exists and stays as it is; name another file: {prog} other.yaml ...")
     if any(flag == "config" for flag, _ in scan(words)):

@@ -27,7 +27,7 @@ def run(argv: list[str], prog: str) -> None:
     config: ReportConfig = command_flags(ReportConfig, argv, section="report", prog=prog).config
     folders = [Path(folder) for folder in dict.fromkeys(config.folder)]
     if not folders:
-        raise InputError("--folder: found none, wanted an output folder or folders of runs, like output")
+        raise InputError("--folder: got none, expected an output folder or folders of runs, like output")
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise InputError(f"{missing[0]}: no such folder; give an output folder or the folder of a run")
     # It imports matplotlib, which takes a second.

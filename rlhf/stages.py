@@ -24,7 +24,7 @@ def stage_of(section: str) -> Stage:
     for stage in STAGES:
         if stage.section == section:
             return stage
-    raise InputError(f"{section}: not a stage; wanted one of {', '.join(SECTIONS[1:])}")
+    raise InputError(f"{section}: not a stage; expected one of {', '.join(SECTIONS[1:])}")
 
 
 def stage_of_step(word: str) -> Stage:
@@ -33,7 +33,7 @@ def stage_of_step(word: str) -> Stage:
         if word in (str(stage.number), stage.section):
             return stage
     *numbers, last = map(str, NUMBERS)
-    raise InputError(f"STAGE: found {repr(word) if word else 'none'}, wanted {', '.join(numbers)} or {last}")
+    raise InputError(f"STAGE: got {repr(word) if word else 'none'}, expected {', '.join(numbers)} or {last}")
 
 
 def stages_of_method(method: str) -> dict[int, Stage]:
@@ -43,7 +43,7 @@ def stages_of_method(method: str) -> dict[int, Stage]:
         InputError: no stage has this method.
     """
     if method not in METHODS:
-        raise InputError(f"--method: found {method!r}, wanted one of {', '.join(METHODS)}")
+        raise InputError(f"--method: got {method!r}, expected one of {', '.join(METHODS)}")
     chosen: dict[int, Stage] = {}
     for stage in STAGES:
         if stage.number not in chosen or method in stage.methods:

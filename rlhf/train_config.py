@@ -34,7 +34,7 @@ HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
 
 def check_hosts(value: str) -> str:
     if not HOSTS.fullmatch(value):
-        raise ValueError("wanted names of hosts, of letters, digits and . - _ : @ ,")
+        raise ValueError("expected names of hosts, of letters, digits and . - _ : @ ,")
     return value
 
 
@@ -210,7 +210,7 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
     presets = [launch_file(f"presets/{model}.{stage.section}.yaml").is_file() for stage in STAGES]
     if "/" not in model and presets[0] and not any(presets[1:]) and not Path(model).exists():
         raise InputError(
-            f"{flag}found {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
+            f"{flag}got {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
             f"launch/presets/{model}.{STAGES[0].section}.yaml"
         )
     if "/" in model or Path(model).exists():
@@ -218,7 +218,7 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
     hint = nearest(model, [*SIZES, *names])
     if hint or re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model):
         raise InputError(
-            f"{flag}found {model!r}, wanted {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or "
+            f"{flag}got {model!r}, expected {', '.join(SIZES)}, a name of launch/models.yaml, a hub id or "
             f"a folder{hint}"
         )
     return None
@@ -301,7 +301,7 @@ def launcher_words(config: TrainConfig) -> list[str]:
     words = [word for name, value in values if value for word in (dashed(name), str(value))]
     words += ["--check"] if config.check else []
     if config.launcher == "none":
-        return ["--no_ssh", "--node_rank", str(config.node_rank), *words]
+        return ["--no-ssh", "--node-rank", str(config.node_rank), *words]
     return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
 
 
@@ -317,13 +317,13 @@ def contradictions(config: TrainConfig) -> list[str]:
     """Return a line for each set of own flags that contradict each other."""
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
-        errors.append(f"--num-gpus: found {config.num_gpus} with single_gpu; give --deployment-type single_node")
+        errors.append(f"--num-gpus: got {config.num_gpus} with single_gpu; give --deployment-type single_node")
     for name in ("hostfile", "launcher", "node_rank") if config.deployment_type != "multi_node" else ():
         if (value := getattr(config, name)) != getattr(TrainConfig(), name):
             word = dashed(name)
-            errors.append(f"{word}: found {value} with {config.deployment_type}; give --deployment-type multi_node")
+            errors.append(f"{word}: got {value} with {config.deployment_type}; give --deployment-type multi_node")
     if config.node_rank and config.launcher != "none":
-        errors.append(f"--node-rank: found {config.node_rank} with --launcher {config.launcher}; give --launcher none")
+        errors.append(f"--node-rank: got {config.node_rank} with --launcher {config.launcher}; give --launcher none")
     if config.check and config.launcher in ("pdsh", "none"):
         errors.append(f"--check: found --launcher {config.launcher}; give --launcher ssh or srun")
     if config.include and config.exclude:

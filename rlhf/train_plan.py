@@ -138,7 +138,7 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
     """Return a stage with its settings of `resolve_splits`, which it could not find by itself; print notes on them."""
     notes = planned.resolved.notes
     show(*(f"note: {planned.stage.section}: {note}" for note in resolved.notes[len(notes) :]))
-    argv = [*without_flag(planned.argv, "data_split"), "--data_split", resolved.config.data.data_split]
+    argv = [*without_flag(planned.argv, "data_split"), "--data-split", resolved.config.data.data_split]
     argv = planned.argv if resolved is planned.resolved else argv
     return replace(planned, resolved=replace(resolved, notes=notes), argv=argv)
 

@@ -11,7 +11,7 @@ from pipeline.models.paths import check_language_model
 from pipeline.models.source import ModelSource, check_positions
 from step1_sft.config import SFTConfig
 
-# Packages that compute the values of --eval_metric; not among the requirements.
+# Packages that compute the values of --eval-metric; not among the requirements.
 PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
 # Encoder-decoder types whose labels or masks are made in ways that this stage does not follow.
 CODES = "marks languages by codes, which rows do not name"
@@ -29,10 +29,10 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[S
     """
     data, path = config.data, config.model.model_name_or_path
     start = ModelSource(base_of_output.get(path, path))
-    fits: list[Check] = [partial(check_positions, start, data.max_seq_len, "--max_seq_len")]
+    fits: list[Check] = [partial(check_positions, start, data.max_seq_len, "--max-seq-len")]
     if config.eval_metric != "loss":
         longest = data.max_seq_len + config.eval_max_new_tokens
-        fits.append(partial(check_positions, start, longest, "--max_seq_len + --eval_max_new_tokens"))
+        fits.append(partial(check_positions, start, longest, "--max-seq-len + --eval-max-new-tokens"))
     if data.packing:
         fits.append(partial(check_packing, start, "--packing"))
     fits += [
@@ -43,7 +43,7 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[S
         *package_checks(config.model, config.optimizer, config.deepspeed),
         partial(check_metric, config.eval_metric),
     ]
-    return [StartModel("--model_name_or_path", path, start, check_language_model, packages, fits)]
+    return [StartModel("--model-name-or-path", path, start, check_language_model, packages, fits)]
 
 
 def check_seq2seq(config: SFTConfig, source: ModelSource) -> None:
@@ -54,7 +54,7 @@ def check_seq2seq(config: SFTConfig, source: ModelSource) -> None:
     kind, fp16 = source.config.model_type, config.deepspeed.dtype == "fp16"
     refused = (
         (config.data.packing, "--packing", "an encoder reads one row at a time; leave it out"),
-        (config.data.train_on_prompt, "--train_on_prompt", "the prompt is the encoder's input; leave it out"),
+        (config.data.train_on_prompt, "--train-on-prompt", "the prompt is the encoder's input; leave it out"),
         (fp16 and kind.endswith("t5"), "--dtype fp16", f"{kind} overflows in fp16; give bf16 or fp32"),
     )
     if lines := [f"{flag}: {reason}" for given, flag, reason in refused if given]:
@@ -66,19 +66,19 @@ def check_labels(source: ModelSource) -> None:
     config, path = source.config, source.path
     if reason := UNSUITABLE.get(kind := config.model_type):
         raise InputError(
-            f"--model_name_or_path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian"
+            f"--model-name-or-path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian"
         )
     for name in ("decoder_start_token_id", "pad_token_id"):
         if getattr(config, name, None) is None and kind != "t5gemma":  # whose decoder begins with its bos_token_id
             raise InputError(
-                f"--model_name_or_path {path}: config.json names no {name}, which the decoder reads in front of or "
+                f"--model-name-or-path {path}: config.json names no {name}, which the decoder reads in front of or "
                 "behind the labels; add it (of BERT: the ids of [CLS] and [PAD])"
             )
 
 
 def check_metric(metric: str) -> None:
-    """Raise EnvironmentFault for an `--eval_metric` whose package is not installed."""
+    """Raise EnvironmentFault for an `--eval-metric` whose package is not installed."""
     package = PACKAGES.get(metric)
     if package and find_spec(package) is None:
         install = "pip install '.[metrics]' in the project's folder"
-        raise EnvironmentFault(f"--eval_metric {metric}: needs {package}; {install}")
+        raise EnvironmentFault(f"--eval-metric {metric}: needs {package}; {install}")

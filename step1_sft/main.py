@@ -1,4 +1,4 @@
-"""Command line of stage 1: `python -m step1_sft.main --model_name_or_path facebook/opt-1.3b --data_path ...`."""
+"""Command line of stage 1: `python -m step1_sft.main --model-name-or-path facebook/opt-1.3b --data-path ...`."""
 
 from pipeline.preparation.own_ranks import choose_for_run, dry_run_own_stage, report_own_run
 from pipeline.run.entry import enter, leave

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 1 that evolves, besides the engine; best_step: of the model that `--keep_best` has saved."""
+    """Everything of stage 1 that evolves, besides the engine; best_step: of the model that `--keep-best` has saved."""
 
     best_eval_loss: float | None = None
     best_step: int = 0
@@ -45,7 +45,7 @@ SFT = Supervised[SFTConfig, SFTBatch | Seq2SeqBatch]
 
 
 def train(run: Run, config: SFTConfig) -> None:
-    """Fine-tune, and leave the model in `--output_dir`.
+    """Fine-tune, and leave the model in `--output-dir`.
 
     Raises:
         StoppedRun: asked to stop; the checkpoint is written.
@@ -100,7 +100,7 @@ def check_sources(data: StageData) -> None:
         lengths = np.asarray(split["num_tokens"][:]) - np.asarray(split["num_trained"][:])
         if (lengths < 2).any():
             raise InputError(
-                "--data_path: found plain text (column text); an encoder-decoder model needs a prompt for its encoder "
+                "--data-path: found plain text (column text); an encoder-decoder model needs a prompt for its encoder "
                 "and a response: columns prompt and response"
             )
 
@@ -121,7 +121,7 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
-    """Measure the held-out rows, once a step; with `--keep_best`, save the best model so far."""
+    """Measure the held-out rows, once a step; with `--keep-best`, save the best model so far."""
     if state.evaluated == state.step:
         return
     with sft.evaluation(state, course) as batches:
@@ -138,7 +138,7 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
 
 
 def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the loss on evaluation batches and of each row; with `--eval_metric` the score of answers to prompts."""
+    """Return the loss on evaluation batches and of each row; with `--eval-metric` the score of answers to prompts."""
     measured, rows = evaluate(sft.engine, batches, sft.run.world.device)
     if sft.config.eval_metric != "loss":
         metric, longest = sft.config.eval_metric, sft.config.eval_max_new_tokens
@@ -147,7 +147,7 @@ def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float
 
 
 def save_unless_best(sft: SFT, state: State) -> None:
-    """Write the model folder, unless `--keep_best` has put the best model there."""
+    """Write the model folder, unless `--keep-best` has put the best model there."""
     if sft.config.keep_best and state.best_eval_loss is not None and is_saved(sft.config.run.output_dir):
         log_best(sft.run, "eval_loss", step=state.best_step, value=state.best_eval_loss)
     else:

@@ -1,4 +1,4 @@
-"""Evaluate a reward model on pairs: `python -m step2_reward.eval output/reward --data_path ...`.
+"""Evaluate a reward model on pairs: `python -m step2_reward.eval output/reward --data-path ...`.
 
 The flags are read, and `--help` answered, before torch is imported.
 """

@@ -154,7 +154,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     names = {"shorter_wins": "shorter response", "similar": "one of similar length", "longer_wins": "longer response"}
     shown += [estimate_line(names[name], value) for name, value in found["accuracy_by_length"].items()]
     if is_below_chance(found["accuracy_by_length"].get("shorter_wins")):
-        shown.append("  it takes the longer response for the better one: train it with --balance_lengths true")
+        shown.append("  it takes the longer response for the better one: train it with --balance-lengths true")
     shown += ["rules without a model, same pairs"]
     shown += [estimate_line(name, value) for name, value in found["trivial_rules"].items()]
     shown += [
@@ -173,7 +173,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) -> dict[str, Any]:
-    """Score the pairs of `--data_path`, all or those held out, with the model of `--model` on this machine's device."""
+    """Score the pairs of `--data-path`, all or those held out, with the model of `--model` on this machine's device."""
     transformers.logging.disable_progress_bar()
     tokenizer, source = load_tokenizer(options.model), ModelSource(options.model)
     if tokenizer.chat_template is None:
@@ -197,10 +197,10 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
     data = load_or_build(settings, tokenizer)
     if not len(rows := data.eval):
         paths = " ".join(options.eval_data_path or options.data_path)
-        kinds = [*data.counts.lines(), *(["--eval_split all takes all"] if scored == "split" else [])]
+        kinds = [*data.counts.lines(), *(["--eval-split all takes all"] if scored == "split" else [])]
         raise InputError(f"{paths}: no pair to score: {'; '.join(kinds)}")
     if max_seq_len < options.max_seq_len:
-        say(f"note: --max_seq_len {max_seq_len}: {options.model} has no more positions")
+        say(f"note: --max-seq-len {max_seq_len}: {options.model} has no more positions")
     say(*(f"  rows: {line}" for line in data.counts.lines()))
     device = default_device()
     model = on_devices(load_reward_model(source, dtype=torch.float32), options.model)

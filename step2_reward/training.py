@@ -33,7 +33,7 @@ SCORED_PAIRS = 1_000  # training pairs that give the mean and std of scores wher
 class State(Counters):
     """Everything of stage 2 that evolves, besides the engine.
 
-    best_accuracy: accuracy of the model that `--keep_best` has saved; None before.
+    best_accuracy: accuracy of the model that `--keep-best` has saved; None before.
     best_step: step of that model.
     score_mean: mean of the scores of the pairs that were scored last.
     score_std: standard deviation of these scores.
@@ -51,7 +51,7 @@ Reward = Supervised[RewardConfig, PairBatch]
 
 
 def train(run: Run, config: RewardConfig) -> None:
-    """Train the reward model, and leave it in `--output_dir` with the mean and std of its scores.
+    """Train the reward model, and leave it in `--output-dir` with the mean and std of its scores.
 
     Raises:
         StoppedRun: asked to stop; the checkpoint is written.
@@ -110,7 +110,7 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, co
 
 
 def evaluate(reward: Reward, state: State, course: Course) -> None:
-    """Score the held-out pairs, once a step; with `--keep_best`, save the most accurate model so far.
+    """Score the held-out pairs, once a step; with `--keep-best`, save the most accurate model so far.
 
     Where none is held out, the last training pairs give the constants of a model that is saved, and nothing else.
     """
@@ -152,7 +152,7 @@ def last_training_pairs(reward: Reward, state: State) -> list[Callable[[], PairB
 
 
 def save_unless_best(reward: Reward, state: State) -> None:
-    """Write the model folder, unless `--keep_best` has put the best model there."""
+    """Write the model folder, unless `--keep-best` has put the best model there."""
     if reward.config.keep_best and state.best_accuracy is not None and is_saved(reward.config.run.output_dir):
         log_best(reward.run, "eval_accuracy", step=state.best_step, value=state.best_accuracy)
     else:

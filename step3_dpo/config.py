@@ -16,7 +16,7 @@ class ComparisonDataConfig(PairDataConfig):
 
     take_reward_share: bool = flag(
         True,
-        "Take stage 2's share of --data_split too; train.py gives false where that runs too, or has run in this folder",
+        "Take stage 2's share of --data-split too; train.py gives false where that runs too, or has run in this folder",
     )
 
 
@@ -52,7 +52,7 @@ class DPOConfig(SupervisedConfig):
         only = {"label_smoothing": ("dpo", 0), "ipo_log_ratios": ("ipo", "mean"), **weights}
         for name, (method, default) in only.items():
             if self.method != method and getattr(self, name) != default:
-                raise ValueError(f"{name}: needs --method {method}, found {self.method}")
+                raise ValueError(f"{name}: needs --method {method}, got {self.method}")
         return self
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:

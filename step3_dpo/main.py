@@ -1,4 +1,4 @@
-"""Command line of stage 3 by DPO: `python -m step3_dpo.main --model_name_or_path output/sft --data_path ...`."""
+"""Command line of stage 3 by DPO: `python -m step3_dpo.main --model-name-or-path output/sft --data-path ...`."""
 
 from pipeline.preparation.own_ranks import choose_for_run, dry_run_own_stage, report_own_run
 from pipeline.run.entry import enter, leave

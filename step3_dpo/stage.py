@@ -58,7 +58,7 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 
 def rows_of(config: DPOConfig) -> dict[str, Any]:
-    """Return the kind of rows that the method reads, and the places of --data_split whose rows a run takes."""
+    """Return the kind of rows that the method reads, and the places of --data-split whose rows a run takes."""
     shares = STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
     return {"rows": RESPONSES.name if config.method == "kto" else PAIRS.name, "shares": shares}
 

@@ -29,7 +29,7 @@ from step3_dpo.reference import Judged, key_of, reference_log_probs, with_column
 
 
 def train(run: Run, config: DPOConfig) -> None:
-    """Train the policy, and leave it in `--output_dir`.
+    """Train the policy, and leave it in `--output-dir`.
 
     Raises:
         StoppedRun: asked to stop; the checkpoint is written.

@@ -71,7 +71,7 @@ def assemble(
         schedule,
         fingerprint,
         rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
-        # Starts from the weights as they are now: with --force_resume the checkpoint may hold no average.
+        # Starts from the weights as they are now: with --force-resume the checkpoint may hold no average.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models, run.world.size),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
@@ -85,7 +85,7 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
     configured = models.actor.module.model.generation_config
     vocabulary = Vocabulary.of(models.tokenizer, configured)
     log.info("rollouts: %s", config.rollout_size(ranks).line)
-    log.info("log-probabilities of the policy before its updates: the %s's (--old_log_probs)", config.ppo.old_log_probs)
+    log.info("log-probabilities of the policy before its updates: the %s's (--old-log-probs)", config.ppo.old_log_probs)
     log.info("%s", sampling_line(config, vocabulary.eos_ids, configured.to_diff_dict()))
     return HybridEngine(models.actor, vocabulary, options=generation_options(config, ranks))
 

@@ -23,7 +23,7 @@ from step3_ppo.flags.methods import METHODS, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.models.roles import Role, roles_without
 
-LENGTH_FLAGS = "--max_prompt_seq_len + --max_answer_seq_len"  # the flags of `PPOConfig.max_sequence_length`
+LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
 
 
 class PPOConfig(StageConfig):
@@ -34,9 +34,9 @@ class PPOConfig(StageConfig):
         "max_answer_seq_len", "actor_learning_rate", "kl_coef", "actor_lora_dim", "dry_run",
     )  # fmt: skip
     examples = (
-        "--actor_model output/sft --critic_model output/reward",
-        "--config my.yaml --show_data 3",
-        "--config my.yaml --kl_coef 0.05 --dry_run",
+        "--actor-model output/sft --critic-model output/reward",
+        "--config my.yaml --show-data 3",
+        "--config my.yaml --kl-coef 0.05 --dry-run",
     )
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
@@ -67,7 +67,7 @@ class PPOConfig(StageConfig):
     reward_model_offload_weights: Offload = flag(
         "auto",
         "Where the reward weights are kept: none (on its device) or cpu (ZeRO stage 3); auto: as "
-        "--offload_reward_model says",
+        "--offload-reward-model says",
         on_resume="rounding",
         needs="a reward model",
     )
@@ -75,7 +75,7 @@ class PPOConfig(StageConfig):
         False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding", needs="a reference"
     )
     offload_reward_model: bool = flag(
-        False, "As --reward_model_offload_weights cpu", on_resume="rounding", needs="a reward model"
+        False, "As --reward-model-offload-weights cpu", on_resume="rounding", needs="a reward model"
     )
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -212,8 +212,8 @@ class PPOConfig(StageConfig):
         }
         if self.ppo.enable_ema and is_on_nvme(jsons["actor"], "offload_param"):
             raise InputError(
-                "--enable_ema: the average is taken in memory, found the actor's weights on NVMe; give"
-                " --actor_offload_weights cpu, or leave --enable_ema out"
+                "--enable-ema: the average is taken in memory, got the actor's weights on NVMe; give"
+                " --actor-offload-weights cpu, or leave --enable-ema out"
             )
         return jsons | {
             role.title: frozen_json(
@@ -232,22 +232,22 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _something_rewards(self) -> Self:
         if not (self.reward_functions or self.method.has_critic or self.reward_model_name_or_path):
-            raise ValueError("reward_model_name_or_path: missing: give it, or --reward_function, to reward responses")
+            raise ValueError("reward_model_name_or_path: missing: give it, or --reward-function, to reward responses")
         return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
         if self.sampling.num_samples_per_prompt < 2 and (self.method.compares or self.ppo.group_baseline):
             asks = "group_baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
-            raise ValueError(f"num_samples_per_prompt: found 1: {asks} compares responses to a prompt; give 2 or more")
+            raise ValueError(f"num_samples_per_prompt: got 1: {asks} compares responses to a prompt; give 2 or more")
         return self
 
     @model_validator(mode="after")
     def _functions_reward(self) -> Self:
         if self.ppo.positive_nll_coef and not self.rewards.reward_function:
-            raise ValueError("positive_nll_coef: only a --reward_function says which responses are right; leave it out")
+            raise ValueError("positive_nll_coef: only a --reward-function says which responses are right; leave it out")
         if self.ppo.positive_score != 1.0 and not self.ppo.positive_nll_coef:
-            raise ValueError("positive_score: only --positive_nll_coef asks which responses are right; leave it out")
+            raise ValueError("positive_score: only --positive-nll-coef asks which responses are right; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
         return self
@@ -257,26 +257,26 @@ class PPOConfig(StageConfig):
         # The ratio of the first update must be 1: forward passes have to be the same each time.
         for role in self.trained_roles:
             if dropout := self.flags_of(role).lora_dropout:
-                raise ValueError(f"{role.flags}_lora_dropout: found {dropout}; stage 3 has no dropout, wanted 0")
+                raise ValueError(f"{role.flags}_lora_dropout: got {dropout}; stage 3 has no dropout, expected 0")
         return self
 
     @model_validator(mode="after")
     def _states_leave_the_device_once(self) -> Self:
         always = [offloads(self.deepspeed, self.flags_of(role))["offload_optimizer"] for role in self.trained_roles]
         if self.sampling.offload_optimizer_during_rollout and all(always):
-            raise ValueError("--offload_optimizer_during_rollout: with --offload the states never are on the device")
+            raise ValueError("--offload-optimizer-during-rollout: with --offload the states never are on the device")
         return self
 
     @model_validator(mode="after")
     def _rollouts_of_a_device_divide(self) -> Self:
-        # With --train_batch_size an optimizer step's rows are known with the ranks (`with_ranks`).
+        # With --train-batch-size an optimizer step's rows are known with the ranks (`with_ranks`).
         is_known = self.sampling.generation_batches and not self.optimizer.train_batch_size
         if is_known and (fault := self.rollout_size(1).fault):
             raise ValueError(fault)
         return self
 
     def may_take_sampled_log_probs(self, dtype: str, ranks: int) -> bool:
-        """Tell whether `--old_log_probs auto` is the sampler's, if the fused backend samples, in a dtype of weights.
+        """Tell whether `--old-log-probs auto` is the sampler's, if the fused backend samples, in a dtype of weights.
 
         Not those of cut distributions, of adapters that are merged in 16 bits, and in fp32, where the pass that they
         save is not what takes time.
@@ -291,7 +291,7 @@ class PPOConfig(StageConfig):
         return bool(self.actor.lora_dim) and merges
 
     def weights_off_policy(self, dtype: str) -> str:
-        """Return the kind of `--off_policy_weights` that `auto` is, in a dtype of weights."""
+        """Return the kind of `--off-policy-weights` that `auto` is, in a dtype of weights."""
         if self.ppo.off_policy_weights != "auto":
             return self.ppo.off_policy_weights
         return "token_truncate" if self.merges_adapters and dtype != "fp32" else "none"
@@ -328,18 +328,18 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:
-        errors.append(f"--inference_tp_size {size}: must divide the {counted(ranks, 'rank')}; give {gcd(size, ranks)}")
+        errors.append(f"--inference-tp-size {size}: must divide the {counted(ranks, 'rank')}; give {gcd(size, ranks)}")
     if size > 1 and backend not in ("auto", "fused"):
-        errors.append(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
+        errors.append(f"--inference-tp-size {size}: needs the fused backend, got {backend}")
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)
     if sampling.rollout_weights == "streamed" and reason:
-        errors.append(f"--rollout_weights streamed: {reason}; else give auto")
+        errors.append(f"--rollout-weights streamed: {reason}; else give auto")
     apart = config.actor.lora_dim and not sampling.merge_lora_for_generation
     if backend == "fused" and apart and config.actor.quantization == "none":
         errors.append(
-            "--generation_engine fused: it takes no unmerged adapters (--merge_lora_for_generation false); use auto"
+            "--generation-engine fused: it takes no unmerged adapters (--merge-lora-for-generation false); use auto"
         )
     if backend == "fused" and config.actor.quantization == "nf4":
-        errors.append("--generation_engine fused: it reads no 4-bit weights (--actor_quantization nf4); use auto")
+        errors.append("--generation-engine fused: it reads no 4-bit weights (--actor-quantization nf4); use auto")
     if errors:
         raise InputError("\n".join(errors))

@@ -208,9 +208,9 @@ class Experience(Rows):
     response_mask: (N, T) bool, True = a token of a row that counts.
     log_probs: (N, T) fp32, those of the policy before the update.
     ref_log_probs: (N, T) fp32; None without a reference.
-    advantages: (N, T) fp32, whitened with `--whiten_advantages`.
+    advantages: (N, T) fp32, whitened with `--whiten-advantages`.
     targets: those of a critic; None without one.
-    positive_mask: (N, T) bool, True = a token of a right response that counts; None without `--positive_nll_coef`.
+    positive_mask: (N, T) bool, True = a token of a right response that counts; None without `--positive-nll-coef`.
     """
 
     response_mask: Tensor

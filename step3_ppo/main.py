@@ -1,4 +1,4 @@
-"""Command line of stage 3: `python -m step3_ppo.main --actor_model_name_or_path output/sft ...`."""
+"""Command line of stage 3: `python -m step3_ppo.main --actor-model-name-or-path output/sft ...`."""
 
 from pipeline.preparation.own_ranks import choose_for_run, dry_run_own_stage, report_own_run
 from pipeline.run.entry import enter, leave

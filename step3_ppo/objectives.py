@@ -39,7 +39,7 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
-    num_positive: response tokens of right responses among them, with `--positive_nll_coef`.
+    num_positive: response tokens of right responses among them, with `--positive-nll-coef`.
     num_positive_rows: number of right responses.
     """
 
@@ -197,14 +197,14 @@ class PolicyObjective(Objective):
         return loss
 
     def positive_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss of right responses, those of `mask`, in their own mean by `--loss_aggregation`."""
+        """Return the loss of right responses, those of `mask`, in their own mean by `--loss-aggregation`."""
         num_positive, num_rows = self.size.num_positive, self.size.num_positive_rows
         factors = self.row_factors(mask, num_tokens=num_positive, num_rows=max(num_rows, 1))
         num_tokens = self.size.num_trained
         return positive_nll(log_probs, mask, num_positive=num_positive, num_tokens=num_tokens, weights=factors)
 
     def row_factors(self, mask: Tensor, *, num_tokens: int, num_rows: int) -> Tensor | None:
-        """Return the (n, 1) factors of rows that `--loss_aggregation` asks for; None: all are 1."""
+        """Return the (n, 1) factors of rows that `--loss-aggregation` asks for; None: all are 1."""
         if self.ppo.loss_aggregation == "token_mean":
             return None
         return row_factors(

@@ -159,7 +159,7 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
 
 
 def is_right(by_reward: Mapping[str, Tensor], ppo: PPOCoefficients, terms: Terms) -> Tensor:
-    """(N,) bool, True = the raw values (N,) of reward functions, weighted and summed, are `--positive_score` or more.
+    """(N,) bool, True = the raw values (N,) of reward functions, weighted and summed, are `--positive-score` or more.
 
     A function that does not apply adds 0. Scores of reward models have no part in it: none of theirs says "right".
     """

@@ -86,7 +86,7 @@ class Schedule:
     steps_per_rollout: optimizer steps of a rollout, all PPO epochs.
     rollouts_per_epoch: rollouts in which each prompt is used once.
     total_steps: optimizer steps of the run.
-    num_rollouts: rollouts of the run; None where `--max_steps` decides.
+    num_rollouts: rollouts of the run; None where `--max-steps` decides.
     """
 
     prompts_per_rollout: int
@@ -103,9 +103,9 @@ class Schedule:
         return self.rollouts_per_epoch * self.prompts_per_rollout
 
     def is_done(self, *, step: int, place: int) -> bool:
-        """Tell whether the run ends: after `--max_steps`, else after the epochs.
+        """Tell whether the run ends: after `--max-steps`, else after the epochs.
 
-        Rollouts that `--approx_kl_stop` cut short count like others.
+        Rollouts that `--approx-kl-stop` cut short count like others.
 
         Args:
             place: where the next rollout begins in the order of all epochs.
@@ -346,5 +346,5 @@ def log_unfinished(responses: Responses, *, rollout: int, limit: int) -> None:
     """Log how many of the responses of a run's first rollout, number 0, reached `limit` tokens before their end."""
     if not rollout:
         unfinished = responses.valid & ~responses.finished
-        text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max_answer_seq_len)"
+        text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max-answer-seq-len)"
         log.info(text, unfinished.sum(), responses.valid.sum(), limit)

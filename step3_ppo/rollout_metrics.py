@@ -89,10 +89,10 @@ def pass_metrics(
 
 
 def warn_of_equal_rewards(step: int) -> None:
-    """Log that a step with --replace_equal_groups has nothing to compare."""
+    """Log that a step with --replace-equal-groups has nothing to compare."""
     log.warning(
         "step %d skipped: the rewards of all responses to each prompt are equal, also of further prompts; give prompts "
-        "that are neither too hard nor too easy, or a reward with more values (--replace_equal_groups)",
+        "that are neither too hard nor too easy, or a reward with more values (--replace-equal-groups)",
         step,
     )
 

@@ -63,7 +63,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         if not role.is_trained and not has_own_start:
             continue
         path, settings, prefix = config.start_of(role), config.flags_of(role), role.prefix or f"{role.flags}_"
-        flag = "--more_reward_models" if role.number else dashed(f"{prefix}{'model_' * role.is_trained}name_or_path")
+        flag = "--more-reward-models" if role.number else dashed(f"{prefix}{'model_' * role.is_trained}name_or_path")
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [partial(check_decoder, start, flag)]
         if role.is_trained:
@@ -90,7 +90,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
 def look(config: PPOConfig, columns: Collection[str]) -> None:
     """Load the reward functions, if any, in a process of their own, and compare the critic's warm-up with the steps.
 
-    Raises InputError for functions that are wrong, and where --max_steps leaves no step to the policy.
+    Raises InputError for functions that are wrong, and where --max-steps leaves no step to the policy.
     """
     if config.run.max_steps:
         config.ppo.check_steps(config.run.max_steps)

@@ -86,7 +86,7 @@ class PPO:
     schedule: arithmetic of rollouts and steps.
     fingerprint: what a resumed run must share.
     rate: step -> share of the peak learning rate.
-    average: moving average of the actor's weights; None without --enable_ema.
+    average: moving average of the actor's weights; None without --enable-ema.
     hybrid: engine that generates.
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
@@ -245,7 +245,7 @@ class PPO:
 
     def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
-        text = "--normalise_scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
+        text = "--normalise-scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
         first, *_ = rewards = self.models.fitted(judged[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):
             if before.takes_first:

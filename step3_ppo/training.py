@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Run, config: PPOConfig) -> None:
-    """Improve the actor against the reward model; leave actor/, critic/ (and actor_ema/) in `--output_dir`.
+    """Improve the actor against the reward model; leave actor/, critic/ (and actor_ema/) in `--output-dir`.
 
     Raises:
         StoppedRun: asked to stop; the checkpoint is written.
@@ -250,13 +250,13 @@ def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> 
 
 
 def moved_too_far(ppo: PPO, update: Update | None) -> bool:
-    """Tell whether the policy has moved further than `--approx_kl_stop` allows within one rollout."""
+    """Tell whether the policy has moved further than `--approx-kl-stop` allows within one rollout."""
     limit, moved = ppo.config.ppo.approx_kl_stop, update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
     return limit > 0 and math.isfinite(moved) and moved > limit
 
 
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
-    """Move the KL coefficient towards `--kl_target`, where there is one, once the critic's warm-up has ended."""
+    """Move the KL coefficient towards `--kl-target`, where there is one, once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
     # Until then the policy is that of the start.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps

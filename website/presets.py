@@ -97,8 +97,8 @@ def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: fl
     target = parse_target(gpus)
     target = replace(target, network_gb_per_s=network or target.network_gb_per_s)
     rows = responses // target.num_gpus
-    words = f"--actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train_batch_size {responses} "
-    words += f"--ppo.per_device_generation_batch_size {rows} --ppo.per_device_train_batch_size {min(4, rows)}"
+    words = f"--actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train-batch-size {responses} "
+    words += f"--ppo.per-device-generation-batch-size {rows} --ppo.per-device-train-batch-size {min(4, rows)}"
     *_, (_, planner, resolved) = planners(name, target, *words.split())
     plan = planner.memory(resolved)
     seconds, exchanged = planner.seconds(resolved, plan)

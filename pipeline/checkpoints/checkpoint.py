@@ -283,7 +283,7 @@ def load(
         raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)
     if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
-        end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max_steps, epochs)"
+        end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max-steps, epochs)"
         log.warning(end, fingerprint.total_steps, before)
     if resume != "auto":
         on_each_storage(lambda: set_aside_newer(run.folder / "checkpoints", saved["step"]))

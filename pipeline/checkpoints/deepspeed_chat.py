@@ -86,7 +86,7 @@ def read_weights(file: Path) -> Weights:
         raise reading_error(str(file), "cannot be read as saved tensors", error) from error
     items = weights.items() if isinstance(weights, dict) else [(None, None)]
     if not weights or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in items):
-        raise InputError(f"{file}: found a {type(weights).__name__} that is no state dict of names and tensors")
+        raise InputError(f"{file}: got a {type(weights).__name__} that is no state dict of names and tensors")
     if bad := [name for name, value in weights.items() if not (is_plain(value) and value.isfinite().all())]:
         what = "hold NaN or infinity" if is_plain(weights[bad[0]]) else "are no dense real numbers of 16 bits or more"
         raise InputError(f"{file}: {len(bad)} of {len(weights)} tensors {what}, the first is {bad[0]}")
@@ -106,7 +106,7 @@ def merge_lora(weights: Weights, file: Path) -> int:
     for layer in layers:
         right, left, weight = (weights.get(layer + name) for name in (LORA_RIGHT, LORA_LEFT, "weight"))
         if right is None or left is None or weight is None:
-            raise InputError(f"{file}: {layer}: found {LORA_RIGHT} without {LORA_LEFT} or without the layer's weight")
+            raise InputError(f"{file}: {layer}: got {LORA_RIGHT} without {LORA_LEFT} or without the layer's weight")
         if (right.ndim, left.ndim) != (2, 2) or right.shape[1] != left.shape[0]:
             raise InputError(f"{file}: {layer}: LoRA parts of {[*right.shape]} and {[*left.shape]} have no common rank")
         delta = (right.float() @ left.float()).T / len(left)  # DeepSpeed-Chat's alpha is 1

@@ -26,7 +26,7 @@ def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
 def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset]) -> None:
     """Raise InputError where sources are not those of the checkpoint to go on from, and neither are training rows.
 
-    With --force_resume, and of a checkpoint that does not name its sources, the differences are told when it is loaded.
+    With --force-resume, and of a checkpoint that does not name its sources, the differences are told when it is loaded.
 
     Args:
         prepared: the rows to train on; not asked for where no source has changed.
@@ -41,7 +41,7 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
 
 
 def check_models(run_folder: Path, config: StageConfig) -> None:
-    """Raise InputError where start models are not those of the checkpoint to go on from; not with --force_resume.
+    """Raise InputError where start models are not those of the checkpoint to go on from; not with --force-resume.
 
     What `check_rows` leaves to the loading of a checkpoint is left to it here too.
     """

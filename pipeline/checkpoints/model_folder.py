@@ -184,7 +184,7 @@ def save_trained(
     scores, seq2seq = score_fields is not None, isinstance(module, Seq2SeqLM)
     dtype, start = saved_dtype(run), base_model(module.get_submodule("model")).source_config.dtype
     if run.resolved.config.run.save_dtype == "auto" and start and start.itemsize < dtype.itemsize:
-        note = "%s: saved in %s, as it was trained; its start is in %s, which takes less room: see --save_dtype"
+        note = "%s: saved in %s, as it was trained; its start is in %s, which takes less room: see --save-dtype"
         log.info(note, folder, *(str(one).removeprefix("torch.") for one in (dtype, start)))
     save_model(
         module.get_submodule("model"),
@@ -297,6 +297,6 @@ def adapter_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Ten
 
 
 def saved_dtype(run: Run) -> torch.dtype:
-    """Return the data type of saved weights: `--save_dtype`, or that of training."""
+    """Return the data type of saved weights: `--save-dtype`, or that of training."""
     name = run.resolved.config.run.save_dtype
     return weights_dtype(run) if name == "auto" else DTYPES[name]

@@ -105,7 +105,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     run_dir = path if is_run else folder.resolve().parent.parent
     section, known = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
     if section not in known:
-        raise InputError(f"{environment_file(run_dir)}: found stage {section!r}, wanted one of {', '.join(known)}")
+        raise InputError(f"{environment_file(run_dir)}: got stage {section!r}, expected one of {', '.join(known)}")
     stage = known[section]
     table, settings = flag_table(stage.config), run_dir / "config.json"
     entries = read_json(settings, **dict.fromkeys(read_json(settings).keys() & table.keys(), dict))

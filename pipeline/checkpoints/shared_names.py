@@ -78,7 +78,7 @@ def shareable_flags(config: StageConfig) -> dict[str, Any]:
 
 
 def without_judge(text: str) -> str:
-    """Return an entry of --reward_function without the settings of a judge: where it is, is not for others."""
+    """Return an entry of --reward-function without the settings of a judge: where it is, is not for others."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         entry = json.loads(text)
         if entry["name"].partition(":")[0] == "judge":

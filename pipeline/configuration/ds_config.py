@@ -50,7 +50,7 @@ def training_json(
     Args:
         resolved: the configuration of the stage.
         model: its group of the model that is trained.
-        accumulation: micro-batches of an optimizer step, if not `--gradient_accumulation_steps`.
+        accumulation: micro-batches of an optimizer step, if not `--gradient-accumulation-steps`.
 
     Raises:
         InputError: settings that do not go together, or a user's JSON that does not fit them.
@@ -99,7 +99,7 @@ def role_of(config: Group, model: ModelConfig) -> str:
 def for_model(user: Json, origins: Mapping[str, str], model: ModelConfig) -> tuple[Json, dict[str, str]]:
     """Return the user's JSON, and the flags that hold against it, for one of stage 3's models.
 
-    A flag of this model alone (`--critic_offload_weights cpu`) takes the place of what the JSON says for both.
+    A flag of this model alone (`--critic-offload-weights cpu`) takes the place of what the JSON says for both.
     """
     own = {"offload_optimizer": model.offload_optimizer, "offload_param": model.offload_weights}
     zero = user.get("zero_optimization") or {}
@@ -135,7 +135,7 @@ def weights_on_disk(config: Json, role: str) -> None:
     zero["offload_param"] = weights | {"nvme_path": str(Path(weights["nvme_path"]) / role)}
     if asked := zero.setdefault("stage3_prefetch_bucket_size", 0):
         raise InputError(
-            f"zero_optimization.stage3_prefetch_bucket_size: found {asked}, wanted 0 with weights on NVMe: DeepSpeed"
+            f"zero_optimization.stage3_prefetch_bucket_size: got {asked}, expected 0 with weights on NVMe: DeepSpeed"
             " loses track of its buffers"
         )
 
@@ -146,9 +146,7 @@ def with_8_bit_states(config: Json) -> Json:
     device = device_of(zero, "offload_optimizer")
     if zero["stage"] == 3 or device != "none":
         found = f"optimizer states on {device}" if device != "none" else "ZeRO stage 3"
-        raise InputError(
-            f"--optimizer_states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, found {found}; give fp32"
-        )
+        raise InputError(f"--optimizer-states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, got {found}; give fp32")
     return config | {"zero_allow_untested_optimizer": True}
 
 
@@ -198,14 +196,14 @@ def frozen_json(
     zero: Json = {"stage": 3 if model.partitioned == "weights" else 0}
     if offload and zero["stage"] == 0:
         raise InputError(
-            "--offload_reference_model / --offload_reward_model: need ZeRO stage 3, found 0; give it to the models that"
-            " they start from (--actor_zero_stage 3, --critic_zero_stage 3), --reward_model_zero_stage 3 to the reward"
+            "--offload-reference-model / --offload-reward-model: need ZeRO stage 3, got 0; give it to the models that"
+            " they start from (--actor-zero-stage 3, --critic-zero-stage 3), --reward-model-zero-stage 3 to the reward"
             " model, or leave the flag out"
         )
     if offload and settings.zero3_gather == "once":
         raise InputError(
-            "--zero3_gather once: needs weights on the device, found --offload_reference_model or"
-            " --offload_reward_model; use auto or layers"
+            "--zero3-gather once: needs weights on the device, found --offload-reference-model or"
+            " --offload-reward-model; use auto or layers"
         )
     if zero["stage"] == 3 and model.quantization != "none":
         raise InputError(
@@ -238,24 +236,24 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
     role = f"{role_of(resolved.config, model)}_".removeprefix("_")
     offloaded = offloads(settings, model)
     optimizer = "--offload" if model.offload_optimizer == "auto" else f"{dashed(role + 'offload_optimizer')} cpu"
-    weights = "--offload_parameters" if model.offload_weights == "auto" else f"{dashed(role + 'offload_weights')} cpu"
+    weights = "--offload-parameters" if model.offload_weights == "auto" else f"{dashed(role + 'offload_weights')} cpu"
     if offloaded["offload_optimizer"] and stage == 0:
         flags = " / ".join(dashed(name) for name in flags_of_key(type(resolved.config), ZERO_STAGE))
-        errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, found stage 0; raise {flags} or leave {optimizer} out")
+        errors.append(f"{optimizer}: needs ZeRO stage 1, 2 or 3, got stage 0; raise {flags} or leave {optimizer} out")
     if offloaded["offload_weights"] and stage < 3:
-        errors.append(f"{weights}: needs ZeRO stage 3, found stage {stage}; give {dashed(role + STAGE)} 3")
+        errors.append(f"{weights}: needs ZeRO stage 3, got stage {stage}; give {dashed(role + STAGE)} 3")
     if offloaded["offload_weights"] and settings.zero3_gather == "once":
-        errors.append(f"--zero3_gather once: needs weights on the device, found {weights}; use layers")
+        errors.append(f"--zero3-gather once: needs weights on the device, got {weights}; use layers")
     if model.quantization != "none":
         name = f"{dashed(role + 'quantization')} {model.quantization}"
         if stage == 3:
             errors.append(f"{name}: ZeRO stage 3 does not partition quantised weights; give {dashed(role + STAGE)} 2")
         if not model.lora_dim:
-            errors.append(f"{name}: quantised weights are not trained; give {dashed(role + 'lora_dim')} 16, found 0")
+            errors.append(f"{name}: quantised weights are not trained; give {dashed(role + 'lora_dim')} 16, got 0")
         elif not settings.only_optimize_lora:
-            errors.append(f"{name}: quantised weights are not trained; leave --only_optimize_lora false out")
+            errors.append(f"{name}: quantised weights are not trained; leave --only-optimize-lora false out")
     if model.lora_dim and settings.save_adapter_only and not settings.only_optimize_lora and role != "critic_":
-        errors.append("--save_adapter_only: what --only_optimize_lora false trains beside it is not saved; drop one")
+        errors.append("--save-adapter-only: what --only-optimize-lora false trains beside it is not saved; drop one")
     if placement.dtype == "fp16" and placement.device == "cpu":
         errors.append("--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32")
     if errors:

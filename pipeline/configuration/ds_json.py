@@ -22,7 +22,7 @@ ACCUMULATION = "gradient_accumulation_steps"
 # A remark of its author, as no key of DeepSpeed begins: "_comment", "//", "#", "$schema"; or "comment" alone.
 REMARK = re.compile(r"[_/#$]|comments?$", re.IGNORECASE)
 BASE64_OBJECT = "eyJ"  # the first bytes of an object, `{"`
-# DeepSpeed's schedules -> the same as --lr_scheduler_type. With "auto" alone in their block they are no setting.
+# DeepSpeed's schedules -> the same as --lr-scheduler-type. With "auto" alone in their block they are no setting.
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
@@ -38,15 +38,15 @@ def read_user_json(path: str | Path) -> Json:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except OSError as error:
-        raise InputError(f"--deepspeed_config: {path}: cannot read it: {error.strerror}") from None
+        raise InputError(f"--deepspeed-config: {path}: cannot read it: {error.strerror}") from None
     except json.JSONDecodeError as error:
         reason = "JSON has no comments" if error.doc.startswith(("//", "/*", "#"), error.pos) else error.msg
-        raise InputError(f"--deepspeed_config: {path}: line {error.lineno}: not JSON: {reason}") from None
+        raise InputError(f"--deepspeed-config: {path}: line {error.lineno}: not JSON: {reason}") from None
     except (ValueError, RecursionError, InputError) as error:
-        raise InputError(f"--deepspeed_config: {path}: {error}") from None
+        raise InputError(f"--deepspeed-config: {path}: {error}") from None
     if not isinstance(content, dict):
         found = "a list" if isinstance(content, list) else "a single value"
-        raise InputError(f"--deepspeed_config: {path}: found {found}, wanted an object {{...}}")
+        raise InputError(f"--deepspeed-config: {path}: got {found}, expected an object {{...}}")
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
     content = usual_names(without_refused(content), str(path))
@@ -81,25 +81,25 @@ def without_refused(content: Json, path: str = "") -> Json:
 def contradictions(said: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each pair of values of one JSON that exclude each other. Keys are dotted."""
     if said.get("bf16.enabled") is True and said.get("fp16.enabled") is True:
-        yield "bf16 and fp16: both are enabled, wanted one"
+        yield "bf16 and fp16: both are enabled, expected one"
     if said.get("bf16.bf16_master_weights_and_grads") is True and said.get("bf16.bf16_optimizer_states") is not True:
-        yield "bf16.bf16_master_weights_and_grads: found True, needs bf16.bf16_optimizer_states too"
+        yield "bf16.bf16_master_weights_and_grads: got True, needs bf16.bf16_optimizer_states too"
     stage, zero = said.get("zero_optimization.stage", "auto"), "zero_optimization"
     for block, needed in (("offload_optimizer", 1), ("offload_param", 3)):
         device = said.get(f"{zero}.{block}.device", "none")
         if device != "none" and stage != "auto" and stage < needed:
-            yield f"{zero}.{block}.device: found {device!r}, needs {zero}.stage {needed} or higher, found {stage}"
+            yield f"{zero}.{block}.device: got {device!r}, needs {zero}.stage {needed} or higher, got {stage}"
         if device == "nvme" and not said.get(f"{zero}.{block}.nvme_path"):
-            yield f"{zero}.{block}.device: found 'nvme', wanted a folder as {zero}.{block}.nvme_path too"
+            yield f"{zero}.{block}.device: got 'nvme', expected a folder as {zero}.{block}.nvme_path too"
         if device != "nvme" and said.get(f"{zero}.{block}.nvme_path"):
-            yield f"{zero}.{block}.nvme_path: found a folder, needs {zero}.{block}.device nvme, found {device!r}"
+            yield f"{zero}.{block}.nvme_path: got a folder, needs {zero}.{block}.device nvme, got {device!r}"
     group = said.get(f"{zero}.zero_hpz_partition_size", 1)
     if group not in ("auto", 0, 1) and stage not in ("auto", 3):
-        yield f"{zero}.zero_hpz_partition_size: found {group}, needs {zero}.stage 3, found {stage}"
+        yield f"{zero}.zero_hpz_partition_size: got {group}, needs {zero}.stage 3, got {stage}"
     sizes = [said.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu", ACCUMULATION)]
     batch, micro, accumulation = (size if isinstance(size, int) else 0 for size in sizes)
     if batch and batch % (max(micro, 1) * max(accumulation, 1)):
-        yield f"train_batch_size: found {batch}, which {max(micro, 1)} x {max(accumulation, 1)} rows do not divide"
+        yield f"train_batch_size: got {batch}, which {max(micro, 1)} x {max(accumulation, 1)} rows do not divide"
 
 
 def usual_names(content: Json, source: str) -> Json:
@@ -208,7 +208,7 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
     if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in idle]:
         yield f"gives to DeepSpeed {', '.join(further)}"
     if schedule := SCHEDULES.get(dict(leaves(user)).get("scheduler.type", "")):
-        yield f"scheduler: has no effect here: use --lr_scheduler_type {schedule}"
+        yield f"scheduler: has no effect here: use --lr-scheduler-type {schedule}"
     for name in dict.fromkeys(idle.values()):
         yield f"{name}: has no effect here: {IDLE[name]}"
 
@@ -239,7 +239,7 @@ def merge_user_json(
         given = [f"{dashed(name)} ({origins[name]})" for name in names if not is_left(origins.get(name, DEFAULT))]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             by = " and ".join(given) or dashed(names[0])
-            errors.append(f"{source}: {key}: found {value!r}, but {by} makes it {ours[key]!r}")
+            errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")
     if errors:
         raise InputError("\n".join(errors))
     return overlay(built, {key: value for key, value in user.items() if key not in ("optimizer", "scheduler")})
@@ -269,7 +269,7 @@ def refuse_optimizer(user: Mapping[str, Any], source: str) -> None:
         if wrong := [f"{key} {value!r}" for key, value in said.items() if value != "auto"]:
             raise InputError(
                 f"{source}: {wrong[0]}: the optimizer is torch.optim.AdamW and the schedule ours; remove the {block}"
-                ' block or write "auto", and use --learning_rate, --adam_beta1, --lr_scheduler_type, ...'
+                ' block or write "auto", and use --learning-rate, --adam-beta1, --lr-scheduler-type, ...'
             )
 
 
@@ -278,7 +278,7 @@ def check_ranks(config: Json, world_size: int, source: str) -> None:
     group = config["zero_optimization"].get("zero_hpz_partition_size", 1)
     if world_size % min(max(group, 1), world_size):
         raise InputError(
-            f"{source}: zero_optimization.zero_hpz_partition_size: found {group}, no divisor of {world_size} ranks"
+            f"{source}: zero_optimization.zero_hpz_partition_size: got {group}, no divisor of {world_size} ranks"
         )
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     found, wanted = config.get("train_batch_size"), micro * accumulation * world_size
@@ -291,7 +291,7 @@ def check_ranks(config: Json, world_size: int, source: str) -> None:
             if isinstance(found, int) and found > 0 and found % rest == 0:
                 fitting.append(f"{dashed(flag)} {found // rest}")
         raise InputError(
-            f"{source}: train_batch_size: found {found}, but --per_device_train_batch_size {micro} x"
-            f" --gradient_accumulation_steps {accumulation} x {counted(world_size, 'rank')} = {wanted};"
+            f"{source}: train_batch_size: got {found}, but --per-device-train-batch-size {micro} x"
+            f" --gradient-accumulation-steps {accumulation} x {counted(world_size, 'rank')} = {wanted};"
             f" right are {' or '.join(fitting)}"
         )

@@ -134,10 +134,10 @@ REFUSED = {
     "eigenvalue": GONE,
     "elasticity": f"{GONE}; a run resumes on any number of ranks",
     "graph_harvesting": GONE,
-    "nebula": f"{GONE}; use --save_steps, --save_in_background",
+    "nebula": f"{GONE}; use --save-steps, --save-in-background",
     "progressive_layer_drop": GONE,
     "quantize_training": GONE,
-    "sparse_attention": f"{GONE}; use --attn_implementation",
+    "sparse_attention": f"{GONE}; use --attn-implementation",
     "sparse_gradients": GONE,
     "zero_optimization.mics_shard_size": f"{GONE}; use zero_hpz_partition_size",
     "zero_optimization.mics_hierarchical_params_gather": f"{GONE}; use zero_hpz_partition_size",
@@ -151,12 +151,12 @@ REFUSED = {
     "zero_optimization.offload_optimizer.super_offload": OWN_ADAM,
     "zero_optimization.zenflow": "late updates change the numbers of a step",
     "data_efficiency": "rows are drawn by this project's own data loader",
-    "datastates_ckpt": "checkpoints are this project's own; use --save_steps, --save_in_background",
+    "datastates_ckpt": "checkpoints are this project's own; use --save-steps, --save-in-background",
     "expert_parallel": "mixtures of experts are not supported",
-    "hybrid_engine": "generation is this project's own; use --inference_tp_size, --release_inference_cache",
+    "hybrid_engine": "generation is this project's own; use --inference-tp-size, --release-inference-cache",
     "compile": "models are not compiled",
     "pipeline": "there is no pipeline parallelism",
-    "tensor_parallel": "there is no tensor parallelism in training; rollouts have --inference_tp_size",
+    "tensor_parallel": "there is no tensor parallelism in training; rollouts have --inference-tp-size",
     "torch_autocast": "use --dtype",
     "weight_quantization": "it is for inference; use --quantization with LoRA",
     "zero_force_ds_cpu_optimizer": OWN_ADAM,
@@ -171,10 +171,10 @@ ONLY = {
 }
 # Keys without effect in this project -> why, or what has one.
 IDLE = {
-    "activation_checkpointing": "use --gradient_checkpointing",
+    "activation_checkpointing": "use --gradient-checkpointing",
     "checkpoint": "checkpoints have a format of their own",
     "checkpoint.use_node_local_storage": "ranks find out whether hosts share storage; else each keeps a copy",
-    "zero_allow_untested_optimizer": "the optimizer is AdamW; for that of bitsandbytes use --optimizer_states 8bit",
+    "zero_allow_untested_optimizer": "the optimizer is AdamW; for that of bitsandbytes use --optimizer-states 8bit",
     "dataloader_drop_last": "a last partial step is filled with padding rows",
     "zero_optimization.elastic_checkpoint": "any checkpoint fits any number of ranks",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
@@ -221,11 +221,11 @@ CHOICES: dict[str, tuple[object, ...]] = {
 OTHER_NAMES = {
     "allgather_size": "zero_optimization.allgather_bucket_size",
     "batch_size": "train_micro_batch_size_per_gpu",
-    "deepspeed_config_file": "--deepspeed_config",
+    "deepspeed_config_file": "--deepspeed-config",
     "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
-    "gradient_checkpointing": "--gradient_checkpointing",
-    "learning_rate": "--learning_rate",
-    "lr": "--learning_rate",
+    "gradient_checkpointing": "--gradient-checkpointing",
+    "learning_rate": "--learning-rate",
+    "lr": "--learning-rate",
     "max_grad_norm": "gradient_clipping",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "mixed_precision": "bf16.enabled or fp16.enabled",
@@ -236,7 +236,7 @@ OTHER_NAMES = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "thread_count": "aio.intra_op_parallelism",
-    "weight_decay": "--weight_decay",
+    "weight_decay": "--weight-decay",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_stage": "zero_optimization.stage",
 }
@@ -261,33 +261,33 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
         kind = (valid or {}).get(key, OTHER)
         if inner in REFUSED:
             if is_on(value):
-                yield f"{inner}: found {shown(value)}: {REFUSED[inner]}; remove it"
+                yield f"{inner}: got {shown(value)}: {REFUSED[inner]}; remove it"
         elif valid is not None and key not in valid:
             yield f"{inner}: {right_key(key, path)}"
         elif isinstance(value, Mapping):
             if kind == OTHER and (valid is None or inner in BLOCKS or inner in FREE_BLOCKS):
                 yield from wrong_keys(value, inner)
             else:
-                yield f"{inner}: found a block, wanted {kind or wanted(CHOICES.get(inner, ('a value',)))}"
+                yield f"{inner}: got a block, expected {kind or wanted(CHOICES.get(inner, ('a value',)))}"
         elif value == "auto" or (value is None and path in ("zero_optimization", "data_types")):
             continue  # ours; a null offload block switches offload off, a null type is DeepSpeed's choice
         elif inner in BLOCKS:
-            yield f"{inner}: found {value!r}, wanted a block {{...}}"
+            yield f"{inner}: got {value!r}, expected a block {{...}}"
         elif kind != OTHER and not fits(value, kind):
-            yield f"{inner}: found {value!r}, wanted {kind}"
+            yield f"{inner}: got {value!r}, expected {kind}"
         elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and not value >= 0:
-            yield f"{inner}: found {value!r}, wanted 0 or more"
+            yield f"{inner}: got {value!r}, expected 0 or more"
         elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and value % 1 and key not in FRACTIONS:
-            yield f"{inner}: found {value!r}, wanted a whole number"
+            yield f"{inner}: got {value!r}, expected a whole number"
         elif inner in DIVISORS and not value > 0:
-            yield f"{inner}: found {value!r}, wanted more than 0"
+            yield f"{inner}: got {value!r}, expected more than 0"
         elif key in TEXTS and not isinstance(value, str | None):
-            yield f"{inner}: found {value!r}, wanted a text"
+            yield f"{inner}: got {value!r}, expected a text"
         elif inner in ONLY and value != ONLY[inner][0]:
             right, reason = ONLY[inner]
-            yield f"{inner}: found {value!r}, wanted {right!r}: {reason}"
+            yield f"{inner}: got {value!r}, expected {right!r}: {reason}"
         elif inner in CHOICES and value not in CHOICES[inner]:
-            yield f"{inner}: found {value!r}, wanted {wanted(CHOICES[inner])}"
+            yield f"{inner}: got {value!r}, expected {wanted(CHOICES[inner])}"
 
 
 def wanted(choices: tuple[object, ...]) -> str:

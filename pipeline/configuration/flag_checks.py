@@ -27,12 +27,12 @@ def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins:
     for name, flag in table.items():
         number, most = str(values.get(name, "")).lstrip("-"), 18 if "seed" in name else 15
         if isinstance(flag.default, int) and number.isdecimal() and len(number) > most:
-            yield f"{dashed(name)}: found {number[:80]} ({origins[name]}), wanted a number of at most {most} digits"
+            yield f"{dashed(name)}: got {number[:80]} ({origins[name]}), expected a number of at most {most} digits"
         if flag.kind in ("path", "written path"):
             value = values.get(name, "")
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and (problem := path_problem(flag, text)):
-                    yield f"{dashed(name)}: found {text[:80]!r} ({origins[name]}): {problem}"
+                    yield f"{dashed(name)}: got {text[:80]!r} ({origins[name]}): {problem}"
 
 
 def expanded(content: Any) -> Any:
@@ -68,14 +68,14 @@ def path_problem(flag: Flag, text: str) -> str:
     # It is given to mkdir as it is.
     if text.startswith("~"):
         return f"only a shell replaces the ~; give {path}"
-    return "a file, wanted a folder" if is_file else ""
+    return "a file, expected a folder" if is_file else ""
 
 
 def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each given flag of a model that a run of these settings does not have."""
     for name, flag in flag_table(type(config)).items():
         if not is_left(origins[name]) and (model := config.absent(flag)):
-            found = f"found {shown_value(values[name])} ({origins[name]})"
+            found = f"got {shown_value(values[name])} ({origins[name]})"
             yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
 
 
@@ -95,16 +95,16 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = 
 def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel], on_cpu: bool) -> str:
     """Name the need of a flag that the device or the other values do not meet, and what is found; "": it is met."""
     if flag.needs == "a GPU" and on_cpu:
-        return "a GPU, found none"
+        return "a GPU, got none"
     if needed := ZERO_STAGES.get(flag.needs):
         stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
         if not stages & needed:
-            return f"a model at {flag.needs}, found {' and '.join(map(str, sorted(stages)))}"
+            return f"a model at {flag.needs}, got {' and '.join(map(str, sorted(stages)))}"
     if flag.needs == "fp16" and values["dtype"] != "fp16":
-        return f"--dtype fp16, found {values['dtype']}"
+        return f"--dtype fp16, got {values['dtype']}"
     if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
-        return "a KL to the reference (--kl_coef above 0, or --log_kl true), found none"
+        return "a KL to the reference (--kl-coef above 0, or --log-kl true), got none"
     lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
     if flag.needs == "LoRA" and not values[lora_dim]:
-        return f"{dashed(lora_dim)}, found 0"
+        return f"{dashed(lora_dim)}, got 0"
     return ""

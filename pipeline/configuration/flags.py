@@ -95,7 +95,7 @@ def load_yaml(path: str) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError) as error:  # also of a number of 5,000 digits
         raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, dict):
-        raise InputError(f"{path}: found a {type(content).__name__}, wanted `flag: value` lines")
+        raise InputError(f"{path}: got a {type(content).__name__}, expected `flag: value` lines")
     return content or {}
 
 
@@ -130,7 +130,7 @@ def read_yaml(
         )
     values = content.get(section) or {}
     if not isinstance(values, dict):
-        return {}, [*errors, f"{path}: {section}: found {values!r}, wanted `flag: value` lines"]
+        return {}, [*errors, f"{path}: {section}: got {values!r}, expected `flag: value` lines"]
     return {normalise(str(key)): value for key, value in values.items()}, errors
 
 
@@ -172,7 +172,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
         if word in names.ignored and len(words) < 2:
             notes.append(f"{dashed(word)}: {IGNORED}: {names.ignored[word]}")
         elif not word and not flag:
-            errors.append(f"found {' '.join(words)!r} before any flag, wanted --FLAG VALUE")
+            errors.append(f"got {' '.join(words)!r} before any flag, expected --FLAG VALUE")
         elif not flag and name not in (*FILE_FLAGS, *names.ignored):
             errors.append(f"{dashed(name)}: {names.unknown(name, FILE_FLAGS, dashed)}")
         elif problem := wrong_count(flag, words, names.positional if word else ""):
@@ -192,10 +192,10 @@ def wrong_count(flag: Flag | None, words: list[str], positional: str) -> str:
     if flag and (flag.is_bool or "true" in flag.choices) and not words:
         return ""
     if not words:
-        return f"found no value, wanted {flag.type_name if flag else 'a file'}"
+        return f"got no value, expected {flag.type_name if flag else 'a file'}"
     if len(words) > 1 and not (flag and flag.is_list):
         first = f", and {dashed(positional)} comes before other flags" if positional else ""
-        return f"found {len(words)} values ({' '.join(words)}), wanted one; quote a value with spaces{first}"
+        return f"got {len(words)} values ({' '.join(words)}), expected one; quote a value with spaces{first}"
     return ""
 
 
@@ -306,7 +306,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
             values[name], origins[name] = value, path
         else:
             errors.append(
-                f"{path}: {key}: found {shown_value(value)}, but {dashed(name)} is {before[name]} ({origins[name]});"
+                f"{path}: {key}: got {shown_value(value)}, but {dashed(name)} is {before[name]} ({origins[name]});"
                 ' make them equal, or write "auto" into the JSON'
             )
     if errors:
@@ -321,15 +321,15 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
 
 def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]) -> str:
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if (flag := flag_of(problem, table)) is None:
         return str(message)
     found = problem["input"]
     if problem["type"] == "missing":
-        return f"{dashed(flag.name)}: missing; wanted {flag.type_name}: {flag.meaning}"
+        return f"{dashed(flag.name)}: missing; expected {flag.type_name}: {flag.meaning}"
     hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
     theirs = [f"; a file is {dashed(name)}" for name, other in table.items() if flag.name in other.other_tools]
-    return f"{dashed(flag.name)}: found {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
+    return f"{dashed(flag.name)}: got {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
 
 
 def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:

@@ -1,4 +1,4 @@
-"""Settings that follow the number of ranks: accumulation that keeps --train_batch_size, and the sharing of rollouts.
+"""Settings that follow the number of ranks: accumulation that keeps --train-batch-size, and the sharing of rollouts.
 
 For stages, dry runs and `rlhf train`. A preset names the batch that its rates are meant for, and on how many ranks a
 rollout's weights are; what the number of ranks cannot divide is told, not refused. Nor is what a preset says of memory
@@ -29,10 +29,10 @@ GIVES_WAY = {STAGE: (2, 1, 3), SHARED: (1,)}
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     """Return the settings of a run on `ranks` ranks (None: not known), with what follows from those given.
 
-    --gradient_accumulation_steps follow from --train_batch_size, in which a --per_device_train_batch_size that nobody
-    gave is the largest up to its default that divides a rank's rows. --generation_batches follow from a
-    --per_device_generation_batch_size that is given by hand: one, or as many as an optimizer step takes. An
-    --inference_tp_size of a file is lowered to one that divides the ranks.
+    --gradient-accumulation-steps follow from --train-batch-size, in which a --per-device-train-batch-size that nobody
+    gave is the largest up to its default that divides a rank's rows. --generation-batches follow from a
+    --per-device-generation-batch-size that is given by hand: one, or as many as an optimizer step takes. An
+    --inference-tp-size of a file is lowered to one that divides the ranks.
 
     Raises:
         InputError: see `validated`; or a rollout that so many ranks cannot share.
@@ -46,13 +46,13 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
         follows[MICRO] = micro, DEFAULT
     if target and ranks:
         steps = max(1, round(target / (micro * ranks)))
-        follows[STEPS] = steps, f"--train_batch_size {target} on {counted(ranks, 'rank')}"
+        follows[STEPS] = steps, f"--train-batch-size {target} on {counted(ranks, 'rank')}"
         if steps * micro * ranks != target:
             notes.append(difference({**values, MICRO: micro}, origins, ranks, steps))
         # One that followed before has a flag for its origin.
         if is_by_hand(resolved, STEPS) and not origins[STEPS].startswith("--") and values[STEPS] != steps:
             given = f"{dashed(STEPS)} {values[STEPS]} ({origins[STEPS]})"
-            notes.append(f"{given}: with --train_batch_size {target} it is {steps}")
+            notes.append(f"{given}: with --train-batch-size {target} it is {steps}")
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
         per_step = micro * steps if target else rows
@@ -64,7 +64,7 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     values |= {name: value for name, (value, _) in follows.items()}
     origins |= {name: origin for name, (_, origin) in follows.items()}
     config: Any = validated(type(resolved.config), values, origins) if follows else resolved.config
-    # But for --rollout_batch_size rollouts are counted on a device, and divide on any number of them.
+    # But for --rollout-batch-size rollouts are counted on a device, and divide on any number of them.
     rollout = config.rollout_size(ranks or 1)
     if rollout and rollout.fault and (ranks or not (rollout.rollout_batch_size or target)):
         raise ContradictionError(rollout.fault)
@@ -109,14 +109,14 @@ class Choice:
 
 
 def evaluation_unit(resolved: Resolved) -> int:
-    """Return the rows of a batch that --eval_iters counts: those that were given, else the default, however chosen."""
+    """Return the rows of a batch that --eval-iters counts: those that were given, else the default, however chosen."""
     if resolved.origins.get(EVALUATED, DEFAULT).startswith(CHOSEN):
         return int(flag_table(type(resolved.config))[EVALUATED].default)
     return int(resolved.config.optimizer.per_device_eval_batch_size)
 
 
 def evaluated_rows(resolved: Resolved, num_rows: int, ranks: int) -> int:
-    """Return how many of `num_rows` held-out rows an evaluation takes: --eval_iters batches on each rank; 0: all."""
+    """Return how many of `num_rows` held-out rows an evaluation takes: --eval-iters batches on each rank; 0: all."""
     limit = int(resolved.config.run.eval_iters) * evaluation_unit(resolved) * ranks
     return min(num_rows, limit or num_rows)
 
@@ -132,7 +132,7 @@ def says_rollout(resolved: Resolved) -> bool:
 
 
 def is_product(resolved: Resolved) -> bool:
-    """Tell whether --generation_batches follow from prompts at once that are given by hand, and nothing else is."""
+    """Tell whether --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
     origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
     is_free = origin in ("default", dashed(GENERATED)) and not resolved.is_given(ROLLOUT)
     return is_free and is_by_hand(resolved, GENERATED)
@@ -199,8 +199,8 @@ def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, step
     """Return the line about a batch that these ranks cannot have, and a micro-batch that would keep it."""
     target, micro = values["train_batch_size"], values[MICRO]
     fitting = [size for size in range(1, micro) if target % (size * ranks) == 0]
-    hint = f"; --per_device_train_batch_size {fitting[-1]} keeps it" if fitting else ""
+    hint = f"; --per-device-train-batch-size {fitting[-1]} keeps it" if fitting else ""
     return (
         f"an optimizer step takes {steps * micro * ranks} rows ({counted(ranks, 'rank')} x {steps * micro}), but the "
-        f"settings are meant for --train_batch_size {target} ({origins['train_batch_size']}){hint}"
+        f"settings are meant for --train-batch-size {target} ({origins['train_batch_size']}){hint}"
     )

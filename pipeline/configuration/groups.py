@@ -134,7 +134,7 @@ class ModelConfig(Group):
     )
     offload_weights: Offload = flag(
         "auto",
-        "Where the weights of this model are kept: none or cpu (ZeRO stage 3); auto: as --offload_parameters says",
+        "Where the weights of this model are kept: none or cpu (ZeRO stage 3); auto: as --offload-parameters says",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )
@@ -160,7 +160,7 @@ class ModelConfig(Group):
         ge=0,
         le=MAX_LORA_RANK,
         other_tools="lora_r lora_rank use_peft",
-        refused={"enable_mixed_precision_lora": "use --actor_lora_dim with --actor_zero_stage 3"},
+        refused={"enable_mixed_precision_lora": "use --actor-lora-dim with --actor-zero-stage 3"},
     )
     lora_alpha: float = flag(
         16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, le=MAX_LORA_ALPHA, needs="LoRA"
@@ -204,7 +204,7 @@ class OptimizerConfig(Group):
     )
     per_device_eval_batch_size: int = flag(
         16,
-        "Rows of an evaluation batch on a device; auto: as the plan says, where --eval_iters counts batches of 16",
+        "Rows of an evaluation batch on a device; auto: as the plan says, where --eval-iters counts batches of 16",
         ge=1,
         on_resume="rounding",
         auto=True,

@@ -105,8 +105,8 @@ def with_switches(
             try:
                 added = [word] * TypeAdapter(bool).validate_python(folded.pop(name))
             except ValidationError as error:
-                message = error.errors()[0]["msg"].replace("Input should be", "wanted")
-                errors.append(f"{dashed(name)}: found {layer[name]!r} ({origin}): {message}")
+                message = error.errors()[0]["msg"].replace("Input should be", "expected")
+                errors.append(f"{dashed(name)}: got {layer[name]!r} ({origin}): {message}")
             else:
                 folded[flag.name] = words if word in words and added else [w for w in words if w != word] + added
     return folded

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # Sizes over all ranks that checkpoints hold.
 ROWS, PROMPTS = "rows of an optimizer step", "prompts of a rollout"
-SAID_BY = {ROWS: "--train_batch_size", PROMPTS: "--rollout_batch_size over --num_samples_per_prompt"}
+SAID_BY = {ROWS: "--train-batch-size", PROMPTS: "--rollout-batch-size over --num-samples-per-prompt"}
 SAME = "resume with the same flags, data, models and batch sizes, or start over with --overwrite"
 
 
@@ -78,7 +78,7 @@ def other_settings(
     yield from changed_settings(saved["settings"], current, defaults=defaults_of(config), holder=holder)
     for name, size in sizes.items():
         if size != saved["sizes"].get(name, size):
-            yield f"{name}: found {size}, {holder} has {saved['sizes'][name]} ({SAID_BY[name]})"
+            yield f"{name}: got {size}, {holder} has {saved['sizes'][name]} ({SAID_BY[name]})"
 
 
 def check_resumed(folder: Path, saved: Mapping[str, Any], config: StageConfig, ranks: int | None) -> None:
@@ -105,7 +105,7 @@ def changed_settings(
     held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
     for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
         if held.get(name) != current.get(name):
-            yield f"{dashed(name)}: found {current.get(name)!r}, {holder} has {held.get(name)!r}"
+            yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {held.get(name)!r}"
 
 
 def check_same_settings(
@@ -127,9 +127,7 @@ def check_same_settings(
 def check_same_fingerprints(folder: Path, saved: Mapping[str, Any], current: Mapping[str, Any], *, force: bool) -> None:
     """Raise InputError, a line each, where data, start models or the rows of a step are other ones; `force`: log it."""
     changed = [name for name in sorted(saved.keys() | current.keys()) if saved.get(name) != current.get(name)]
-    lines = [
-        f"{name}: found {short(current.get(name))}, the checkpoint has {short(saved.get(name))}" for name in changed
-    ]
+    lines = [f"{name}: got {short(current.get(name))}, the checkpoint has {short(saved.get(name))}" for name in changed]
     refuse(folder, lines, SAME, force=force)
 
 
@@ -141,6 +139,6 @@ def short(value: Any) -> str:
 def refuse(folder: Path, lines: list[str], hint: str, *, force: bool) -> None:
     """Raise InputError with the lines and the hint, if there are any; with `force`, log them."""
     if lines and not force:
-        raise InputError("\n".join([*lines, f"{folder}: {hint}; --force_resume goes on nevertheless"]))
+        raise InputError("\n".join([*lines, f"{folder}: {hint}; --force-resume goes on nevertheless"]))
     for line in lines:
         log.warning("resumed nevertheless: %s", line)

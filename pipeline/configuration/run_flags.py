@@ -19,8 +19,8 @@ TRIED = {
 # Flags of other trainers that no stage has, or not every one, and what to do instead.
 OTHER_TRAINERS = {
     "chat_template": "the tokenizer's is used: save yours as chat_template.jinja in the model's folder",
-    "num_generations": "only PPO, GRPO, RLOO and REINFORCE++ sample responses: --num_samples_per_prompt there",
-    "use_vllm": "leave it out: responses are sampled here with the weights in training; see --generation_engine of PPO",
+    "num_generations": "only PPO, GRPO, RLOO and REINFORCE++ sample responses: --num-samples-per-prompt there",
+    "use_vllm": "leave it out: responses are sampled here with the weights in training; see --generation-engine of PPO",
 }
 
 
@@ -47,7 +47,7 @@ class RunConfig(Group):
         "Stop after this many optimizer steps; 0: whole epochs",
         ge=0,
         on_resume="free",
-        refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max_steps") | OTHER_TRAINERS,
+        refused=dict.fromkeys(("enable_test_mode", "test_stop_step"), "use --max-steps") | OTHER_TRAINERS,
     )
     save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(
@@ -77,7 +77,7 @@ class RunConfig(Group):
         ge=1,
         on_resume="free",
         other_tools="logging_steps",
-        ignored={"print_loss": "the loss is printed every --print_steps"},
+        ignored={"print_loss": "the loss is printed every --print-steps"},
     )
     eval_interval: int = flag(
         0,

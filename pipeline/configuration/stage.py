@@ -61,9 +61,9 @@ class SupervisedConfig(StageConfig):
         "per_device_train_batch_size", "lora_dim", "eval_interval", "dry_run",
     )  # fmt: skip
     examples = (
-        "--model facebook/opt-125m --data_path my.jsonl",
-        "--config my.yaml --show_data 3",
-        "--config my.yaml --lora_dim 64 --dry_run",
+        "--model facebook/opt-125m --data-path my.jsonl",
+        "--config my.yaml --show-data 3",
+        "--config my.yaml --lora-dim 64 --dry-run",
     )
     if TYPE_CHECKING:
         model: ModelConfig
@@ -102,13 +102,13 @@ class Stage:
     package: its Python package, whose module `main` is what a rank runs.
     config: the class of its flags.
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
-    shares: the places of --data_split whose prompts it trains on.
+    shares: the places of --data-split whose prompts it trains on.
     rows_of: configuration -> {"rows": kind, "shares": places} of a run whose flags ask for others than these.
     gives_up: number of another stage -> flag that `rlhf train` sets to false where that runs too, or has run before.
     tried: flags of its own with which a run of a few steps that tries a batch updates all that it trains.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
-    outputs: configuration -> model folders that it writes, --output_dir for one; later stages start from the first.
+    outputs: configuration -> model folders that it writes, --output-dir for one; later stages start from the first.
     runs_by_section: its run's folder is named by the section, not by the output.
     makes_chat_model: the first output answers prompts.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
@@ -193,11 +193,11 @@ class Stage:
         return str(PurePath(self.config.model_fields["run"].default.output_dir).relative_to("output"))
 
     def run_folder(self, run: RunConfig) -> Path:
-        """Return --run_dir, else <parent of output>/runs/<name of output>; <output>/runs/<section> beside several."""
+        """Return --run-dir, else <parent of output>/runs/<name of output>; <output>/runs/<section> beside several."""
         return Path(run.run_dir) if run.run_dir else self.usual_run_folder(run)
 
     def usual_run_folder(self, run: RunConfig) -> Path:
-        """Return the folder of a run of this output that names none by --run_dir."""
+        """Return the folder of a run of this output that names none by --run-dir."""
         output = Path(run.output_dir)
         if self.folder == ".":
             return output / "runs" / self.section

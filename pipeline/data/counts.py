@@ -55,7 +55,7 @@ class Counts:
 
         Of the first row of a kind, `origin` and `found` are kept. num_tokens: of a row that is too long.
         """
-        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, found {found}" if found else str(origin)))
+        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, got {found}" if found else str(origin)))
         self._kinds[kind] = (fate, count + number, first)
         self.settle(fate, origin.path, number)
         if num_tokens:

@@ -213,7 +213,7 @@ def _unknown_columns(columns: list[str]) -> str:
     near = [(close[0], name) for name, close in matches if close and "," not in name and name == name.strip()]
     pairs = ",".join(f"{ours}={theirs}" for ours, theirs in near if ours != theirs)
     formats = "; ".join(form.name for form in FORMATS)
-    hint = f"; nearest: --column_map {shlex.quote(pairs)}" if pairs else "; name them with --column_map prompt=..."
+    hint = f"; nearest: --column-map {shlex.quote(pairs)}" if pairs else "; name them with --column-map prompt=..."
     return f"columns {_names(columns) or '(none)'} fit no known format ({formats}){hint}"
 
 
@@ -343,7 +343,7 @@ FORMATS: tuple[Format, ...] = (
     Format("text", ("text",), (), _parse_text),
     Format("prompt", ("prompt",), (), lambda values: Content(_turns_of_prompt(values, "prompt"))),
 )
-# The columns that a --column_map can name.
+# The columns that a --column-map can name.
 COLUMNS = sorted(
     {name for form in FORMATS for name in (*form.needed, *form.any_of, *form.optional)} | {"label", "split", "tools"}
 )

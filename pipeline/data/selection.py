@@ -76,7 +76,7 @@ def options_of(flags: Any, **changes: object) -> DataOptions:
     """Return the options that data flags ask for, and `changes`; options of which `flags` has none keep their default.
 
     Raises:
-        InputError: a --column_map that names no columns.
+        InputError: a --column-map that names no columns.
     """
     values = {entry.name: getattr(flags, entry.name) for entry in fields(DataOptions) if hasattr(flags, entry.name)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -88,7 +88,7 @@ def check_held_out(number: int) -> None:
     """Raise InputError if no row is held out, for a run that is to keep its best model."""
     if not number:
         raise InputError(
-            "--keep_best: no row is held out to choose by; give --eval_fraction above 0 or --eval_data_path"
+            "--keep-best: no row is held out to choose by; give --eval-fraction above 0 or --eval-data-path"
         )
 
 
@@ -100,14 +100,14 @@ class Selected(NamedTuple):
 
 
 def parse_column_map(text: str) -> dict[str, str]:
-    """Parse a --column_map: `prompt=question,chosen=best` -> {"prompt": "question", "chosen": "best"}."""
+    """Parse a --column-map: `prompt=question,chosen=best` -> {"prompt": "question", "chosen": "best"}."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if wrong := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
-        raise InputError(f"--column_map {text}: {wrong[0]!r} has no column; write prompt=question,chosen=best")
+        raise InputError(f"--column-map {text}: {wrong[0]!r} has no column; write prompt=question,chosen=best")
     columns = {name.strip(): value.strip() for name, _, value in pairs}
     if unknown := [name for name in columns if name not in COLUMNS]:
         right = nearest(unknown[0], COLUMNS) or f"; {', '.join(COLUMNS)} are"
-        raise InputError(f"--column_map {text}: no column {unknown[0]!r} is read{right}")
+        raise InputError(f"--column-map {text}: no column {unknown[0]!r} is read{right}")
     return columns
 
 
@@ -168,14 +168,14 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
     if not len(train):
         cause, right = f"data_split {options.data_split}", "a larger share or more rows are right"
         if options.eval_data_path and is_evaluated.any():
-            cause, right = "--eval_data_path holds the same prompts and", "other rows there are right"
+            cause, right = "--eval-data-path holds the same prompts and", "other rows there are right"
         elif sizes is None:
-            cause, right = "--eval_fraction", "a lower one or more rows are right"
+            cause, right = "--eval-fraction", "a lower one or more rows are right"
         found = f"{', '.join(options.data_path)} ({len(evaluation)} evaluation rows)"
         raise InputError(f"stage {options.title}: {cause} leaves no training row of {found}; {right}")
     if options.balance_lengths:
         is_beyond = _unbalanced(train, records, options)
-        why = "pair of a ratio of lengths that is more frequent than its inverse (--balance_lengths)"
+        why = "pair of a ratio of lengths that is more frequent than its inverse (--balance-lengths)"
         _count(train[is_beyond], "left out", why, records, counts)
         train = train[~is_beyond]
     if options.kind.one_per_prompt:

@@ -147,7 +147,7 @@ def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
         kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
         raise InputError(
-            f"{_name(tokenizer)}: its chat template: found {kind}, wanted a text of at most {MAX_TEMPLATE_CHARS}"
+            f"{_name(tokenizer)}: its chat template: got {kind}, expected a text of at most {MAX_TEMPLATE_CHARS}"
         )
     question, answer = "question", "answer"
     with memory_limit(MAX_PROBE_BYTES):

@@ -232,7 +232,7 @@ def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
     """Put LoRA layers into `module` as configured; without them, all of its parameters are trained."""
     config = run.resolved.config
     if is_lora(module.model):
-        log.info("%s: training goes on with its adapter, whatever --lora_dim says", model.model_name_or_path)
+        log.info("%s: training goes on with its adapter, whatever --lora-dim says", model.model_name_or_path)
         if not config.deepspeed.only_optimize_lora:
             unfreeze(module.model)
     elif model.lora_dim:

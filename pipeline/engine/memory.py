@@ -45,7 +45,7 @@ class ModelMemory:
 
 
 def keep_to_limit(run: Run) -> None:
-    """Hold this process to `--gpu_memory_gib` of its GPU, if given; nothing on a CPU. Raises EnvironmentFault."""
+    """Hold this process to `--gpu-memory-gib` of its GPU, if given; nothing on a CPU. Raises EnvironmentFault."""
     gib, world = run.resolved.config.run.gpu_memory_gib, run.world
     if gib and world.device.type == "cuda":
         limit_memory(gib, world.device, outside=bytes_of_cuda(kept_constants(), world.size)[0])

@@ -54,7 +54,7 @@ def check_values(config: dict[str, Any]) -> None:
     try:
         deepspeed.DeepSpeedConfig(config)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))}: found {one['input']!r}: {one['msg']}" for one in error.errors()]
+        wrong = [f"{'.'.join(map(str, one['loc']))}: got {one['input']!r}: {one['msg']}" for one in error.errors()]
         raise InputError("\n".join(f"DeepSpeed refuses {line}" for line in wrong)) from None
     except (AssertionError, ValueError, deepspeed.DeepSpeedConfigError) as error:
         raise InputError(f"DeepSpeed refuses its JSON: {' '.join(str(error).split())}") from None
@@ -85,9 +85,9 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
         "buffer_size": max(weight.numel() for weight in model.parameters()),
         "buffer_count": min(kept * count, matrices(model) + 1),  # and a head
     }
-    advice = {"buffer_count": "; --stage3_max_reuse_distance 0 needs fewer"}
+    advice = {"buffer_count": "; --stage3-max-reuse-distance 0 needs fewer"}
     if errors := [
-        f"zero_optimization.offload_param.{key}: found {found}, {source.path} needs {number} or more"
+        f"zero_optimization.offload_param.{key}: got {found}, {source.path} needs {number} or more"
         + advice.get(key, "")
         for key, number in needed.items()
         if (found := getattr(zero.offload_param, key)) < number

@@ -118,7 +118,7 @@ def check_attention(implementation: str, flag: str) -> None:
 def check_optimizer_states(states: str) -> None:
     """Raise EnvironmentFault for moments in 8 bits where bitsandbytes is not installed."""
     if states == "8bit" and find_spec("bitsandbytes") is None:
-        raise EnvironmentFault("--optimizer_states 8bit: pip install bitsandbytes, which is not installed here")
+        raise EnvironmentFault("--optimizer-states 8bit: pip install bitsandbytes, which is not installed here")
 
 
 def check_disk_offload(file: str) -> None:
@@ -139,7 +139,7 @@ def check_disk_offload(file: str) -> None:
             [] if has_asynchronous_files() else ["libaio and its headers (Debian, Ubuntu: apt-get install libaio-dev)"]
         )
     if missing:
-        key = f"--deepspeed_config {file}: zero_optimization.{offloaded[0]}.device nvme"
+        key = f"--deepspeed-config {file}: zero_optimization.{offloaded[0]}.device nvme"
         raise EnvironmentFault(f"{key}: found no {' and no '.join(missing)}; install it, or offload to cpu")
 
 
@@ -151,17 +151,17 @@ def decoder_start(
     length: int,
     more: Sequence[Callable[[ModelSource], object]] = (),
 ) -> StartModel:
-    """Return the start model of a stage that trains one decoder on sequences of up to --max_seq_len tokens.
+    """Return the start model of a stage that trains one decoder on sequences of up to --max-seq-len tokens.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
         check_kind: see `StartModel`.
-        length: --max_seq_len.
+        length: --max-seq-len.
         more: checks of its files before those of its flags.
     """
-    flag, path = "--model_name_or_path", config.model.model_name_or_path
+    flag, path = "--model-name-or-path", config.model.model_name_or_path
     start = ModelSource(base_of_output.get(path, path))
-    fits: list[Check] = [partial(check_decoder, start, flag), partial(check_positions, start, length, "--max_seq_len")]
+    fits: list[Check] = [partial(check_decoder, start, flag), partial(check_positions, start, length, "--max-seq-len")]
     fits += [partial(one, start) for one in more]
     fits.append(partial(check_settings, start, config.model, only_lora=config.deepspeed.only_optimize_lora))
     packages = package_checks(config.model, config.optimizer, config.deepspeed)
@@ -246,5 +246,5 @@ def check_critic_tokens(critic: ModelSource, actor: ModelSource, flag: str) -> N
     if critic.path != actor.path and not same_tokens(critic.tokenizer, actor.tokenizer):
         raise InputError(
             f"{flag} {critic.path}: its tokenizer is not that of {actor.path}; a critic reads the actor's tokens. "
-            "Start the critic from a model of the actor's family and give this one as --reward_model_name_or_path"
+            "Start the critic from a model of the actor's family and give this one as --reward-model-name-or-path"
         )

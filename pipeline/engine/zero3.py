@@ -123,7 +123,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
     """
     on_host = device_of(config["zero_optimization"], "offload_param") != "none"
     if on_host and requested == "once":
-        raise InputError("--zero3_gather once: needs weights on the device, found them offloaded; use auto or layers")
+        raise InputError("--zero3-gather once: needs weights on the device, found them offloaded; use auto or layers")
     if requested != "auto" or on_host:
         return requested == "once"
     if not torch.cuda.is_available():
@@ -133,7 +133,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
     budget = int(GATHERED_SHARE_OF_DEVICE * memory_of(device)[1])
     once = dist.max_over_ranks(float(needed > budget), device) == 0  # ranks make the same collectives
     how = "once a phase" if once else "layer by layer"
-    log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3_gather)",
+    log.info("ZeRO-3: %.2f GiB of weights, an eighth of the device is %.2f GiB: gathered %s (--zero3-gather)",
              needed / GIB, budget / GIB, how)  # fmt: skip
     return once
 

@@ -14,7 +14,7 @@ step writes a key to free slots too.
 
 Weights (hybrid_engine.py). What a CUDA graph reads keeps its address: views of the trained weights where possible, else
 copies that each `generation()` refreshes in place, under ZeRO-3 a layer at a time. Where whole weights do not fit next
-to a few slots, they are streamed (forwards/streaming.py, `--rollout_weights`): each rank keeps a slice of every decoder
+to a few slots, they are streamed (forwards/streaming.py, `--rollout-weights`): each rank keeps a slice of every decoder
 layer, and groups of layers are gathered as a forward pass uses them. Ranks then run in lockstep: in each scheduler
 iteration they agree on how many prefills and decode steps all of them make.
 """

@@ -87,7 +87,7 @@ def choose_backend(
             return backend, fallbacks
         except UnsupportedModel as reason:
             fallbacks.append(f"{backend}: {reason}")
-    raise InputError(f"--generation_engine {options.backend}: {fallbacks[0].split(': ', 1)[1]}; use auto")
+    raise InputError(f"--generation-engine {options.backend}: {fallbacks[0].split(': ', 1)[1]}; use auto")
 
 
 def _check_machine(options: GenerationOptions, device: torch.device) -> None:
@@ -114,7 +114,7 @@ def _check_support(backend: Backend, model: nn.Module, options: GenerationOption
         raise UnsupportedModel("it reads 16-bit and int8 weights, the base is nf4")
     read_architecture(model)
     if is_lora(model) and not options.merge_lora and quantization == "none":
-        raise UnsupportedModel("it takes no unmerged adapters (--merge_lora_for_generation false)")
+        raise UnsupportedModel("it takes no unmerged adapters (--merge-lora-for-generation false)")
 
 
 def check_copies_fit(num_bytes: int, device: torch.device) -> None:
@@ -131,9 +131,9 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
     )
     if num_bytes > free:
         raise InputError(
-            f"--generation_engine: the actor's weights take {num_bytes / GIB:.2f} GiB during a rollout, "
-            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference_tp_size; {PARTITION_ACTOR} with "
-            "--rollout_weights auto), or free memory (--offload_optimizer_during_rollout)"
+            f"--generation-engine: the actor's weights take {num_bytes / GIB:.2f} GiB during a rollout, "
+            f"{free / GIB:.2f} GiB are free; share them among GPUs (--inference-tp-size; {PARTITION_ACTOR} with "
+            "--rollout-weights auto), or free memory (--offload-optimizer-during-rollout)"
         )
 
 
@@ -171,7 +171,7 @@ def no_slot_fits(forward: CachedForward, cache_length: int) -> InputError:
     """Return the error for a KV cache that has no memory for a single slot."""
     slot, free = forward.cache_layout.bytes_per_token * cache_length / GIB, memory_of(forward.device)[0] / GIB
     return InputError(
-        f"--max_answer_seq_len: one slot of {cache_length} tokens takes {slot:.2f} GiB of KV cache, {free:.2f} "
-        f"GiB are free; shorten it (answers: --max_new_tokens), or lower the models' memory ({PARTITION_ACTOR}, "
-        "--inference_tp_size)"
+        f"--max-answer-seq-len: one slot of {cache_length} tokens takes {slot:.2f} GiB of KV cache, {free:.2f} "
+        f"GiB are free; shorten it (answers: --max-new-tokens), or lower the models' memory ({PARTITION_ACTOR}, "
+        "--inference-tp-size)"
     )

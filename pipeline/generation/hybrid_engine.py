@@ -60,7 +60,7 @@ class HybridEngine:
             return
         if (found := self.engine.deepspeed.zero_offload_param().buffer_count) < needed:
             raise InputError(
-                f"zero_optimization.offload_param.buffer_count: found {found}, the {self.backend} backend of"
+                f"zero_optimization.offload_param.buffer_count: got {found}, the {self.backend} backend of"
                 f" generation needs {needed} or more: it gathers all weights for a rollout"
             )
 

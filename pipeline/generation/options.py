@@ -13,7 +13,7 @@ Backend = Literal["fused", "static", "eager"]  # the fastest first
 BackendChoice = Literal["auto", Backend]
 StopTexts = list[Annotated[str, Field(min_length=1)]]
 MAX_SAMPLES = 2**12  # of one prompt: those that pipeline/random_numbers.py tells apart
-PARTITION_ACTOR = "--actor_zero_stage 3"  # the flag under which ranks share the actor's weights
+PARTITION_ACTOR = "--actor-zero-stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64
 # Prompt tokens of one prefill with padding, which bound its activations. Chosen by hand.
@@ -51,13 +51,13 @@ class GenerationOptions:
 
 
 def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
-    """Return the reason that rules out `--rollout_weights streamed`, or None; `ranks` is None where it is not known."""
+    """Return the reason that rules out `--rollout-weights streamed`, or None; `ranks` is None where it is not known."""
     if not partitioned:
         return f"needs {PARTITION_ACTOR}"
     if ranks == 1:
-        return "found 1 rank, wanted several, which share the weights"
+        return "got 1 rank, expected several, which share the weights"
     if tensor_parallel_size > 1:
-        return f"found --inference_tp_size {tensor_parallel_size}, wanted 1"
+        return f"got --inference-tp-size {tensor_parallel_size}, expected 1"
     if backend not in ("auto", "fused"):
-        return f"found the {backend} backend, wanted the fused one (--generation_engine)"
+        return f"got the {backend} backend, expected the fused one (--generation-engine)"
     return None

@@ -74,41 +74,41 @@ class RolloutSize:
     @property
     def product(self) -> str:
         """The older flags whose product is a rank's prompts, with their values."""
-        batch = f"--per_device_generation_batch_size {self.per_device_generation_batch_size}"
-        return f"{batch} x --generation_batches {self.generation_batches}"
+        batch = f"--per-device-generation-batch-size {self.per_device_generation_batch_size}"
+        return f"{batch} x --generation-batches {self.generation_batches}"
 
     @property
     def line(self) -> str:
         """The arithmetic of a rollout in words, with what says its size where the flag for it does not."""
         samples, responses = counted(self.num_samples_per_prompt, "sample"), counted(self.responses, "response")
         said = f"{counted(self.prompts, 'prompt')} x {samples} = {responses} a rollout"
-        product = f"; a rank's are {self.product}: --rollout_batch_size {self.responses} says the same"
+        product = f"; a rank's are {self.product}: --rollout-batch-size {self.responses} says the same"
         at_once = f"; {counted(self.at_once, 'prompt')} at once on a rank"
         return said + at_once + (product if self.generation_batches else "")
 
     @property
     def fault(self) -> str:
         """One line about a size that does not divide, with the nearest that do, in the flag's words; "" for none."""
-        asked = f"--rollout_batch_size {self.rollout_batch_size}" if self.rollout_batch_size else ""
+        asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
         if asked and self.generation_batches:
-            return f"--generation_batches {self.generation_batches}: with {asked}; give one of them"
+            return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"
         if (self.rollout_batch_size or self.responses) % self.unit:
             return self._uneven() if asked else self._uneven_batches()
         if self.old_log_probs != "sampler" or self.steps == 1:
             return ""
         # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
-        rows = f"--rollout_batch_size {self.step_rows}" if asked else "--gradient_accumulation_steps"
+        rows = f"--rollout-batch-size {self.step_rows}" if asked else "--gradient-accumulation-steps"
         return (
-            f"--old_log_probs: sampler needs one optimizer step per rollout, found {self.steps}; use trainer, or set "
-            f"--ppo_epochs 1 and {rows} to take all rows of a rollout in one step"
+            f"--old-log-probs: sampler needs one optimizer step per rollout, got {self.steps}; use trainer, or set "
+            f"--ppo-epochs 1 and {rows} to take all rows of a rollout in one step"
         )
 
     def _uneven(self) -> str:
         below = self.rollout_batch_size // self.unit * self.unit
-        fitting = " or ".join(f"--rollout_batch_size {size}" for size in (below, below + self.unit) if size)
+        fitting = " or ".join(f"--rollout-batch-size {size}" for size in (below, below + self.unit) if size)
         return (
-            f"--rollout_batch_size: found {self.rollout_batch_size}, wanted a multiple of an optimizer step's "
-            f"{counted(self.step_rows, 'row')} and of --num_samples_per_prompt {self.num_samples_per_prompt} x "
+            f"--rollout-batch-size: got {self.rollout_batch_size}, expected a multiple of an optimizer step's "
+            f"{counted(self.step_rows, 'row')} and of --num-samples-per-prompt {self.num_samples_per_prompt} x "
             f"{counted(self.ranks, 'rank')}; the nearest: {fitting}"
         )
 
@@ -119,8 +119,8 @@ class RolloutSize:
         nearest = max(unit, round(batch / unit) * unit)
         whole = max(self.unit, round(self.responses / self.unit) * self.unit)
         return (
-            f"--per_device_generation_batch_size: a rollout has {rows} rows a device ({self.product} x "
-            f"--num_samples_per_prompt {self.num_samples_per_prompt}), no multiple of an optimizer step's {per_step}; "
-            f"the nearest that fit are --per_device_generation_batch_size {nearest}, or --rollout_batch_size {whole} "
-            "without --generation_batches"
+            f"--per-device-generation-batch-size: a rollout has {rows} rows a device ({self.product} x "
+            f"--num-samples-per-prompt {self.num_samples_per_prompt}), no multiple of an optimizer step's {per_step}; "
+            f"the nearest that fit are --per-device-generation-batch-size {nearest}, or --rollout-batch-size {whole} "
+            "without --generation-batches"
         )

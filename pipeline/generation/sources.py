@@ -48,7 +48,7 @@ class WeightSource:
     def __init__(self, model: nn.Module, options: GenerationOptions, *, partitioned: bool = False) -> None:
         size = options.tensor_parallel_size
         if dist.world_size() % size:
-            raise InputError(f"--inference_tp_size {size}: must divide the {dist.world_size()} ranks")
+            raise InputError(f"--inference-tp-size {size}: must divide the {dist.world_size()} ranks")
         self.model, self.options, self.group = model, options, dist.RankGroup(size)
         self._all_ranks: dist.RankGroup | None = None  # those that streamed weights are sharded over
         self.device = next(model.parameters()).device
@@ -63,7 +63,7 @@ class WeightSource:
             partitioned=partitioned, ranks=dist.world_size(), tensor_parallel_size=size, backend=self.backend
         )
         if options.weights == "streamed" and self._why_whole:
-            raise InputError(f"--rollout_weights streamed: {self._why_whole}; else give auto")
+            raise InputError(f"--rollout-weights streamed: {self._why_whole}; else give auto")
 
     def of_modules(self, vocabulary: Vocabulary) -> SessionSource:
         """Return the sessions of a backend that samples from the modules as they are (`OF_MODULES`)."""
@@ -104,7 +104,7 @@ class WeightSource:
     def _must_stream(self, whole: "FusedForward") -> bool:
         """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
         if self.options.weights == "streamed":
-            log.info("generation: weights are streamed, as --rollout_weights says")
+            log.info("generation: weights are streamed, as --rollout-weights says")
             return True
         if not self.options.decides_by_memory(self._why_whole):
             return False
@@ -121,13 +121,13 @@ def check_tensor_parallelism(model: nn.Module, size: int, backend: str) -> None:
     if size == 1:
         return
     if backend != "fused":
-        raise InputError(f"--inference_tp_size {size}: needs the fused backend, found {backend}")
+        raise InputError(f"--inference-tp-size {size}: needs the fused backend, got {backend}")
     architecture = read_architecture(model)
     if (heads := architecture.num_kv_heads) % size:
-        raise InputError(f"--inference_tp_size {size}: must divide the {heads} heads of keys and values")
+        raise InputError(f"--inference-tp-size {size}: must divide the {heads} heads of keys and values")
     if architecture.joins_head_norms:
         kind = base_model(model).config.model_type
-        raise InputError(f"--inference_tp_size {size}: {kind} norms the heads of all ranks together")
+        raise InputError(f"--inference-tp-size {size}: {kind} norms the heads of all ranks together")
 
 
 def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:

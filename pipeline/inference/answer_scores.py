@@ -52,7 +52,7 @@ class Judge:
 def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:
     """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
     source = ModelSource(path)
-    source.check("--reward_model")
+    source.check("--reward-model")
     tokenizer = load_chat_tokenizer(source)
     model = on_devices(load_reward_model(source, dtype=dtype), path)
     return Judge(path, model, tokenizer, choose_padding_token(tokenizer).pad_id, weight)
@@ -70,7 +70,7 @@ def score_answers(judge: Judge, answers: Sequence[tuple[Turns, str, bool]], *, b
     order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
     found = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
     if not all(map(math.isfinite, found)):
-        raise InputError(f"--reward_model: {judge.path} gives scores that are no finite numbers")
+        raise InputError(f"--reward-model: {judge.path} gives scores that are no finite numbers")
     return [score for _, score in sorted(zip(order, found, strict=True))]
 
 

@@ -46,7 +46,7 @@ class AnswerSettings(ReplySettings):
         if self.num_return_sequences > self.num_beams and (self.temperature == 0 or self.num_beams > 1):
             count = self.num_return_sequences
             other = "" if self.num_beams > 1 else " or a --temperature above 0"
-            raise ValueError(f"--num_return_sequences: {count} answers need --num_beams of at least {count}{other}")
+            raise ValueError(f"--num-return-sequences: {count} answers need --num-beams of at least {count}{other}")
         return self
 
 

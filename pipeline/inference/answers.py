@@ -245,7 +245,7 @@ def answers_by_transformers(
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
-        how = f"--temperature {settings.temperature:g} and --repetition_penalty {settings.repetition_penalty:g}"
+        how = f"--temperature {settings.temperature:g} and --repetition-penalty {settings.repetition_penalty:g}"
         raise InputError(f"{chat_model.path}: its logits are no finite numbers at {how}; give others") from error
     ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
     return ids
@@ -264,7 +264,7 @@ def check_ids(
         )
     if num_positions is not None and len(prompt) + max_new_tokens > num_positions:
         raise InputError(
-            f"{path}: a prompt of {len(prompt)} tokens and --max_new_tokens {max_new_tokens} do not fit into "
+            f"{path}: a prompt of {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit into "
             f"the model's {num_positions} positions; at most {max(num_positions - len(prompt), 0)} new tokens are left"
         )
 

@@ -94,7 +94,7 @@ def read_prompts(
     """Read the prompts of all rows, of whatever layout, as a model's tokens. Reads no weight.
 
     Args:
-        column_map: `--column_map`, as it is given.
+        column_map: `--column-map`, as it is given.
         max_length: tokens of a prompt; 0 = as many as the model's positions leave.
 
     Raises:
@@ -125,11 +125,11 @@ def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> i
     positions = num_positions(source.config)
     room = sys.maxsize if positions is None else positions - max_new_tokens
     if room < 1:
-        what = f"--max_new_tokens: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
+        what = f"--max-new-tokens: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
         raise InputError(f"{what}; less than {positions} is right")
     if (limit := max_length or room) > room:
-        words = f"{max_length} tokens of a prompt and --max_new_tokens {max_new_tokens}"
-        raise InputError(f"--max_prompt_seq_len: {words} do not fit into the model's {positions} positions")
+        words = f"{max_length} tokens of a prompt and --max-new-tokens {max_new_tokens}"
+        raise InputError(f"--max-prompt-seq-len: {words} do not fit into the model's {positions} positions")
     return limit
 
 

@@ -23,7 +23,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise InputError(f"--hostfile: {path}: cannot read it: {reason}; wanted lines `name slots=GPUS`") from None
+        raise InputError(f"--hostfile: {path}: cannot read it: {reason}; expected lines `name slots=GPUS`") from None
     hosts: dict[str, int] = {}
     for number, text in enumerate(lines, start=1):
         line = text.strip()
@@ -31,16 +31,16 @@ def read_hostfile(path: Path) -> dict[str, int]:
             continue
         match = HOST_LINE.fullmatch(line)
         if not match or not int(match[2]):
-            raise InputError(f"--hostfile: {path}:{number}: found {line!r}, wanted {corrected(line)}")
+            raise InputError(f"--hostfile: {path}:{number}: got {line!r}, expected {corrected(line)}")
         if match[1] in hosts:
             total = hosts[match[1]] + int(match[2])
             raise InputError(
-                f"--hostfile: {path}:{number}: found {match[1]} again, wanted one line for each host, such as "
+                f"--hostfile: {path}:{number}: got {match[1]} again, expected one line for each host, such as "
                 f"`{match[1]} slots={total}`"
             )
         hosts[match[1]] = int(match[2])
     if not hosts:
-        raise InputError(f"--hostfile: {path}: found no host, wanted lines `name slots=GPUS`")
+        raise InputError(f"--hostfile: {path}: got no host, expected lines `name slots=GPUS`")
     return hosts
 
 
@@ -80,17 +80,17 @@ def chosen_gpus(
         if host not in hosts:
             raise InputError(f"{flag}: {host}: unknown host{nearest(host, hosts)}; there are {', '.join(hosts)}")
         if not re.fullmatch(r"\d+(,\d+)*" if colon else "", slots):
-            raise InputError(f"{flag}: {part}: found {slots!r}, wanted numbers of GPUs such as {host}:0,1")
+            raise InputError(f"{flag}: {part}: got {slots!r}, expected numbers of GPUs such as {host}:0,1")
         numbers = set(map(int, slots.split(","))) if colon else set(range(hosts[host]))
         if hosts[host] and (unknown := sorted(number for number in numbers if number >= hosts[host])):
             raise InputError(f"{flag}: {host}:{unknown[0]}: no such GPU; {host} has 0 to {hosts[host] - 1}")
         named[host] = named.get(host, set()) | numbers
     if num_nodes > len(hosts):
-        raise InputError(f"--num_nodes: found {num_nodes}, but there are {len(hosts)} hosts: {', '.join(hosts)}")
+        raise InputError(f"--num-nodes: got {num_nodes}, but there are {len(hosts)} hosts: {', '.join(hosts)}")
     chosen: dict[str, list[int]] = {}
     for host, count in list(hosts.items())[: num_nodes or None]:
         if count and num_gpus > count:
-            raise InputError(f"--num_gpus: found {num_gpus}, but {host} has slots={count}; give at most {count}")
+            raise InputError(f"--num-gpus: got {num_gpus}, but {host} has slots={count}; give at most {count}")
         there = set(range(num_gpus or count))
         if numbers := named.get(host, set()) if included else there - named.get(host, set()):
             chosen[host] = sorted(numbers)
@@ -106,7 +106,7 @@ def chosen_hosts(request: LaunchRequest) -> dict[str, list[int]]:
         raise InputError(f"--hostfile: several machines need one, and there is no {file}; lines of one: `name slots=8`")
     choices = bool(request.include), bool(request.exclude), bool(request.num_nodes or request.num_gpus)
     if sum(choices) > 1:
-        raise InputError("--include, --exclude, --num_nodes and --num_gpus: give --include, --exclude, or the numbers")
+        raise InputError("--include, --exclude, --num-nodes and --num-gpus: give --include, --exclude, or the numbers")
     hosts = chosen_gpus(
         read_hostfile(file),
         included=request.include,
@@ -116,7 +116,7 @@ def chosen_hosts(request: LaunchRequest) -> dict[str, list[int]]:
     )
     if not 0 <= request.node_rank < len(hosts):
         raise InputError(
-            f"--node_rank: found {request.node_rank}, wanted 0 to {len(hosts) - 1}, the place of this host in {file}"
+            f"--node-rank: got {request.node_rank}, expected 0 to {len(hosts) - 1}, the place of this host in {file}"
         )
     return hosts
 
@@ -197,5 +197,5 @@ def address_of(request: LaunchRequest, names: Sequence[str]) -> str:
                 address = str(probe.getsockname()[0])
     except OSError as error:
         reason = error.strerror or error
-        raise EnvironmentFault(f"{names[0]}: no address known: {reason}; give --master_addr ADDRESS") from None
+        raise EnvironmentFault(f"{names[0]}: no address known: {reason}; give --master-addr ADDRESS") from None
     return address

@@ -120,10 +120,10 @@ def check_device_count(count: int) -> None:
     if gpus := count_gpus():
         if count > gpus:
             here = f"{counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} visible here"
-            raise EnvironmentFault(f"--num-gpus: found {count}, but {here}; give at most {gpus}")
+            raise EnvironmentFault(f"--num-gpus: got {count}, but {here}; give at most {gpus}")
     elif count > (cores := len(os.sched_getaffinity(0))):
         raise EnvironmentFault(
-            f"--num-gpus: found {count}, but this machine has no GPU and {counted(cores, 'core')}; "
+            f"--num-gpus: got {count}, but this machine has no GPU and {counted(cores, 'core')}; "
             f"give at most {counted(cores, 'process')}"
         )
 

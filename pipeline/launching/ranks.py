@@ -70,11 +70,11 @@ class RankStart:
         here = sorted(os.sched_getaffinity(0))
         listed = parse_cores(self.core_list) if self.core_list else here
         if strange := [core for core in listed if core not in here]:
-            raise InputError(f"--bind_core_list: no core {strange[0]}; this process has {', '.join(map(str, here))}")
+            raise InputError(f"--bind-core-list: no core {strange[0]}; this process has {', '.join(map(str, here))}")
         count = len(listed) // len(self.devices)
         if not count:
             ranks = len(self.devices)
-            raise InputError(f"--bind_cores_to_rank: {len(listed)} cores for {ranks} ranks; each needs one")
+            raise InputError(f"--bind-cores-to-rank: {len(listed)} cores for {ranks} ranks; each needs one")
         return listed[count * place : count * (place + 1)]
 
 
@@ -95,7 +95,7 @@ def start_ranks(
                 Path(start.log_folder).mkdir(parents=True, exist_ok=True)
                 file = (Path(start.log_folder) / f"{day}_rank{rank}.log").open("wb")
             except OSError as error:
-                raise InputError(f"--enable_each_rank_log: {start.log_folder}: {error.strerror}") from None
+                raise InputError(f"--enable-each-rank-log: {start.log_folder}: {error.strerror}") from None
         started[rank] = subprocess.Popen(
             command,
             env={**environment, **start.variables(place)},
@@ -138,6 +138,6 @@ def parse_cores(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise InputError(f"--bind_core_list: found {part!r}, wanted numbers of cores such as 0-3,8")
+            raise InputError(f"--bind-core-list: got {part!r}, expected numbers of cores such as 0-3,8")
         cores |= set(range(int(first), int(last or first) + 1))
     return sorted(cores)

@@ -92,14 +92,14 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
         values, unknown = launcher_parser().parse_known_args(list(words))
     except argparse.ArgumentError as error:
         name, reason = (error.argument_name or "").partition("/")[0], error.message
-        raise InputError(f"{name}: {'found no value' if reason == 'expected one argument' else reason}") from None
+        raise InputError(f"{name}: {'got no value' if reason == 'expected one argument' else reason}") from None
     if unknown:
         raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STAGE")
     given = vars(values)
     step, *rest = given.pop("words", None) or [""]
     for word in rest:
         if dashed(word.partition("=")[0][2:]) in BEFORE_STAGE:
-            raise InputError(f"{word}: found behind STAGE, wanted before it with the other flags of the launcher")
+            raise InputError(f"{word}: found behind STAGE, expected before it with the other flags of the launcher")
     known = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
     return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
 
@@ -160,7 +160,7 @@ def port(text: str) -> int:
 
 def whole(text: str, least: int, most: int, wanted: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not least <= int(text) <= most:
-        raise refused(f"found {text!r}, wanted {wanted}")
+        raise refused(f"got {text!r}, expected {wanted}")
     return int(text)
 
 
@@ -169,7 +169,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
     def chosen(text: str) -> str:
         if text not in choices:
-            raise refused(f"found {text!r}, wanted {', '.join(choices[:-1])} or {choices[-1]}")
+            raise refused(f"got {text!r}, expected {', '.join(choices[:-1])} or {choices[-1]}")
         return text
 
     return chosen

@@ -63,7 +63,7 @@ class Target:
     link_gb_per_s: GB/s that a GPU sends to others of its machine.
     network_gb_per_s: GB/s that a machine sends to others.
     measured: constants of this machine's GPU, where the target has the same and it was measured.
-    is_limited: the memory is what --gpu_memory_gib takes of a GPU's.
+    is_limited: the memory is what --gpu-memory-gib takes of a GPU's.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Target:
     @property
     def limit(self) -> str:
         """The flag that limits its memory, in brackets behind a size; "" for none."""
-        return " (--gpu_memory_gib)" if self.is_limited else ""
+        return " (--gpu-memory-gib)" if self.is_limited else ""
 
     @property
     def is_cpu(self) -> bool:
@@ -186,7 +186,7 @@ def with_constants(target: Target) -> Target:
 
 
 def with_limit(target: Target, gib: float) -> Target:
-    """Return the target with so many GiB of each GPU (--gpu_memory_gib); 0: all of them, as of a CPU.
+    """Return the target with so many GiB of each GPU (--gpu-memory-gib); 0: all of them, as of a CPU.
 
     Raises:
         EnvironmentFault: its GPUs have less.
@@ -195,7 +195,7 @@ def with_limit(target: Target, gib: float) -> Target:
         return target
     if 0 < target.memory < int(gib * GIB):
         raise EnvironmentFault(
-            f"--gpu_memory_gib {gib:g}: {target.name} has {target.memory / GIB:.2f} GiB; give less, or 0 for all of it"
+            f"--gpu-memory-gib {gib:g}: {target.name} has {target.memory / GIB:.2f} GiB; give less, or 0 for all of it"
         )
     return replace(target, memory=int(gib * GIB), is_limited=True)
 
@@ -213,7 +213,7 @@ def parse_target(text: str) -> Target:
     match = TARGET.fullmatch(text.replace(" ", ""))
     if not match or not 0 < int(match[1] or 1) * int(match[2] or 1) * int(match[4] or 1) < LIMIT:
         raise InputError(
-            f"--target {text}: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"
+            f"--target {text}: expected DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"
         )
     slots = (int(match[2] or 1),) * int(match[1] or 1)
     if match[4]:
@@ -247,19 +247,19 @@ def target_of_file(path: Path) -> Target:
     except InputError as error:
         raise InputError(f"--target: {error}") from None
     if "memory_gib" not in content:
-        raise InputError(f"--target: {path}: wanted fields {', '.join(FIELDS)}, of which memory_gib is required")
+        raise InputError(f"--target: {path}: expected fields {', '.join(FIELDS)}, of which memory_gib is required")
     for name, value in content.items():
         if name not in FIELDS:
             raise InputError(f"--target: {path}: {name}: unknown field{nearest(str(name), FIELDS)}")
         kind: Any = int if name in ("hosts", "gpus") else int | float
         if name == "name" and not (isinstance(value, str) and value):
-            raise InputError(f"--target: {path}: name: found {value!r}, wanted the name of a device")
+            raise InputError(f"--target: {path}: name: got {value!r}, expected the name of a device")
         # To Python `true` is a whole number.
         if name != "name" and not (isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LIMIT):
             wanted = f"a {'whole ' if kind is int else ''}number above 0 and below {LIMIT:,}"
-            raise InputError(f"--target: {path}: {name}: found {value!r:.40}, wanted {wanted}")
+            raise InputError(f"--target: {path}: {name}: got {value!r:.40}, expected {wanted}")
     if content.get("hosts", 1) * content.get("gpus", 1) >= LIMIT:
-        raise InputError(f"--target: {path}: hosts x gpus: wanted fewer than {LIMIT:,} GPUs")
+        raise InputError(f"--target: {path}: hosts x gpus: expected fewer than {LIMIT:,} GPUs")
     name, memory = str(content.get("name", path.stem)), int(content["memory_gib"] * GIB)
     name = min(devices_called(name), key=lambda device: abs(DEVICES[device][0] * GIB - memory), default=name)
     sheet = DEVICES.get(name, (0,) + (0.0,) * len(SPEEDS))[1:]

@@ -36,7 +36,7 @@ STORED_INT8_ENTRY = {
 START = "start"  # name of the frozen adapter that training began with, where that was not a zero one
 
 
-def linear_names(model: PreTrainedModel, pattern: str, *, flag: str = "--lora_module_name") -> list[str]:
+def linear_names(model: PreTrainedModel, pattern: str, *, flag: str = "--lora-module-name") -> list[str]:
     """Return the names of linear layers that contain `pattern` (all-linear: all of them), never the head.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import dist
 
-# Largest share of a device's memory that a model's 16-bit weights may take for `--zero3_gather auto` to gather them
+# Largest share of a device's memory that a model's 16-bit weights may take for `--zero3-gather auto` to gather them
 # once a phase (pipeline/engine/zero3.py).
 GATHERED_SHARE_OF_DEVICE = 1 / 8
 

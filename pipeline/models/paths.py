@@ -28,15 +28,15 @@ def check_model_path(path: str, flag: str = "") -> None:
     `output/actr` looks like a hub id too; where its parent folder exists here, it is taken for a mistyped folder.
     """
     if not path:
-        raise InputError(f"{flag or '--model_name_or_path'}: no model is named; give a hub id or a model's folder")
+        raise InputError(f"{flag or '--model-name-or-path'}: no model is named; give a hub id or a model's folder")
     folder = Path(path).expanduser()
     if folder.is_dir():
         if (folder / RUN_LOCK).is_file():
-            raise InputError(f"{at_flag(flag)}{path} is the folder of a run, wanted a model's{model_of_run(folder)}")
+            raise InputError(f"{at_flag(flag)}{path} is the folder of a run, expected a model's{model_of_run(folder)}")
         if not has_config(folder):
             raise InputError(f"{at_flag(flag)}{path} holds no model (no {CONFIG_FILES[0]}){nearest_folder(folder)}")
     elif folder.exists():
-        raise InputError(f"{at_flag(flag)}{path} is a file, wanted a model's folder{nearest_folder(folder)}")
+        raise InputError(f"{at_flag(flag)}{path} is a file, expected a model's folder{nearest_folder(folder)}")
     elif not may_be_hub_id(path):
         raise InputError(f"{at_flag(flag)}{path}: no such folder{nearest_folder(folder)}")
 
@@ -107,7 +107,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any] | None:
         patterns = config.get(pattern)
         for value in (config.get(name, 1), *(patterns.values() if isinstance(patterns, dict) else ())):
             if not isinstance(value, int | float) or not abs(value) <= most:
-                raise InputError(f"{file}: {name}: found {value!s:.80}, wanted a number of at most {most:,}")
+                raise InputError(f"{file}: {name}: got {value!s:.80}, expected a number of at most {most:,}")
     if config.get("revision") and may_be_hub_id(config["base_model_name_or_path"]):
         config["base_model_name_or_path"] += f"@{config['revision']}"
     return config
@@ -122,7 +122,7 @@ def _read_object(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
-        raise InputError(f"{file}: found a JSON {type(content).__name__}, wanted an object")
+        raise InputError(f"{file}: got a JSON {type(content).__name__}, expected an object")
     return content
 
 

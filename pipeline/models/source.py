@@ -114,7 +114,7 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
             commits_read[source] = commit
         raw, _ = PretrainedConfig.get_config_dict(name, revision=commit)
         if (labels := max(len(raw.get("id2label") or ()), raw.get("num_labels") or 0)) > MAX_LABELS:
-            raise ValueError(f"config.json: found {labels:,} labels, wanted at most {MAX_LABELS:,}")
+            raise ValueError(f"config.json: got {labels:,} labels, expected at most {MAX_LABELS:,}")
         config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     except Exception as error:
         raise reading_error(path, "cannot read a model configuration", error) from error
@@ -188,7 +188,7 @@ def check_stored_quantization(source: ModelSource, quantization: str, flag: str,
         raise InputError(f"{path}: its weights are stored as {stored}; give {flag} {stored}{', with LoRA' * learns}")
 
 
-def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: str = "--attn_implementation") -> str:
+def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: str = "--attn-implementation") -> str:
     """Return the attention implementation to load a model with. Raises InputError for one that drops its soft caps.
 
     Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
@@ -203,7 +203,7 @@ def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: 
 def prepare_tokenizer(source: ModelSource, template: str, kwargs: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Return the tokenizer, with the run's chat template and a padding token that exists (the vocabulary never grows).
 
-    kwargs: --chat_template_kwargs.
+    kwargs: --chat-template-kwargs.
 
     The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
     before weights are read. Raises InputError, EnvironmentFault.

@@ -1,6 +1,6 @@
 """Load a tokenizer, choose its padding token and find every token that ends a text.
 
-The vocabulary never changes. Chat templates are in `data/templates.py`; here they get --chat_template_kwargs.
+The vocabulary never changes. Chat templates are in `data/templates.py`; here they get --chat-template-kwargs.
 """
 
 import json
@@ -107,13 +107,13 @@ def sentencepiece_file(name: str, revision: str | None) -> str | None:
 
 
 def template_values(words: Sequence[str]) -> dict[str, Any]:
-    """Parse --chat_template_kwargs: `enable_thinking=false` -> {"enable_thinking": False}. Raises InputError."""
+    """Parse --chat-template-kwargs: `enable_thinking=false` -> {"enable_thinking": False}. Raises InputError."""
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not (equals and name.isidentifier()) or name in values:
             found = f"{name} twice" if name in values else repr(word)
-            raise InputError(f"--chat_template_kwargs: found {found}, wanted NAME=VALUE words: enable_thinking=false")
+            raise InputError(f"--chat-template-kwargs: got {found}, expected NAME=VALUE words: enable_thinking=false")
         try:
             values[name] = json.loads(text, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError):
@@ -153,7 +153,7 @@ def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[st
         elif all_of:
             right = nearest(name, read) or f"; it reads {', '.join(sorted(read)) or 'no name'}"
             raise InputError(
-                f"--chat_template_kwargs {name}: the chat template of {tokenizer.name_or_path} does not read it{right}"
+                f"--chat-template-kwargs {name}: the chat template of {tokenizer.name_or_path} does not read it{right}"
             )
     if not lines:
         return
@@ -161,7 +161,7 @@ def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[st
     try:
         render(tokenizer, [Message("user", "question"), Message("assistant", "answer")])
     except InputError as error:
-        raise InputError(f"--chat_template_kwargs: {error}") from None
+        raise InputError(f"--chat-template-kwargs: {error}") from None
 
 
 def names_read(tokenizer: "PreTrainedTokenizerBase", template: str) -> set[str]:

@@ -172,7 +172,7 @@ def check_sizes(path: str, config: "PretrainedConfig") -> None:
     for name, value in vars(config.get_text_config()).items():
         most = MAX_LAYERS if "layer" in name else 2**31
         if SIZE.search(name) and isinstance(value, int) and not 0 <= value <= most:
-            raise InputError(f"{path}: config.json: found {name} {value}, wanted 0 to {most}")
+            raise InputError(f"{path}: config.json: got {name} {value}, expected 0 to {most}")
 
 
 def fields_within(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:

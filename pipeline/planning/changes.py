@@ -32,7 +32,7 @@ def named(values: Values, flag: str) -> list[str]:
 def smaller_micro_batch(values: Values, target: Target) -> dict[str, Any]:
     """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
 
-    --train_batch_size gives that number where the ranks divide it; else the rows that it was rounded to.
+    --train-batch-size gives that number where the ranks divide it; else the rows that it was rounded to.
     """
     micro, meant, ranks = values["per_device_train_batch_size"], values["train_batch_size"], target.num_gpus
     rows = micro * values["gradient_accumulation_steps"]

@@ -29,7 +29,7 @@ class Outputs:
 
 
 def outputs(models: Sequence[ModelUse], dtype: str, run: RunConfig, *, saves_adapters: bool) -> Outputs:
-    """Count the outputs of a stage that holds `models` and trains in `dtype`; saves_adapters: --save_adapter_only.
+    """Count the outputs of a stage that holds `models` and trains in `dtype`; saves_adapters: --save-adapter-only.
 
     Raises:
         InputError, EnvironmentFault: see `model_size`.
@@ -53,7 +53,7 @@ def with_checkpoint(
 ) -> MemoryPlan:
     """Return the plan with the host memory of a checkpoint that is written, on the machine of the first rank.
 
-    `--save_in_background` copies the checkpoint to host memory: each rank its partition, rank 0 what is not
+    `--save-in-background` copies the checkpoint to host memory: each rank its partition, rank 0 what is not
     partitioned. 8-bit moments are always converted to fp32 on the host. On a CPU each process's own share counts in
     its phases; what only rank 0 writes counts for the machine.
     """

@@ -136,7 +136,7 @@ def waiting_seconds(
     """Return the seconds that the device waits for DeepSpeed's Python in training and scoring.
 
     Under ZeRO stage 3 a layer that is not gathered once a phase is gathered around each forward pass, recomputed ones
-    too, and each backward pass; at stage 0 each gradient is looked at in an optimizer step. gather: --zero3_gather.
+    too, and each backward pass; at stage 0 each gradient is looked at in an optimizer step. gather: --zero3-gather.
     """
     uses, seconds = {use.role: use for use in needs.models}, dict.fromkeys(needs.phases, 0.0)
     for name, passes in needs.phases.items():

@@ -52,7 +52,7 @@ def exchange_seconds(
 ) -> Mapping[str, float]:
     """Return the seconds of exchange in each phase that `phase_seconds` times; {} where the bandwidths are not known.
 
-    gather: --zero3_gather.
+    gather: --zero3-gather.
     """
     if target.num_gpus > 1 and not (target.link_gb_per_s and (target.hosts == 1 or target.network_gb_per_s)):
         return {}

@@ -91,7 +91,7 @@ class Answers:
         return cls(same, another if changes_training else None)
 
     def chosen(self, auto_fit: AutoFit) -> Answer | None:
-        """Return the answer that --auto_fit takes; None where it does not suffice."""
+        """Return the answer that --auto-fit takes; None where it does not suffice."""
         allowed = [self.same] if auto_fit == "true" else [self.same, self.another] if auto_fit == "any" else []
         return next((one for one in allowed if one is not None and one.is_enough), None)
 
@@ -100,7 +100,7 @@ class Answers:
         """Describe the remedy if the same training does not fit."""
         if self.another is None or not self.another.is_enough:
             return NOT_ENOUGH
-        return f"--auto_fit any would train something else: {shlex.join(flag_words(self.another.flags))}"
+        return f"--auto-fit any would train something else: {shlex.join(flag_words(self.another.flags))}"
 
 
 def answer(planner: StagePlanner, resolved: Resolved, rungs: Sequence[Rung]) -> Answer:
@@ -189,7 +189,7 @@ def changed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, rung:
         plan = planner.memory(resolved)
     except RunError:
         return None  # settings that do not go together
-    # Accumulation follows from --train_batch_size.
+    # Accumulation follows from --train-batch-size.
     new.pop("gradient_accumulation_steps" if values["train_batch_size"] else "", None)
     return Change(rung, new, resolved, plan, (before.reserved()[0] - plan.reserved()[0], before.host - plan.host))
 

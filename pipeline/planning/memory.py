@@ -132,13 +132,13 @@ def plan_memory(
     """Count the memory of a stage.
 
     Args:
-        moments: --optimizer_states. gather: --zero3_gather.
+        moments: --optimizer-states. gather: --zero3-gather.
 
     Raises:
         InputError, EnvironmentFault: a model whose config cannot be read.
     """
     ranks, per_host = target.num_gpus, target.gpus
-    on_device = 0 if target.is_cpu else target.memory  # --zero3_gather auto compares with GPU memory only
+    on_device = 0 if target.is_cpu else target.memory  # --zero3-gather auto compares with GPU memory only
     uses = {use.role: replace(use, on_cpu=target.is_cpu) for use in needs.models}
     sizes = {role: model_size(use, dtype) for role, use in uses.items()}
     states = {

@@ -140,7 +140,7 @@ def stage_page(stage: StagePlan) -> list[str]:
     lines, run = [*model_lines(plan), *(f"  batch    {line}" for line in needs.batch)], resolved.config.run
     if stage.num_steps:
         about = "at most" if needs.steps_at_most else "about"
-        why = "--max_steps" if run.max_steps else f"{about}; --num_train_epochs {run.num_train_epochs:g}"
+        why = "--max-steps" if run.max_steps else f"{about}; --num-train-epochs {run.num_train_epochs:g}"
         rollouts = f" in {counted(-(-stage.num_steps // needs.steps_each), 'rollout')}" if needs.rollout else ""
         lines.append(f"  steps    {counted(stage.num_steps, 'optimizer step')}{rollouts} ({why})")
     faults = planner.disk_faults(resolved, plan)

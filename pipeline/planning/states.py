@@ -63,8 +63,8 @@ def states_of(
     """Count what DeepSpeed holds of a model under the JSON `engine`.
 
     Args:
-        moments: --optimizer_states; None for a model that is not trained.
-        gather: --zero3_gather.
+        moments: --optimizer-states; None for a model that is not trained.
+        gather: --zero3-gather.
     """
     zero, stage = engine["zero_optimization"], engine["zero_optimization"]["stage"]
     weights, host, gathered, passing = size.num_bytes, 0, 0, 0
@@ -91,7 +91,7 @@ def states_of(
 
 
 def gathers_once(size: ModelSize, gather: str, device_bytes: int) -> bool:
-    """Tell whether ZeRO stage 3 gathers weights once a phase, not layer by layer; `gather` is --zero3_gather."""
+    """Tell whether ZeRO stage 3 gathers weights once a phase, not layer by layer; `gather` is --zero3-gather."""
     return gather == "once" or (gather == "auto" and size.num_bytes <= GATHERED_SHARE_OF_DEVICE * device_bytes)
 
 

@@ -13,7 +13,7 @@ from pipeline.planning.ladder import NOT_ENOUGH, Answer, Answers, gained_on_disk
 from pipeline.planning.page import StagePlan, fits, run_text, seconds_text, verdict, why_no_time
 
 FIRST = 3  # changes of an answer that are shown without --explain
-ON_DISK = '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed_config'
+ON_DISK = '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed-config'
 
 
 def columns(*cells: str) -> str:

@@ -1,4 +1,4 @@
-"""Flags that are chosen before a job starts: by its plan (--auto_fit), and by running three steps (--auto_batch).
+"""Flags that are chosen before a job starts: by its plan (--auto-fit), and by running three steps (--auto-batch).
 
 For the supervisor of a job. The choice is a preset in the run folder, which a resumed run takes as it is.
 """
@@ -34,7 +34,7 @@ Tries = Callable[[list[str], Resolved, dict[str, Any]], bool]
 def chosen_flags(
     stage: Stage, resolved: Resolved, request: LaunchRequest, tries: Tries, *, cache: Path
 ) -> dict[str, Any]:
-    """Return the flags that --auto_fit and --auto_batch add to a job's command; say each.
+    """Return the flags that --auto-fit and --auto-batch add to a job's command; say each.
 
     Args:
         cache: the folder that remembers micro-batches.
@@ -44,7 +44,7 @@ def chosen_flags(
     """
     run, slots = resolved.config.run, ranks_by_host(request)
     if request.launcher == "none" and not request.is_on_one_machine:
-        raise InputError("--auto_fit and --auto_batch: the number of ranks must be known here, and the job start here")
+        raise InputError("--auto-fit and --auto-batch: the number of ranks must be known here, and the job start here")
     target, ranks = this_machine(*slots), sum(slots)
     resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
     if "auto_fit" in run.searches:
@@ -77,7 +77,7 @@ def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str
         return {}
     answers = Answers.of(planner, resolved)
     if (answer := answers.chosen(resolved.config.run.auto_fit)) is None:
-        raise EnvironmentFault(f"--auto_fit: {verdict(answers.same.plan, target)} ({target}); {answers.instead}")
+        raise EnvironmentFault(f"--auto-fit: {verdict(answers.same.plan, target)} ({target}); {answers.instead}")
     for change in answer.changes:
         say(f"auto_fit: {change}")
     say(f"auto_fit: {verdict(answer.plan, target)}")
@@ -111,7 +111,7 @@ def largest_micro_batch(
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     size = search(lambda size: tries(resolved, flags_of(size)), sizes, start=micro)
     if size is None:
-        raise EnvironmentFault("--auto_batch: a micro-batch of 1 lacks memory; --auto_fit changes other flags")
+        raise EnvironmentFault("--auto-batch: a micro-batch of 1 lacks memory; --auto-fit changes other flags")
     write_json(file, read_object(file) | {key: size})
     say(f"auto_batch: {shlex.join(flag_words(flags_of(size)))}; remembered in {file}")
     return flags_of(size)

@@ -114,4 +114,4 @@ def results_folder(file: str) -> Path:
         tuning = json.loads(Path(file).read_text(encoding="utf-8"))["autotuning"]
         return Path(tuning.get("results_dir", "autotuning_results"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise InputError(f"--deepspeed-config {file}: wanted a JSON with a block autotuning") from None
+        raise InputError(f"--deepspeed-config {file}: expected a JSON with a block autotuning") from None

@@ -1,4 +1,4 @@
-"""Flags that are chosen before a job starts (--auto_fit, --auto_batch, --autotuning), as words and as a preset."""
+"""Flags that are chosen before a job starts (--auto-fit, --auto-batch, --autotuning), as words and as a preset."""
 
 import shlex
 from functools import partial
@@ -24,7 +24,7 @@ def searches(request: LaunchRequest, resolved: Resolved) -> bool:
 
 
 def chosen_words(stage: Stage, resolved: Resolved, request: LaunchRequest, signals: Signals) -> list[str]:
-    """Return the words that --auto_fit, --auto_batch and --autotuning add to a job, and write them as a preset.
+    """Return the words that --auto-fit, --auto-batch and --autotuning add to a job, and write them as a preset.
 
     Raises:
         InputError, EnvironmentFault, StoppedRun: see `chosen_flags` and `tuned_flags`.
@@ -37,7 +37,7 @@ def chosen_words(stage: Stage, resolved: Resolved, request: LaunchRequest, signa
         return words
     if tuning:
         if stage.number != 1 or not request.is_on_one_machine or run.searches:
-            raise errors.InputError("--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch")
+            raise errors.InputError("--autotuning: for stage 1 on one machine, and without --auto-fit and --auto-batch")
         flags = tuned_flags(f"{stage.package}.main", request, signals, run_dir, resolved)
     else:
         from pipeline.preparation.automatic import chosen_flags  # it imports torch

@@ -1,4 +1,4 @@
-"""The page of `--show_data N`: counts and lengths of a stage's rows, and N of them as they are trained on.
+"""The page of `--show-data N`: counts and lengths of a stage's rows, and N of them as they are trained on.
 
 All rows are tokenised, into the cache that a run reads; of a model only the tokenizer is loaded.
 """

@@ -53,7 +53,7 @@ def look_and_plan(
 ) -> None:
     """Print notes of `look_before_start` and the plan of each stage, also where this machine lacks something.
 
-    With `--show_data` it prints the stages' rows instead.
+    With `--show-data` it prints the stages' rows instead.
 
     Raises:
         InputError, EnvironmentFault: all that would end the run, one per line.

@@ -31,7 +31,7 @@ def stage_planner(
 ) -> tuple[StagePlanner, Resolved]:
     """Return the `StagePlanner` of a stage on a target, and the settings on so many ranks.
 
-    The target gets the constants that were measured, and the limit of `--gpu_memory_gib`.
+    The target gets the constants that were measured, and the limit of `--gpu-memory-gib`.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model that it starts from.
@@ -151,7 +151,7 @@ def print_proposals(section: str, plan: StagePlan) -> list[str]:
     if fits(plan.memory, target):
         return faults
     if answers.chosen(run.auto_fit):
-        show(f"  --auto_fit {run.auto_fit} makes it fit")
+        show(f"  --auto-fit {run.auto_fit} makes it fit")
         return faults
     here = target.is_cpu and not target.described
     elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""

@@ -101,7 +101,7 @@ def look_before_start(
     Args:
         stages: stage -> configuration of the stages to run, in order. A model that one of them makes is not looked
             at; settings are checked against the model that it starts from.
-        named_by_section: call flags `--sft.data_path`, as the user of `rlhf train` types them.
+        named_by_section: call flags `--sft.data-path`, as the user of `rlhf train` types them.
         base_of_output: folder of an earlier stage, which is not among `stages`, -> the model that stage starts from.
 
     Raises:
@@ -121,11 +121,11 @@ def look_before_start(
         tokenizer = look_at_tokenizer(findings, config, models[0].source) if start else None
         if not elsewhere:
             findings.look("--resume", partial(check_resume, config.run.resume))
-            findings.look("--push_to_hub", partial(check_push, config.run.push_to_hub))
+            findings.look("--push-to-hub", partial(check_push, config.run.push_to_hub))
         if (gib := config.run.gpu_memory_gib) and not dry_run:  # whose plan looks at it
-            findings.look("--gpu_memory_gib", partial(with_limit, with_constants(this_machine(1)), gib))
+            findings.look("--gpu-memory-gib", partial(with_limit, with_constants(this_machine(1)), gib))
         seq2seq = bool(start) and models[0].source.is_encoder_decoder
-        data = findings.look("--column_map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
+        data = findings.look("--column-map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
         for options in data:
             look_at_rows(findings, options, tokenizer)
         if stage.look is not None and len(findings.errors) == errors:
@@ -140,7 +140,7 @@ def look_before_start(
         if size > (free := free_bytes(folder)):
             findings.faults.append(
                 f"{folder}: the outputs need {size / GIB:.3g} GiB or more, {free / GIB:.3g} GiB are free; "
-                "free some, name a folder on another disk, or give --keep_checkpoints 0"
+                "free some, name a folder on another disk, or give --keep-checkpoints 0"
             )
     if findings.errors:
         raise InputError("\n".join(dict.fromkeys(findings.errors + findings.faults)))
@@ -249,7 +249,7 @@ def look_at_all_rows(
         if getattr(config, "keep_best", False) and not (data[0].eval_fraction or data[0].eval_data_path):
             sources = (read_records(read_rows(path), Counts(), column_map=data[0].column_map) for path in paths)
             tests = (record for records in sources for record in records if record.split == "test")
-            findings.look("--keep_best", lambda: check_held_out(any(True for _ in tests)))
+            findings.look("--keep-best", lambda: check_held_out(any(True for _ in tests)))
         if tokenizer and not config.run.target:
             prepared = (load_or_build(options, tokenizer).train for options in data)
             findings.look(stage.section, partial(check_rows, stage.run_folder(config.run), config, prepared))

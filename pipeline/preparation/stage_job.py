@@ -129,7 +129,7 @@ def check(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Sig
 
 @contextmanager
 def pid_file(request: LaunchRequest) -> Iterator[None]:
-    """Hold the file of --save_pid, which says as DeepSpeed's launcher does which process starts the ranks."""
+    """Hold the file of --save-pid, which says as DeepSpeed's launcher does which process starts the ranks."""
     if not request.save_pid:
         yield
         return

@@ -77,7 +77,7 @@ def try_batch(
         raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")
     lacks = bool(halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
     if not lacks and ended.code != errors.EXIT_DONE:
-        raise errors.RunError(f"--auto_batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
+        raise errors.RunError(f"--auto-batch: a micro-batch of {size}: {text}; its output: {folder / 'output.txt'}")
     peak = f", {lines[-1]['gpu_memory_gib']:.1f} GiB" if lines and "gpu_memory_gib" in lines[-1] else ""
     seconds = f", {min(line['step_s'] for line in lines):.3g} s a step" if lines else ""
     say(f"auto_batch: micro-batch {size}: {'out of memory' if lacks else f'fits{peak}{seconds}'}")

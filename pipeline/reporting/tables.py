@@ -106,7 +106,7 @@ def why_no_plan(run: RunRecord) -> str:
         return ""
     if run.environment.get("device") == "cpu":
         return "No plan was made: on a CPU no flag is chosen by one."
-    return "No plan was made: no flag was left to be chosen by one (--dry_run prints a plan)."
+    return "No plan was made: no flag was left to be chosen by one (--dry-run prints a plan)."
 
 
 def given_flags(run: RunRecord) -> dict[str, tuple[Any, str]]:
@@ -147,5 +147,5 @@ def answers_command(runs: Sequence[RunRecord], folder: Path) -> str:
     judges = [Path(str(run.meaning["outputs"][0])) for run in runs if run.meaning.get("answers") is False]
     if len(models := list(dict.fromkeys(models))) < 2:
         return ""
-    scored = [word for path in judges[-1:] if has_config(path) for word in ("--reward_model", str(path))]
+    scored = [word for path in judges[-1:] if has_config(path) for word in ("--reward-model", str(path))]
     return shlex.join(["python", "-m", "rlhf", "compare", *models, *scored, "--output", f"{folder}/"])

@@ -123,7 +123,7 @@ def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
     if alone := [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]:
         raise RefusedError(f"its parameter {alone[0]!r} cannot be given by name; take the / out of its signature")
     if hasattr(function, "runs_in") and not is_of_box:
-        raise RefusedError("runs_in: only the built-in judge has it; leave it out, --reward_env NAME gives it a key")
+        raise RefusedError("runs_in: only the built-in judge has it; leave it out, --reward-env NAME gives it a key")
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     return Signature(
         named=[one.name for one in named],
@@ -177,10 +177,10 @@ def checked_values(values: Any, lengths: Sequence[int]) -> list[Any]:
     values = _plain(values)
     if not isinstance(values, list):
         raise RefusedError(
-            f"returned {_shown(values)}, wanted a list with a value for each of {len(lengths)} responses"
+            f"returned {_shown(values)}, expected a list with a value for each of {len(lengths)} responses"
         )
     if len(values) != len(lengths):
-        raise RefusedError(f"returned {len(values)} values for {len(lengths)} responses, wanted one for each")
+        raise RefusedError(f"returned {len(values)} values for {len(lengths)} responses, expected one for each")
     return [_checked(value, length, number) for number, (value, length) in enumerate(zip(values, lengths, strict=True))]
 
 
@@ -190,12 +190,12 @@ def _checked(value: Any, length: int, number: int) -> Any:
         return None if value is None else float(value)
     found = f"response {number}: returned {_shown(value)}"
     if not isinstance(value, list):
-        raise RefusedError(f"{found}, wanted a finite number, a list of them, or None")
+        raise RefusedError(f"{found}, expected a finite number, a list of them, or None")
     tokens = [_plain(token) for token in value]
     if len(tokens) != length:
-        raise RefusedError(f"{found} of {len(tokens)} values for {length} tokens, wanted one for each")
+        raise RefusedError(f"{found} of {len(tokens)} values for {length} tokens, expected one for each")
     if wrong := [token for token in tokens if not is_number(token)]:
-        raise RefusedError(f"{found} with {_shown(wrong[0])}, wanted finite numbers alone")
+        raise RefusedError(f"{found} with {_shown(wrong[0])}, expected finite numbers alone")
     return [float(token) for token in tokens]
 
 
@@ -226,7 +226,7 @@ def cause_of(error: BaseException, target: str) -> tuple[FailureKind, str]:
 
     message = " ".join(traceback.format_exception_only(error)[-1].split())[:MAX_MESSAGE]
     if isinstance(error, MemoryError):
-        message += "; the memory of its process is --reward_worker_gib"
+        message += "; the memory of its process is --reward-worker-gib"
     file = target.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:

@@ -1,4 +1,4 @@
-"""Reward functions as a user names them: `--reward_function FILE.py:NAME[:WEIGHT]`, or a NAME of the box."""
+"""Reward functions as a user names them: `--reward-function FILE.py:NAME[:WEIGHT]`, or a NAME of the box."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from pipeline.files import digest
 from pipeline.rewards.calls import functions_of_box
 from pipeline.rewards.modules import modules_beside
 
-FLAG = "--reward_function"
+FLAG = "--reward-function"
 KEYS = ("name", "weight", "args")  # of an entry in a YAML file
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """An entry of --reward_function.
+    """An entry of --reward-function.
 
     name: the function's name, by which metrics and messages call it.
     target: `FILE.py:NAME` with the absolute path of a user's file, or the NAME of a function of the box.
@@ -70,7 +70,7 @@ def _of_json(entry: Any) -> Any:
 
 def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-        raise InputError(f"{FLAG}: found {masked(entry)!r}; FILE.py:NAME is right, or a mapping with {', '.join(KEYS)}")
+        raise InputError(f"{FLAG}: got {masked(entry)!r}; FILE.py:NAME is right, or a mapping with {', '.join(KEYS)}")
     if unknown := [key for key in entry if key not in KEYS]:
         right = nearest(str(unknown[0]), KEYS) or f"; {', '.join(KEYS)} are right"
         raise InputError(f"{FLAG} {entry['name']}: unknown key {unknown[0]!r}{right}")
@@ -82,7 +82,7 @@ def _of_mapping(entry: Mapping[str, Any]) -> RewardFunction:
         is_json = False
     if not is_json:
         raise InputError(
-            f"{FLAG} {text}: args: found {masked(args)!r}; a mapping of names to what JSON can hold is right"
+            f"{FLAG} {text}: args: got {masked(args)!r}; a mapping of names to what JSON can hold is right"
         )
     if "weight" in entry and text.count(":") > _target(text).count(":"):
         raise InputError(f"{FLAG} {text}: weight: {entry['weight']!r} is given beside that in the name; give it once")

@@ -74,7 +74,7 @@ def separate_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Return the reward model's own tokenizer where it differs from the policy's `tokenizer`, else None.
 
-    kwargs: --chat_template_kwargs, of which its own template may read none.
+    kwargs: --chat-template-kwargs, of which its own template may read none.
     """
     reward_tokenizer = reward.tokenizer
     if reward_tokenizer.chat_template is None:

@@ -35,7 +35,7 @@ class RunFunctions:
 
         Args:
             pool: the functions with the processes of this rank, which it ends.
-            max_failures: see `--max_reward_failures`.
+            max_failures: see `--max-reward-failures`.
             takes_tokens: False = a function that gives each token a value is refused.
         """
         self._takes_tokens = takes_tokens

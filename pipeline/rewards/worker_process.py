@@ -143,7 +143,7 @@ def worker_environment(passes: Sequence[str]) -> dict[str, str]:
     Raises EnvironmentFault where there is no variable of one of these names.
     """
     if missing := [name for name in passes if name not in os.environ]:
-        raise EnvironmentFault(f"--reward_env {missing[0]}: no such variable in the environment; export it, then start")
+        raise EnvironmentFault(f"--reward-env {missing[0]}: no such variable in the environment; export it, then start")
     passed = {name: os.environ[name] for name in passes}
     return {"OMP_NUM_THREADS": "1"} | without_secrets(python_environment()) | passed | {"PYTHONHASHSEED": "0"}
 

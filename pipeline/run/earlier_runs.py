@@ -56,7 +56,7 @@ def clear(run_folder: Path) -> None:
 def check_resume(resume: str) -> None:
     """Raise InputError for the value of --resume that names a folder which does not exist."""
     if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise InputError(f"--resume {resume}: no such folder; wanted auto, never, or a checkpoint folder")
+        raise InputError(f"--resume {resume}: no such folder; expected auto, never, or a checkpoint folder")
 
 
 def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any]]:
@@ -118,7 +118,7 @@ def _says(resolved: Resolved, name: str) -> bool:
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
     """Write the flags that a search chose as a preset, with the values that were given for them."""
-    heading = "# Chosen by --auto_fit, --auto_batch or --autotuning; a preset for --preset or --config.\n"
+    heading = "# Chosen by --auto-fit, --auto-batch or --autotuning; a preset for --preset or --config.\n"
     replaced = f"{IN_PLACE_OF}{json.dumps(given_values(resolved, flags))}\n"
     write_text(file, heading + replaced + yaml.safe_dump(dict(flags), sort_keys=False))
 
@@ -130,7 +130,7 @@ def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
 
 
 def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False) -> list[str] | None:
-    """Return the saved choice of --auto_fit and --auto_batch as words of a command line, for the run that resumes here.
+    """Return the saved choice of --auto-fit and --auto-batch as words of a command line, for the run that resumes here.
 
     Flags given on this command line win over the saved choice, unless they are as they were when it was made. Returns
     None if nothing resumes or nothing was chosen, and if an optimizer step is to have another number of rows than then.
@@ -212,7 +212,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
 
     Raises:
         InputError: another run is finished here, or has left the checkpoint to go on from; a line for each difference,
-            and how to go on; or the checkpoint is beyond --max_steps; or --resume names no folder.
+            and how to go on; or the checkpoint is beyond --max-steps; or --resume names no folder.
     """
     run: RunConfig = config.run
     check_resume(run.resumes_from)
@@ -227,7 +227,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
         folder, state = checkpoint_state(run_folder, run.resumes_from)
         if 0 < run.max_steps < (step := state.get("step", 0)):
             raise InputError(
-                f"--max_steps {run.max_steps}: {folder} is of step {step} already; give a larger number, or take the "
+                f"--max-steps {run.max_steps}: {folder} is of step {step} already; give a larger number, or take the "
                 f"model as it is there by `rlhf export {folder} --output FOLDER`"
             )
         if not run.force_resume:  # else the differences are told when it resumes
@@ -237,8 +237,8 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     others = list(other_settings(done, config, "same", "output", ranks=ranks, holder=holder))
     others += changed_contents(config, done["inputs"], input_contents(config), holder)
     if others or lengths:
-        longer = f", --max_steps above {done['steps']} trains it further" if not others else ""
-        hint = f"another --output_dir keeps it, --overwrite starts over{longer}"
+        longer = f", --max-steps above {done['steps']} trains it further" if not others else ""
+        hint = f"another --output-dir keeps it, --overwrite starts over{longer}"
         raise InputError("\n".join([*others, *lengths, f"{run_folder}: another run is finished here; {hint}"]))
     log.info("%s: finished after %d steps; nothing to do (--overwrite starts over)", run_folder, done["steps"])
     return True
@@ -259,6 +259,6 @@ def other_length(run: RunConfig, done: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line where fewer steps or other epochs are asked for than the finished run has."""
     if run.max_steps not in (done["max_steps"], done["steps"]):
         requested = run.max_steps or "0 (whole epochs)"
-        yield f"--max_steps: found {requested}, the finished run has {done['steps']} steps"
+        yield f"--max-steps: got {requested}, the finished run has {done['steps']} steps"
     elif not run.max_steps and run.num_train_epochs != done["num_train_epochs"]:
-        yield f"--num_train_epochs: found {run.num_train_epochs:g}, the finished run has {done['num_train_epochs']:g}"
+        yield f"--num-train-epochs: got {run.num_train_epochs:g}, the finished run has {done['num_train_epochs']:g}"

@@ -92,7 +92,7 @@ def enter(
 
 
 def check_supervised(run: RunConfig) -> None:
-    """Raise InputError for --auto_fit and --auto_batch in a stage without a supervisor, which searches for it."""
+    """Raise InputError for --auto-fit and --auto-batch in a stage without a supervisor, which searches for it."""
     for name in run.searches:
         if supervisor_name() is None and not run.starts_nothing:
             raise InputError(
@@ -200,6 +200,6 @@ def run_command(work: Callable[[], None]) -> int:
 
         if not is_out_of_memory(error):
             raise
-        advice = "lower --batch_size or --max_new_tokens where the command has them, or give --dtype bf16"
+        advice = "lower --batch-size or --max-new-tokens where the command has them, or give --dtype bf16"
         return print_error(EnvironmentFault(f"{memory_line(error)}; {advice}"))
     return EXIT_DONE

@@ -44,7 +44,7 @@ class Change:
     title: the name in words.
     unit: what the number is counted in.
     first: the number at the first evaluation; NaN where it was not finite.
-    last: that at the last one, with `--keep_best` at the best one; None where there is one evaluation alone.
+    last: that at the last one, with `--keep-best` at the best one; None where there is one evaluation alone.
     num_rows: held-out rows of the last one.
     verdict: a key of WORDS, by what the rows can show; "" where the number has no direction, or was not compared.
     """
@@ -85,7 +85,7 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
     changes = compared(run_dir, [*titles], step=step)
     worse = [titles[one.name] for one in changes if one.verdict == "worse"]
     if ends and ends[-1].get(CUT) == 1.0 and not number_of(ends[0].get(CUT)) >= CUT_AT_FIRST:
-        worse.append("every answer is cut at --max_answer_seq_len")
+        worse.append("every answer is cut at --max-answer-seq-len")
     kinds = ["worse"] * len(worse) + [one.verdict for one in changes]
     kind = next((one for one in WORDS if one in kinds), "")
     numbers = [[f"{without_rounding(x):.4g}" for x in (one.first, one.last) if x is not None] for one in changes]

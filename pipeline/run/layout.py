@@ -74,7 +74,7 @@ def road_folder(run_dir: Path) -> Path:
 
 
 def automatic_file(run_dir: Path) -> Path:
-    """Return the preset that --auto_fit, --auto_batch and --autotuning write: the flags that they chose for a run."""
+    """Return the preset that --auto-fit, --auto-batch and --autotuning write: the flags that they chose for a run."""
     return run_dir / "automatic.yaml"
 
 

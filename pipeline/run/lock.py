@@ -31,9 +31,9 @@ def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
         EnvironmentFault: another run holds one of them, or it cannot be written.
     """
     with ExitStack() as locks:
-        locks.enter_context(lock_held(run_dir, lock_file(run_dir), "--run_dir"))
+        locks.enter_context(lock_held(run_dir, lock_file(run_dir), "--run-dir"))
         for folder in outputs:
-            locks.enter_context(lock_held(folder, output_lock(folder), "--output_dir"))
+            locks.enter_context(lock_held(folder, output_lock(folder), "--output-dir"))
         yield
 
 
@@ -44,7 +44,7 @@ def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> It
     Raises EnvironmentFault: see `locked`.
     """
     if file.exists() and not file.is_file():  # to open a FIFO could wait for ever
-        raise EnvironmentFault(f"{file}: found no file, wanted one that can be locked; remove it")
+        raise EnvironmentFault(f"{file}: not a file that can be locked; remove it")
     lock = FileLock(file, timeout=wait_s, fallback_to_soft=False)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
 
     Args:
         stages: stage -> configuration of the stages of this run, in order. A stage may read what one before writes.
-        named_by_section: call flags `--sft.output_dir`, as the user of `rlhf train` types them.
+        named_by_section: call flags `--sft.output-dir`, as the user of `rlhf train` types them.
     """
     lines: list[str] = []
     read: list[Named] = []
@@ -97,10 +97,10 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         if has_config(folder) and maker != stage.section and not config.run.overwrite:
             yield (
                 f"{dashes}output-dir: {folder} holds a model of {maker}, this is {stage.section}; "
-                "give another --output_dir, or --overwrite to replace it"
+                "give another --output-dir, or --overwrite to replace it"
             )
         elif has_config(folder) and not started and not config.run.overwrite:
             yield (
                 f"{dashes}output-dir: {folder} holds the model of another run than that of {run_dir}; "
-                "give another --output_dir, or --overwrite to replace it"
+                "give another --output-dir, or --overwrite to replace it"
             )

@@ -141,7 +141,7 @@ class Run:
         if left_out:
             how = f"the same command without `{' '.join(left_out)}` resumes"
         if not config.keep_checkpoints:
-            how = "nothing is kept (--keep_checkpoints 0): the same command starts over"
+            how = "nothing is kept (--keep-checkpoints 0): the same command starts over"
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
 
 

@@ -1,4 +1,4 @@
-"""Resolve what flags leave open: `--data_split auto`, LoRA's rates, old rollouts and defaults. No torch.
+"""Resolve what flags leave open: `--data-split auto`, LoRA's rates, old rollouts and defaults. No torch.
 
 Stages of one command that read a source in common share its prompts; a stage by itself takes all rows. A run that goes
 on keeps the split that it has, and one on a source of another stage's run takes that run's.
@@ -26,7 +26,7 @@ from pipeline.run.layout import environment_file
 Choose = Callable[[Stage, Resolved], Choice]
 AUTO, ALL_ROWS = "auto", "none"
 SHARED = "2,4,4"  # for stages 1, 2, 3; also what a run has whose record does not say it
-NOTE = "{} reads the same source with --data_split {}, so some rows train both; --data_split 2,4,4 in both parts them"
+NOTE = "{} reads the same source with --data-split {}, so some rows train both; --data-split 2,4,4 in both parts them"
 
 
 class Reader(NamedTuple):
@@ -49,7 +49,7 @@ def data_of(stage: Stage, config: StageConfig, *, seq2seq: bool = False) -> list
         seq2seq: the model has an encoder, whose input are the turns before the last one.
 
     Raises:
-        InputError: a --column_map that names no columns.
+        InputError: a --column-map that names no columns.
     """
     flags, length = config.data, getattr(config, "max_sequence_length", None)
     turns = {"train_turns": "last"} if seq2seq and hasattr(flags, "train_turns") else {}
@@ -90,8 +90,8 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
         readers |= {stage: readers[stage]._replace(split=split) for stage in group}
     for stage, reader in readers.items():
         if reader.split != ALL_ROWS and not has_share(stage, stages[stage], reader.split):
-            fault = f"found {reader.split}, which has no row for stage {stage.number}"
-            raise InputError(f"--data_split: {fault}; give it a share above 0, or {ALL_ROWS} for all rows")
+            fault = f"got {reader.split}, which has no row for stage {stage.number}"
+            raise InputError(f"--data-split: {fault}; give it a share above 0, or {ALL_ROWS} for all rows")
     with_splits = {
         stage: with_split(given, readers[stage].split, notes.get(stage, "")) for stage, given in stages.items()
     }
@@ -147,7 +147,7 @@ def split_among(stages: list[Stage]) -> str:
 
 def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     """Return the settings with a split in place of `auto`, and with a note."""
-    shared = with_values(resolved, {"data_split": (split, f"--data_split {AUTO}")})
+    shared = with_values(resolved, {"data_split": (split, f"--data-split {AUTO}")})
     return shared if shared is resolved else replace(shared, notes=(*shared.notes, *filter(None, [note])))
 
 
@@ -155,7 +155,7 @@ def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
     """Return the settings with the rollouts of the checkpoint that a run goes on from, where no flag says their size.
 
     Prompts that are sampled at once, given by hand, say it in a new run alone. A checkpoint of a version without
-    --rollout_batch_size has those that its other flags, or their defaults, made.
+    --rollout-batch-size has those that its other flags, or their defaults, made.
     """
     if ROLLOUT not in resolved.origins or says_rollout(resolved):
         return resolved
@@ -204,12 +204,12 @@ def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Res
 
 
 def rollout_asked(config: StageConfig) -> int:
-    """Return --rollout_batch_size; 0 for a stage without it."""
+    """Return --rollout-batch-size; 0 for a stage without it."""
     return int(dict(flat_items(config)).get(ROLLOUT, 0))
 
 
 def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
-    """Return the settings with another --rollout_batch_size, and a note that says `why`."""
+    """Return the settings with another --rollout-batch-size, and a note that says `why`."""
     if rollout_asked(resolved.config) == responses:
         return resolved
     return with_others(resolved, {ROLLOUT: responses}, why)

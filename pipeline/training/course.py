@@ -74,16 +74,16 @@ class Course:
         self._saved_step = max(start, 0)  # there is nothing to save before the first step
 
     def evaluation_is_due(self, state: Counters) -> bool:
-        """Tell whether `--eval_interval` asks for an evaluation at this step; without it, before the first step."""
+        """Tell whether `--eval-interval` asks for an evaluation at this step; without it, before the first step."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
 
     def rows_of_evaluation(self, num_rows: int) -> int:
-        """Return how many of `num_rows` held-out rows an evaluation takes: `--eval_iters` batches on each rank."""
+        """Return how many of `num_rows` held-out rows an evaluation takes: `--eval-iters` batches on each rank."""
         return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
-        """Tell whether `--save_steps` asks for a checkpoint at this step, and there is none yet."""
+        """Tell whether `--save-steps` asks for a checkpoint at this step, and there is none yet."""
         every = self._config.save_steps
         return every > 0 and state.step % every == 0 and state.step > self._saved_step
 
@@ -137,12 +137,12 @@ class Course:
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
         """Write the model folders and the last checkpoint, and mark the run as done.
 
-        Unless `--keep_checkpoints` was given, earlier checkpoints are deleted: nothing goes on from them any more.
+        Unless `--keep-checkpoints` was given, earlier checkpoints are deleted: nothing goes on from them any more.
 
         Raises:
             DivergedError: every step was skipped, so that the models are those of the start; InputError: likewise, as
                 no step had anything to learn from.
-            EnvironmentFault: the disk refused one of them, and the run is not done; or --push_to_hub failed, and it is.
+            EnvironmentFault: the disk refused one of them, and the run is not done; or --push-to-hub failed, and it is.
         """
         if state.step and state.skipped_updates == state.step:
             if not state.bad_in_a_row:  # nothing was not finite: there was nothing to learn from

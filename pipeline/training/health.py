@@ -183,15 +183,15 @@ RULES = (
     Rule("high_kl", lambda run: above(run.mean("objective/kl"),
                                       max(MOST_KL, MOST_KL_OF_TOKEN * run.mean("completions/mean_length"))),
          "the KL to the reference is {0:.3g} nats a response, above {1:.3g}: the policy may be exploiting the reward; "
-         "raise --kl_coef, set --kl_target, or lower {rate}"),
+         "raise --kl-coef, set --kl-target, or lower {rate}"),
     Rule("negative_kl", lambda run: below(run.mean("objective/kl", 1), LEAST_KL),
          "the mean KL is negative, {0:.2f} nats per sequence: responses are not sampled from the policy that scores "
-         "them; look at --top_p and --top_k (1 and 0 change nothing) and at policy/sampler_error"),
+         "them; look at --top-p and --top-k (1 and 0 change nothing) and at policy/sampler_error"),
     Rule("cut_responses", lambda run: above(run.mean("completions/truncated_fraction"), MOST_CUT),
-         "{0:.0%} of the responses are cut at --max_answer_seq_len: the reward judges fragments; raise "
-         "--missing_eos_penalty, or the limit where the model has more positions"),
+         "{0:.0%} of the responses are cut at --max-answer-seq-len: the reward judges fragments; raise "
+         "--missing-eos-penalty, or the limit where the model has more positions"),
     Rule("empty_responses", lambda run: above(run.latest("completions/empty_fraction"), MOST_EMPTY),
-         "most responses are an EOS alone: the policy answers nothing; lower --missing_eos_penalty, or look at whether "
+         "most responses are an EOS alone: the policy answers nothing; lower --missing-eos-penalty, or look at whether "
          "the start model answers in this chat template"),
     # A critic compares responses with those to other prompts.
     Rule("equal_rewards", lambda run: above(run.mean("groups/equal"), MOST_ALIKE)
@@ -201,22 +201,22 @@ RULES = (
          "hard nor too easy"),
     Rule("falling_entropy", falling_entropy,
          "the entropy has fallen from {0:.3g} to {1:.3g} nats a token: responses are nearly always the same; raise "
-         "--kl_coef or --entropy_coef, or lower {rate}"),
+         "--kl-coef or --entropy-coef, or lower {rate}"),
     Rule("paid_for_length", paid_for_length,
          "held-out scores rise by {0:.3g} while answers grow from {1:.0f} to {2:.0f} tokens; at equal length they rise "
-         "by {3:.3g}: the reward pays for length; train it with stage 2's --balance_lengths, take a length penalty as "
-         "a further --reward_function, or raise --kl_coef"),
+         "by {3:.3g}: the reward pays for length; train it with stage 2's --balance-lengths, take a length penalty as "
+         "a further --reward-function, or raise --kl-coef"),
     Rule("chance_accuracy", chance_accuracy,
          "the accuracy on {0:.0f} held-out pairs is {1:.3g}, which is chance: look at the pairs (are chosen and "
          "rejected what they should be?), train longer, or raise {rate}"),
     Rule("sampler_apart", lambda run: above(run.earliest("policy/sampler_error"), run.sampler_bound),
          "sampler and trainer differ by {0:.2f} nats in a token's log-probability (policy/sampler_error of the first "
-         "rollout), more than rounding makes: they do not compute the same model; try another --generation_engine, and "
-         "give --old_log_probs trainer"),
+         "rollout), more than rounding makes: they do not compute the same model; try another --generation-engine, and "
+         "give --old-log-probs trainer"),
     Rule("sampler_drifts", sampler_drifts,
          "sampler and trainer differ by {0:.3f} nats a token, by {1:.3f} in the first rollout "
          "(policy/sampler_mean_error): responses are less and less those of the policy that learns; give "
-         "--off_policy_weights token_truncate"),
+         "--off-policy-weights token_truncate"),
     Rule("nothing_learnt", nothing_learnt,
          "no more than noise has been learnt in a quarter of the run: the {0} was {1:.4g} in its first {2} values and "
          "is {3:.4g} in its last {4}; raise {rate} (where the {0} jumps: lower it), or look at the rows"),
@@ -229,7 +229,7 @@ def equal_pairs(num_equal: int, num_pairs: int) -> str:
         return ""
     return (
         f"{num_equal / num_pairs:.0%} of the pairs have the same tokens as chosen and as rejected, maybe after "
-        "truncation: they are dropped; look at the data, and at --max_seq_len"
+        "truncation: they are dropped; look at the data, and at --max-seq-len"
     )
 
 

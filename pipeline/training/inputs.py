@@ -47,7 +47,7 @@ def prepare_stage(
         seq2seq: see `data_of`.
 
     Raises:
-        InputError: see `prepare_data`; --keep_best where no row is held out; rows or start models that are not those of
+        InputError: see `prepare_data`; --keep-best where no row is held out; rows or start models that are not those of
             the checkpoint.
     """
     data = data_of(run.stage, config, seq2seq=seq2seq)
@@ -118,7 +118,7 @@ def fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
     """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
     parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
     if fates["of other stages"]:
-        parts.append(f"{fates['of other stages']} of other stages (--data_split {data_split})")
+        parts.append(f"{fates['of other stages']} of other stages (--data-split {data_split})")
     parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]
     num_given = fates.total() - fates["cut"] - fates["kept"]
     return f"{', '.join(parts)}, of {num_given} given" + (f"; {fates['cut']} cut" if fates["cut"] else "")
@@ -150,7 +150,7 @@ def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = N
     fates = counts.fates
     warnings = []
     if not fates["held out"] and kind is not BLOCKS:
-        warnings.append(f"{title} rows: 0 held out: no evaluation; give --eval_fraction or --eval_data_path")
+        warnings.append(f"{title} rows: 0 held out: no evaluation; give --eval-fraction or --eval-data-path")
     num_kept = fates["to train on"] + fates["held out"]
     share = fates["dropped"] / max(1, num_kept + fates["dropped"])
     if share > MOST_DROPPED:

@@ -72,7 +72,7 @@ class Counters:
 def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[int], float]:
     """Return a function from the step (0 is the first) to the share of the peak learning rate.
 
-    After the warm-up it is never below `--min_learning_rate_ratio`. The shapes are transformers' own schedulers, which
+    After the warm-up it is never below `--min-learning-rate-ratio`. The shapes are transformers' own schedulers, which
     are asked for their factor, not stepped: so a resumed run needs no scheduler state.
     """
     warmup = min(optimizer.num_warmup_steps, total_steps)
@@ -93,7 +93,7 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
 
 def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
     """Return a note where the warm-up lasts as long as a run of so many steps (0: not known), or longer; else ""."""
-    found = f"--num_warmup_steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
+    found = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
     is_long = 0 < total_steps <= optimizer.num_warmup_steps
     return f"{found}, so that its learning rate only rises; give less, or more steps" if is_long else ""
 
@@ -159,7 +159,7 @@ def note_skipped_step(
         input_ids: (B, S) token ids of each micro-batch.
 
     Raises:
-        DivergedError: `--max_bad_steps` steps in a row were skipped.
+        DivergedError: `--max-bad-steps` steps in a row were skipped.
     """
     file = run.folder / "log" / f"bad-steps-rank-{run.world.rank}.jsonl"
     shown = ", ".join(map(str, rows[:ROWS_SHOWN])) + (", ..." if len(rows) > ROWS_SHOWN else "")

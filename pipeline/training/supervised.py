@@ -209,6 +209,6 @@ def assemble(
 
 
 def log_best(run: Run, name: str, *, step: int, value: float) -> None:
-    """Log the step whose model --keep_best has saved, and whether the last one differs by more than rows can show."""
+    """Log the step whose model --keep-best has saved, and whether the last one differs by more than rows can show."""
     words = beside_last(run.folder, name, step)
-    log.info("--keep_best: the saved model is that of step %d, %s %.4g%s", step, name, value, words)
+    log.info("--keep-best: the saved model is that of step %d, %s %.4g%s", step, name, value, words)

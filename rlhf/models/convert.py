@@ -32,7 +32,7 @@ def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, convert and write."""
     config = command_flags(ConvertConfig, argv, section="convert", prog=prog).config
     if len(config.folders) != 2:
-        raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} SOURCE OUTPUT")
+        raise InputError(f"--folders: got {len(config.folders)}, expected two: {prog} SOURCE OUTPUT")
     source, output = (Path(folder).expanduser() for folder in config.folders)
     check_folders(source, output, overwrite=config.overwrite)
     from pipeline.checkpoints.deepspeed_chat import convert
@@ -47,11 +47,11 @@ def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
     if lines := list(clashes([("OUTPUT", output)], [("SOURCE", source)])):
         raise InputError(lines[0])
     if output.exists() and not output.is_dir():
-        raise InputError(f"{output} is a file, wanted a new or empty folder")
+        raise InputError(f"{output} is a file, expected a new or empty folder")
     try:
         check_replaceable(output)
     except InputError as error:
-        raise InputError(str(error).removeprefix("--output_dir: ")) from None
+        raise InputError(str(error).removeprefix("--output-dir: ")) from None
     if has_config(output) and not overwrite:
         raise InputError(f"{output} holds a model; name another folder, or give --overwrite to replace it")
 

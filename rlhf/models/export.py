@@ -89,7 +89,7 @@ def write_int8(path: str, output: Path) -> str:
     changes = {"quantization_config": STORED_INT8_ENTRY}
     save_model(model, load_chat_tokenizer(source), output, dtype=dtype, documents=documents, config_changes=changes)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors")) / 2**30
-    return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora_dim"
+    return f"{output}: {path} in int8, {size:.2f} GiB; train it with --quantization int8 and --lora-dim"
 
 
 main = command(run, "rlhf export")

@@ -51,7 +51,7 @@ def run(argv: list[str], prog: str) -> None:
     """Check the command line, merge, and print how far the merged model is from the trained one."""
     config = command_flags(MergeConfig, argv, section="merge", prog=prog).config
     if len(config.folders) != 2:
-        raise InputError(f"--folders: found {len(config.folders)}, wanted two: {prog} ADAPTER OUTPUT")
+        raise InputError(f"--folders: got {len(config.folders)}, expected two: {prog} ADAPTER OUTPUT")
     path, output = config.folders
     adapter = read_adapter_config(Path(path).expanduser())
     if adapter is None:

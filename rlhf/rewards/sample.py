@@ -50,14 +50,14 @@ def run(argv: list[str], prog: str) -> None:
     functions, reward_models = scorers(config), [path for path, _ in config.reward_models()]
     file = Path(config.output).expanduser() if config.output else None
     if file:
-        read = {"--data": config.data, "--model": [config.model], "--reward_model": reward_models}
+        read = {"--data": config.data, "--model": [config.model], "--reward-model": reward_models}
         check_output(file, read)
     from pipeline.dist import pick_device
     from pipeline.inference.sampling import read_prompts
     from pipeline.models.source import ModelSource
 
     for path in reward_models:
-        ModelSource(path).check("--reward_model")
+        ModelSource(path).check("--reward-model")
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     if size > 1:
         pick_device(local_rank)
@@ -92,11 +92,11 @@ def scorers(config: SampleConfig) -> list[RewardFunction]:
     functions = parse_reward_functions(config.reward_function)
     paths = [path for path, _ in config.reward_models()]
     for path in paths:
-        check_reward_model(path, "--reward_model")
+        check_reward_model(path, "--reward-model")
     names = Counter([*(one.name for one in functions), *map(last_part, paths)])
     if twice := [name for name, count in names.items() if count > 1]:
         raise InputError(
-            f"--reward_model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
+            f"--reward-model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
         )
     return functions
 

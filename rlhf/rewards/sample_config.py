@@ -28,7 +28,7 @@ class SampleConfig(WorkerFlags):
     )
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     max_prompt_seq_len: int = flag(
-        0, "Tokens of a prompt, longer ones are left out; 0: as many as --max_new_tokens leaves", ge=0
+        0, "Tokens of a prompt, longer ones are left out; 0: as many as --max-new-tokens leaves", ge=0
     )
     output: str = flag(
         "",
@@ -62,13 +62,13 @@ class SampleConfig(WorkerFlags):
     def _answers_are_told_apart(self) -> Self:
         n, is_scored = self.sampling.n, bool(self.reward_function or self.reward_model)
         if self.write_as == "pairs" and (n == 1 or not is_scored):
-            raise ValueError("--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model")
+            raise ValueError("--write-as pairs: needs --n of at least 2, and --reward-function or --reward-model")
         if self.write_as == "sft" and n > 1 and not is_scored:
             which = f"that tells the best of {n} answers"
-            raise ValueError(f"--write_as sft: needs a --reward_function or --reward_model {which}")
+            raise ValueError(f"--write-as sft: needs a --reward-function or --reward-model {which}")
         self.reward_models()
         return self
 
     def reward_models(self) -> list[tuple[str, float]]:
         """Return folder or hub id and weight of each reward model. Raises ValueError: see `folder_and_weight`."""
-        return [folder_and_weight(entry, "--reward_model") for entry in self.reward_model]
+        return [folder_and_weight(entry, "--reward-model") for entry in self.reward_model]

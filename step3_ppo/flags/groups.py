@@ -32,7 +32,7 @@ class PromptDataConfig(DataConfig):
         kind="path",
         on_resume="data",
         aliases=("unsupervised_dataset_name",),
-        refused={"unsupervised_dataset_config_name": "give --unsupervised_data_path a hub id or a file"},
+        refused={"unsupervised_dataset_config_name": "give --unsupervised-data-path a hub id or a file"},
     )
     unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
 
@@ -53,14 +53,14 @@ class SamplingConfig(Group):
         on_resume="rounding",
         instead_of="generation_batches",
         refused={
-            "per_device_mini_train_batch_size": "--per_device_train_batch_size is that of training here: use it, and "
-            "--rollout_batch_size for rollouts"
+            "per_device_mini_train_batch_size": "--per-device-train-batch-size is that of training here: use it, and "
+            "--rollout-batch-size for rollouts"
         },
     )
     per_device_generation_batch_size: int = flag(
         16,
-        "Prompts sampled at once on a device, up to a rollout's; given by hand without --rollout_batch_size, times "
-        "--generation_batches the prompts of its rollout; auto: as many as have memory",
+        "Prompts sampled at once on a device, up to a rollout's; given by hand without --rollout-batch-size, times "
+        "--generation-batches the prompts of its rollout; auto: as many as have memory",
         ge=1,
         on_resume="rounding",
         auto=True,
@@ -68,7 +68,7 @@ class SamplingConfig(Group):
     )
     generation_batches: int = flag(
         0,
-        "Batches of prompts sampled at once that make a device's rollout; 0: as --rollout_batch_size says",
+        "Batches of prompts sampled at once that make a device's rollout; 0: as --rollout-batch-size says",
         ge=0,
         on_resume="rounding",
         instead_of="rollout_batch_size",
@@ -261,8 +261,8 @@ class PPOCoefficients(Group):
         """Raise InputError if the critic's warm-up lasts as long as a run of so many steps."""
         if self.critic_warmup_steps >= total:
             raise InputError(
-                f"--critic_warmup_steps: found {self.critic_warmup_steps}, and the run has {counted(total, 'step')}: "
-                "none would train the policy; give less, or more steps (--max_steps, --num_train_epochs)"
+                f"--critic-warmup-steps: got {self.critic_warmup_steps}, and the run has {counted(total, 'step')}: "
+                "none would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
             )
 
     @model_validator(mode="after")
@@ -275,11 +275,11 @@ class PPOCoefficients(Group):
         if self.kl_target and not self.kl_coef:
             raise ValueError("kl_target: kl_coef, which it moves by factors, is 0; give that too, or leave it out")
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip: found {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
+            raise ValueError(f"dual_clip: got {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
         if -1 < self.returns_lambda < 0:
-            raise ValueError(f"returns_lambda: found {self.returns_lambda:g}: 0 to 1 is right; -1: gae_lambda")
+            raise ValueError(f"returns_lambda: got {self.returns_lambda:g}: 0 to 1 is right; -1: gae_lambda")
         if self.off_policy_weights.endswith("_mask") and self.off_policy_low > self.off_policy_cap:
-            found = f"found {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
+            found = f"got {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
             raise ValueError(f"off_policy_low: {found}: each weight would be 0; give less")
         if self.replace_equal_groups and not METHODS[self.method].compares:
             raise ValueError(f"replace_equal_groups: with method {self.method}: grpo and rloo have it; leave it out")
@@ -313,5 +313,5 @@ class PPOCoefficients(Group):
     def _k1_has_no_gradient(self) -> Self:
         if self.kl_in_loss and self.kl_estimator == "k1":
             why = "which has no useful gradient as a loss (kl_in_loss, which method grpo sets)"
-            raise ValueError(f"kl_estimator: found k1, {why}; use k2 or k3, or --kl_in_loss false")
+            raise ValueError(f"kl_estimator: found k1, {why}; use k2 or k3, or --kl-in-loss false")
         return self

@@ -21,7 +21,7 @@ class RewardConfig(WorkerFlags):
     reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
     more_reward_models: list[str] = flag(
         [],
-        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward_model_*",
+        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward-model-*",
         needs="a reward model",
     )
     reward_scaling: Literal["none", "batch", "running"] = flag(

@@ -170,7 +170,7 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     for engine in models.named().values():
         enable_packed_attention(engine.module.get_submodule("model"), device=run.world.device)
     if config.ppo.log_kl and not config.ppo.kl_coef:
-        log.info("the reference is there for objective/kl alone (--log_kl true): at --kl_coef 0 it weighs nothing")
+        log.info("the reference is there for objective/kl alone (--log-kl true): at --kl-coef 0 it weighs nothing")
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 

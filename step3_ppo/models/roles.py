@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 class Role:
     """A model of stage 3; PPOConfig says its flags and its start.
 
-    name: its name in metrics, logs and files of checkpoints, and its folder below --output_dir.
+    name: its name in metrics, logs and files of checkpoints, and its folder below --output-dir.
     title: its name in plans, DeepSpeed JSONs and fingerprints.
     flags: the field of PPOConfig that holds its ModelConfig; a model that is only read has that of its trained twin.
     prefix: prefix of the flags that are its alone, besides those of its ModelConfig; empty: it has none.
     path: the attribute of PPOConfig that names the model it starts from; empty: the path in its ModelConfig.
     card: heading of the model card in its folder, behind the method's name; empty where it is only read.
     has_values: True = it has a scalar head.
-    number: of the reward models that --more_reward_models names, from 2; 0: of no further model.
+    number: of the reward models that --more-reward-models names, from 2; 0: of no further model.
     """
 
     name: str

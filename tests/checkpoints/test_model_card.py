@@ -61,8 +61,8 @@ def base(tmp_path: Path) -> Path:
 
 def test_the_card_of_an_sft_model(tmp_path: Path, base: Path) -> None:
     run = make_run(
-        tmp_path / "run", SFT, "--model_name_or_path", base, "--data_path", tmp_path / "hh/train.jsonl", "org/set:0.5",
-        "--learning_rate", "0.5", "--seed", "1234", "--output_dir", tmp_path / "out", "--max_steps", "20",
+        tmp_path / "run", SFT, "--model-name-or-path", base, "--data-path", tmp_path / "hh/train.jsonl", "org/set:0.5",
+        "--learning-rate", "0.5", "--seed", "1234", "--output-dir", tmp_path / "out", "--max-steps", "20",
         contents={"model": HASH, "data_path": [f"{HASH}:1", "org/set:0.5"]},
     )  # fmt: skip
     lines = [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.39, "eval_rows": 50}]
@@ -83,18 +83,18 @@ def test_the_card_of_an_sft_model(tmp_path: Path, base: Path) -> None:
     assert [len(row[2]) for row in curve] == [round(1 + 19 * n / 9) for n in range(10)]
     assert rows_of(parts["What it is made of"][1]) == [
         ["model", "`base`", f"SHA-256 `{HASH}`"],
-        ["`--data_path`", "`hh/train.jsonl`", f"SHA-256 `{HASH}`"],
-        ["`--data_path`", "`org/set:0.5`", ""],
+        ["`--data-path`", "`hh/train.jsonl`", f"SHA-256 `{HASH}`"],
+        ["`--data-path`", "`org/set:0.5`", ""],
         ["licence of the base", "`apache-2.0`", ""],
     ]
     assert rows_of(parts["Settings"][1]) == [
-        ["`--learning_rate`", "`0.5`", "`command line`"], ["`--max_steps`", "`20`", "`command line`"]
+        ["`--learning-rate`", "`0.5`", "`command line`"], ["`--max-steps`", "`20`", "`command line`"]
     ]  # fmt: skip
     assert str(tmp_path) not in text
 
 
 def test_the_card_of_a_reward_model_has_the_error_of_its_accuracy(tmp_path: Path) -> None:
-    run = make_run(tmp_path, REWARD, "--model_name_or_path", "org/base@v1", "--data_path", "a.jsonl")
+    run = make_run(tmp_path, REWARD, "--model-name-or-path", "org/base@v1", "--data-path", "a.jsonl")
     line = {"step": 20, "eval_accuracy": 0.64, "eval_margin": 1.5, "eval_rows": 100, "loss": 1.0, "accuracy": 0.5}
     write_lines(tmp_path, "metrics.jsonl", [line])
     text = card_of(run, scores=True)
@@ -108,7 +108,7 @@ def test_the_card_of_a_reward_model_has_the_error_of_its_accuracy(tmp_path: Path
 
 def test_the_card_says_what_the_rows_can_show_and_what_it_cost(tmp_path: Path) -> None:
     """At the step of its weights: what follows is of other ones."""
-    run = make_run(tmp_path, REWARD, "--model_name_or_path", "org/base", "--data_path", "a.jsonl")
+    run = make_run(tmp_path, REWARD, "--model-name-or-path", "org/base", "--data-path", "a.jsonl")
     values = ((0, 0.5), (20, 0.51), (30, 1.0))
     lines = [{"step": n, "eval_accuracy": x, "eval_rows": 100, "time": 3600.0, "num_tokens": 2e6} for n, x in values]
     write_lines(tmp_path, "metrics.jsonl", lines)
@@ -130,9 +130,9 @@ def actor_run(folder: Path, base: Path, *words: object) -> Run:
     )
     judge = json.dumps({"name": "judge:0.5", "args": {"url": f"http://{SECRET}/v1", "model": "m"}})
     return make_run(
-        folder / "run", PPO, "--actor_model_name_or_path", base, "--method", "grpo",
-        "--reward_function", function, judge,
-        "--reward_model_name_or_path", folder / "scorer", "--more_reward_models", f"{folder}/other:0.5", *words,
+        folder / "run", PPO, "--actor-model-name-or-path", base, "--method", "grpo",
+        "--reward-function", function, judge,
+        "--reward-model-name-or-path", folder / "scorer", "--more-reward-models", f"{folder}/other:0.5", *words,
         contents={"actor model": HASH, "reward_2 model": HASH, "file of reward function short": HASH},
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_nothing_in_a_card_breaks_out(tmp_path: Path, base: Path) -> None:
     """Texts of models, names of files and values of flags are text for a reader of Markdown."""
     name = "a`|<b>x.jsonl"
     (tmp_path / name).write_text("")
-    words = ("--data_path", tmp_path / name, "--stop_strings", "``|\n<i>")
+    words = ("--data-path", tmp_path / name, "--stop-strings", "``|\n<i>")
     text = card_of(actor_run(tmp_path, base, *words))
     tokens = MarkdownIt().enable("table").parse(ModelCard(text).text)
     inline = [child for token in tokens for child in token.children or ()]
@@ -197,7 +197,7 @@ def test_a_long_text_is_cut(tmp_path: Path, base: Path) -> None:
 
 
 def test_an_adapter_alone_is_of_peft(tmp_path: Path) -> None:
-    words = ("--model_name_or_path", "org/base", "--data_path", "a.jsonl", "--lora_dim", 4, "--save_adapter_only")
+    words = ("--model-name-or-path", "org/base", "--data-path", "a.jsonl", "--lora-dim", 4, "--save-adapter-only")
     text = card_of(make_run(tmp_path, SFT, *words))
     data = ModelCard(text).data
     assert (data.library_name, data.base_model, data.tags) == ("peft", "org/base", ["rlhf", "sft", "lora"])
@@ -207,7 +207,7 @@ def test_an_adapter_alone_is_of_peft(tmp_path: Path) -> None:
 def test_metadata_name_hub_ids_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("")
     sources = ["Dahoas/rm-static:0.3", "org/other", f"{tmp_path}/mine.jsonl:0.5", "yours.jsonl:0.5", "mkqa-Japanese@v1"]
-    text = card_of(make_run(tmp_path, SFT, "--model_name_or_path", "org/base", "--data_path", *sources))
+    text = card_of(make_run(tmp_path, SFT, "--model-name-or-path", "org/base", "--data-path", *sources))
     data = ModelCard(text).data
     assert data.datasets == ["Dahoas/rm-static", "org/other", "apple/mkqa"] and data.base_model == "org/base"
     assert str(tmp_path) not in text and "`mine.jsonl:0.5`" in text
@@ -230,7 +230,7 @@ def test_the_licence_of_the_base(tmp_path: Path, card: str | None, licence: str,
     if card is not None:
         (base / "README.md").write_text(card)
     (base / "LICENSE").write_text(licence)
-    text = card_of(make_run(tmp_path, SFT, "--model_name_or_path", base, "--data_path", "a.jsonl"))
+    text = card_of(make_run(tmp_path, SFT, "--model-name-or-path", base, "--data-path", "a.jsonl"))
     data = ModelCard(text).data
     assert data.license == expected and data.base_model is None, "a folder of unknown origin is no id"
     assert ("licence of the base" in text) == (expected is not None)
@@ -243,7 +243,7 @@ def test_the_licence_of_a_hub_id_is_read_in_the_cache(tmp_path: Path, monkeypatc
     (model / "refs/main").write_text("abc")
     (model / "snapshots/abc/README.md").write_text("---\nlicense: other\nlicense_name: otter\n---\n")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    text = card_of(make_run(tmp_path, SFT, "--model_name_or_path", "org/tiny", "--data_path", "a.jsonl"))
+    text = card_of(make_run(tmp_path, SFT, "--model-name-or-path", "org/tiny", "--data-path", "a.jsonl"))
     assert (ModelCard(text).data.license, ModelCard(text).data.license_name) == ("other", "otter")
 
 

@@ -193,7 +193,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """A finished run of step 1 with two checkpoints."""
     folder = make_folder(tmp_path_factory.mktemp("spoilt"))
     story = Story("sft", folder, {}, FIRST_END)
-    story.ended["whole"] = story.command("whole", FIRST_END, "--save_steps", 4)
+    story.ended["whole"] = story.command("whole", FIRST_END, "--save-steps", 4)
     return story
 
 
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_passed_over(spoilt: Story, damage: str) -> None
     newest = spoilt.run_dir(out) / "checkpoints" / f"step-{FIRST_END}"
     assert (newest.parent / "step-4").is_dir()
     DAMAGES[damage](newest)
-    ended = spoilt.command(out, FIRST_END + 2, "--save_steps", 4)
+    ended = spoilt.command(out, FIRST_END + 2, "--save-steps", 4)
     assert ended.code == 0 and "checkpoint skipped" in ended.stderr, ended.stderr
     steps = [line["step"] for line in read_metrics(spoilt.run_dir(out)) if "loss" in line]
     assert steps == list(range(1, FIRST_END + 3))
@@ -303,10 +303,10 @@ def test_what_cannot_be_exported(spoilt: Story, tmp_path: Path, capsys: pytest.C
     [
         ("config.json", lambda content: [content], "config.json: missing or unreadable; a checkpoint is read"),
         ("config.json", lambda content: content | {"seed": 7}, "config.json: seed is missing or of another type"),
-        ("config.json", lambda content: content | {"save_dtype": {}}, "--save_dtype: found None"),
-        ("config.json", lambda content: content | {"seed": {"value": [7]}}, "--seed: found [7]"),
+        ("config.json", lambda content: content | {"save_dtype": {}}, "--save-dtype: got None"),
+        ("config.json", lambda content: content | {"seed": {"value": [7]}}, "--seed: got [7]"),
         ("env.json", lambda content: [1], "env.json: missing or unreadable; a checkpoint is read"),
-        ("env.json", lambda content: {"stage": {"a": 1}}, "env.json: found stage \"{'a': 1}\", wanted one of sft, "),
+        ("env.json", lambda content: {"stage": {"a": 1}}, "env.json: got stage \"{'a': 1}\", expected one of sft, "),
         ("state.json", lambda content: content | {"fingerprints": 3}, "state.json: fingerprints is missing or of"),
         ("state.json", lambda content: content | {"state": None}, "state.json: state is missing or of another type"),
         ("state.json", lambda content: content | {"step": "8"}, "state.json: step is missing or of another type"),

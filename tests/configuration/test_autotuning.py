@@ -20,8 +20,8 @@ from pipeline.preparation.autotuning import check_left_to_search
 from step1_sft.config import SFTConfig
 
 MAPPINGS = {
-    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "--per-device-train-batch-size",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps",
 }
 TUNED = {
     "train_micro_batch_size_per_gpu": 3,
@@ -44,7 +44,7 @@ def words_of(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler.subprocess, "Popen", popen)
 
     def start(config: dict, *words: str) -> list[str]:
-        args = Namespace(master_port=29500, user_script="step1_sft/main.py", user_args=["--deepspeed_config", "d.json"])
+        args = Namespace(master_port=29500, user_script="step1_sft/main.py", user_args=["--deepspeed-config", "d.json"])
         args.user_args += words
         manager = scheduler.ResourceManager(args, ["localhost"], 2, str(tmp_path), "exps", MAPPINGS)
         (tmp_path / "z2.json").write_text(json.dumps({"name": "z2", "ds_config": config, "hostfile": "none",
@@ -59,7 +59,7 @@ def words_of(tmp_path, monkeypatch):
 
 
 def test_what_the_autotuner_tries_is_what_stage_1_runs(words_of, tmp_path):
-    words = words_of(TUNED, "--per_device_train_batch_size", "16", "--seed", "7")
+    words = words_of(TUNED, "--per-device-train-batch-size", "16", "--seed", "7")
     resolved = parse(SFTConfig, stage_arguments(words), section="sft")
     optimizer = resolved.config.optimizer
     assert (optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps) == (3, 2)
@@ -75,7 +75,7 @@ def test_the_run_after_tuning_measures_nothing_and_trains_to_the_end(words_of, t
     (tmp_path / "z2" / "metrics.json").write_text("{}")
     optimal = tmp_path / "ds_config_optimal.json"
     optimal.write_text("{}")
-    assert stage_arguments(words)[:2] == ["--deepspeed_config", str(optimal)]
+    assert stage_arguments(words)[:2] == ["--deepspeed-config", str(optimal)]
     assert stage_arguments(["eyJ", "eyJhIjogMX0=", "ds.json"]) == ["eyJ", "eyJhIjogMX0=", "ds.json"]
 
 
@@ -84,7 +84,7 @@ def launched(folder: Path, *words: str, **more: str) -> subprocess.CompletedProc
     environment = stub_environment(folder, gpus=1, **more)
     write_program(folder / "bin/pdsh", "#!/bin/sh\n")
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": ["all"]}, "autotuning": {}}))
-    words = (*words, "--deepspeed_config=ds.json", "--model_name_or_path", "base", "--output_dir", "out/sft")
+    words = (*words, "--deepspeed-config=ds.json", "--model-name-or-path", "base", "--output-dir", "out/sft")
     command = ["bash", str(ROOT / "launch/single_gpu.sh"), "--autotuning", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -93,14 +93,14 @@ def launched(folder: Path, *words: str, **more: str) -> subprocess.CompletedProc
 def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
     pytest.importorskip("tabulate")
     found = {name: value for name, value in TUNED.items() if name != "autotuning"} | {"train_batch_size": 6}
-    words = (mode, "1", "--per_device_train_batch_size", "16")
+    words = (mode, "1", "--per-device-train-batch-size", "16")
     done = launched(tmp_path, *words, STUB_TUNED=json.dumps(found), STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr
     search, *runs = started(tmp_path)
-    assert search[search.index("--deepspeed_config") + 1] == "ds.json", "DeepSpeed looks for two words"
+    assert search[search.index("--deepspeed-config") + 1] == "ds.json", "DeepSpeed looks for two words"
     script = search.index(str(ROOT / "step1_sft/main.py"))
     assert search[script - 3 : script] == ["--no_local_rank", "--autotuning", "tune"]
-    assert search[-4:] == ["--run_dir", "out/runs/sft/autotuning/run", "--output_dir", "out/runs/sft/autotuning/model"]
+    assert search[-4:] == ["--run-dir", "out/runs/sft/autotuning/run", "--output-dir", "out/runs/sft/autotuning/model"]
     preset = tmp_path / "out/runs/sft/automatic.yaml"
     assert "written to out/runs/sft/automatic.yaml, a file for --preset or --config\n" in done.stderr
     config = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
@@ -119,9 +119,9 @@ def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
 @pytest.mark.parametrize(
     "words, given, key",
     [
-        (("--zero_stage", "2"), "zero_stage 2", "zero_optimization.stage"),
+        (("--zero-stage", "2"), "zero_stage 2", "zero_optimization.stage"),
         (("--dtype", "bf16"), "dtype bf16", "fp16.enabled"),
-        (("--per_device_train_batch_size", "16"), "", ""),
+        (("--per-device-train-batch-size", "16"), "", ""),
     ],
 )
 def test_flags_that_a_search_contradicts_are_refused_before_it(tmp_path, words, given, key):
@@ -129,7 +129,7 @@ def test_flags_that_a_search_contradicts_are_refused_before_it(tmp_path, words, 
     file = tmp_path / "ds.json"
     content = {"fp16": {"enabled": True}, "zero_optimization": {"stage": [1, 2]}, "train_micro_batch_size_per_gpu": 1}
     file.write_text(json.dumps({**content, "autotuning": {"enabled": True, "arg_mappings": MAPPINGS}}))
-    resolved = parse(SFTConfig, ["--model_name_or_path", "base", "--output_dir", "out", *words], section="sft")
+    resolved = parse(SFTConfig, ["--model-name-or-path", "base", "--output-dir", "out", *words], section="sft")
     if not given:
         return check_left_to_search(resolved, str(file))
     with pytest.raises(InputError) as refused:
@@ -141,15 +141,15 @@ def test_flags_that_a_search_contradicts_are_refused_before_it(tmp_path, words, 
 @pytest.mark.slow
 def test_a_search_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip("tabulate")
-    alone = "--autotuning: for stage 1 on one machine, and without --auto_fit and --auto_batch"
+    alone = "--autotuning: for stage 1 on one machine, and without --auto-fit and --auto-batch"
     nothing = "--autotuning: DeepSpeed has found nothing that runs; see autotuning_results/*/stderr.log"
-    stage = "--zero_stage 2 (command line): --autotuning tries others; leave it out, or write it into ds.json as "
+    stage = "--zero-stage 2 (command line): --autotuning tries others; leave it out, or write it into ds.json as "
     stage += "zero_optimization.stage"
     cases = (
         (("1",), 3, nothing),
-        (("1", "--zero_stage", "2"), 2, stage),
+        (("1", "--zero-stage", "2"), 2, stage),
         (("2",), 2, alone),
-        (("1", "--auto_fit"), 2, alone),
+        (("1", "--auto-fit"), 2, alone),
     )
     for number, (words, code, line) in enumerate(cases):
         done = launched(tmp_path / str(number), "tune", *words)
@@ -165,8 +165,8 @@ def test_a_real_search_on_the_cpu(tmp_path, tiny_folders):
     tuning = {"enabled": True, "max_train_micro_batch_size_per_gpu": 1, "arg_mappings": MAPPINGS}
     asked = dict.fromkeys(MAPPINGS, "auto") | {"zero_optimization": {"stage": 0}, "autotuning": tuning}
     (tmp_path / "ds.json").write_text(json.dumps(asked))
-    words = "--autotuning run 1 --deepspeed_config ds.json --data_path rows.jsonl"
-    words += " --data_split none --eval_fraction 0 --output_dir out --run_dir made --max_steps 12 --max_seq_len 64"
+    words = "--autotuning run 1 --deepspeed-config ds.json --data-path rows.jsonl"
+    words += " --data-split none --eval-fraction 0 --output-dir out --run-dir made --max-steps 12 --max-seq-len 64"
     words += f" --model {tiny_folders['llama']}"
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

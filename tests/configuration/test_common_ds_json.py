@@ -57,7 +57,7 @@ OURS_AT_3 = {
 def resolve(folder: Path, user: dict[str, Any], *words: str, config_class: Any = SFTConfig) -> Resolved:
     file = folder / "ds.json"
     file.write_text(json.dumps(user))
-    return parse(config_class, ["--deepspeed_config", str(file), *words], section="sft")
+    return parse(config_class, ["--deepspeed-config", str(file), *words], section="sft")
 
 
 def engines(resolved: Resolved) -> dict[str, dict[str, Any]]:
@@ -130,9 +130,9 @@ def test_deepspeed_chats_dict_of_stage_3(tmp_path):
     resolved = resolve(tmp_path, of_deepspeed_chat(3, offload=True))
     file = tmp_path / "ds.json"
     assert resolved.notes == (
-        f"{file}: sets --zero_stage 3 (was 0), --per_device_train_batch_size 4 (was 16), --offload True (was False), "
-        "--offload_parameters True (was False), --stage3_param_persistence_threshold 10000 (was 100000), "
-        "--stage3_max_live_parameters 30000000 (was 1000000000), --dtype bf16 (was auto)",
+        f"{file}: sets --zero-stage 3 (was 0), --per-device-train-batch-size 4 (was 16), --offload True (was False), "
+        "--offload-parameters True (was False), --stage3-param-persistence-threshold 10000 (was 100000), "
+        "--stage3-max-live-parameters 30000000 (was 1000000000), --dtype bf16 (was auto)",
         f"{file}: gives to DeepSpeed train_batch_size 32, steps_per_print 10, "
         "zero_optimization.stage3_prefetch_bucket_size 30000000.0, zero_optimization.memory_efficient_linear False, "
         "prescale_gradients False",
@@ -210,7 +210,7 @@ COMMON = {
 @pytest.mark.parametrize("name", COMMON)
 def test_a_common_file_is_taken_and_the_engine_gets_its_values(tmp_path, name):
     user, zero = COMMON[name]
-    (engine,) = engines(resolve(tmp_path, user, "--per_device_train_batch_size", "4")).values()
+    (engine,) = engines(resolve(tmp_path, user, "--per-device-train-batch-size", "4")).values()
     assert engine == FRAME | {"zero_optimization": zero, "fp16": AUTO_DTYPES["fp16"] | {"enabled": False}}
     numbers = [value for key, value in engine["zero_optimization"].items() if key != "stage3_prefetch_bucket_size"]
     assert [value for value in numbers if isinstance(value, float)] == []
@@ -227,9 +227,9 @@ def test_keys_of_another_zero_stage_and_a_schedule_are_told_in_a_line_each(tmp_p
     user, _ = COMMON["stage 3 with a key of stage 2, and remarks"]
     told = [note.split(": ", 1)[1] for note in resolve(tmp_path, user).notes]
     assert told == [
-        "sets --zero_stage 3 (was 0)",
+        "sets --zero-stage 3 (was 0)",
         "gives to DeepSpeed steps_per_print 2000, zero_optimization.contiguous_gradients True",
-        "scheduler: has no effect here: use --lr_scheduler_type constant_with_warmup",
+        "scheduler: has no effect here: use --lr-scheduler-type constant_with_warmup",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save: has no effect here: models are always saved "
         "whole",
         "zero_optimization.allgather_bucket_size: no effect at ZeRO stage 3",
@@ -238,17 +238,17 @@ def test_keys_of_another_zero_stage_and_a_schedule_are_told_in_a_line_each(tmp_p
 
 def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
     user = {"zero_optimization": {"stage3_max_live_parameters": 3e7, "reduce_bucket_size": 1000}}
-    words = ("--actor_zero_stage", "3", "--critic_zero_stage", "2")
+    words = ("--actor-zero-stage", "3", "--critic-zero-stage", "2")
     resolved = resolve(tmp_path, user, *words, config_class=PPOConfig)
     assert resolved.notes == (
-        f"{tmp_path / 'ds.json'}: sets --reduce_bucket_size 1000 (was 500000000), "
-        "--stage3_max_live_parameters 30000000 (was 1000000000)",
+        f"{tmp_path / 'ds.json'}: sets --reduce-bucket-size 1000 (was 500000000), "
+        "--stage3-max-live-parameters 30000000 (was 1000000000)",
     )
     blocks = {name: engine["zero_optimization"] for name, engine in engines(resolved).items()}
     assert blocks["actor"]["stage3_max_live_parameters"] == 30_000_000
     assert "stage3_max_live_parameters" not in blocks["critic"]
     assert blocks["actor"]["reduce_bucket_size"] == blocks["critic"]["reduce_bucket_size"] == 1000
-    words = ("--actor_zero_stage", "1", "--critic_zero_stage", "2")
+    words = ("--actor-zero-stage", "1", "--critic-zero-stage", "2")
     (note,) = resolve(tmp_path, {"zero_optimization": {"sub_group_size": 9}}, *words, config_class=PPOConfig).notes
     assert note.endswith("zero_optimization.sub_group_size: no effect at ZeRO stage 1 and 2")
 
@@ -265,13 +265,13 @@ def test_monitors_and_pinning_become_flags_and_are_told(tmp_path):
     resolved = resolve(tmp_path, user)
     file = tmp_path / "ds.json"
     assert resolved.notes == (
-        f"{file}: sets --zero_stage 3 (was 0), --offload True (was False), --pin_memory False (was True), "
-        "--deepspeed_monitor tensorboard wandb (was none)",
+        f"{file}: sets --zero-stage 3 (was 0), --offload True (was False), --pin-memory False (was True), "
+        "--deepspeed-monitor tensorboard wandb (was none)",
         f"{file}: gives to DeepSpeed wandb.project 'p', tensorboard.output_path 'tb'",
     )
     (engine,) = engines(resolved).values()
     assert engine["wandb"] == {"enabled": True, "group": "run", "project": "p"}
     assert engine["tensorboard"] == {"enabled": True, "output_path": "tb", "job_name": "tensorboard"}
     assert resolve(
-        tmp_path, user, "--deepspeed_monitor", "csv_monitor", "wandb", "tensorboard", "--pin_memory", "false"
+        tmp_path, user, "--deepspeed-monitor", "csv_monitor", "wandb", "tensorboard", "--pin-memory", "false"
     )

@@ -130,24 +130,24 @@ def ppo_config(**sampling):
 @pytest.mark.parametrize(
     ("flags", "ranks", "says"),
     [
-        ({"inference_tp_size": 3}, 4, "--inference_tp_size 3: must divide the 4 ranks; give 1"),
-        ({"inference_tp_size": 8}, 4, "--inference_tp_size 8: must divide the 4 ranks; give 4"),
+        ({"inference_tp_size": 3}, 4, "--inference-tp-size 3: must divide the 4 ranks; give 1"),
+        ({"inference_tp_size": 8}, 4, "--inference-tp-size 8: must divide the 4 ranks; give 4"),
         ({"inference_tp_size": 3}, None, ""),
-        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference_tp_size 2: needs the fused backend"),
+        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference-tp-size 2: needs the fused backend"),
         (
             {"rollout_weights": "streamed"},
             2,
-            "--rollout_weights streamed: needs --actor_zero_stage 3",
+            "--rollout-weights streamed: needs --actor-zero-stage 3",
         ),
-        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout_weights streamed: found 1 rank, wanted several"),
+        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout-weights streamed: got 1 rank, expected several"),
         (
             {"rollout_weights": "streamed", "stage": 3, "inference_tp_size": 2},
             2,
-            "found --inference_tp_size 2, wanted 1",
+            "got --inference-tp-size 2, expected 1",
         ),
-        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "found the eager backend"),
+        ({"rollout_weights": "streamed", "stage": 3, "generation_engine": "eager"}, 2, "got the eager backend"),
         ({"rollout_weights": "streamed", "stage": 3}, None, ""),
-        ({"generation_engine": "fused", "merge_lora_for_generation": False, "lora": 2}, 1, "--generation_engine fused"),
+        ({"generation_engine": "fused", "merge_lora_for_generation": False, "lora": 2}, 1, "--generation-engine fused"),
         ({"generation_engine": "fused", "merge_lora_for_generation": False}, 1, ""),
     ],
 )

@@ -142,11 +142,11 @@ def test_frozen():
 def test_refused_combinations():
     settings = DeepSpeedConfig(offload=True, offload_parameters=True)
     assert refusal(built, settings, zero_stage=0, dtype="fp16", device="cpu") == [
-        "--offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave --offload out",
-        "--offload_parameters: needs ZeRO stage 3, found stage 0; give --zero_stage 3",
+        "--offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-stage or leave --offload out",
+        "--offload-parameters: needs ZeRO stage 3, got stage 0; give --zero-stage 3",
         "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
     ]
-    assert "found stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
+    assert "got stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
 
 
 def offloaded(json: dict) -> set[str]:
@@ -162,13 +162,13 @@ def test_a_models_own_flags_say_what_of_it_is_in_host_memory():
     assert offloaded(built(both, zero_stage=3, offload_weights="none")) == {"offload_optimizer"}
     assert offloaded(built(both, zero_stage=0, offload_optimizer="none", offload_weights="none")) == set()
     words = [
-        "--actor_zero_stage",
+        "--actor-zero-stage",
         "3",
-        "--critic_zero_stage",
+        "--critic-zero-stage",
         "3",
-        "--actor_offload_optimizer",
+        "--actor-offload-optimizer",
         "cpu",
-        "--critic_offload_weights",
+        "--critic-offload-weights",
         "cpu",
     ]
     resolved = parse(PPOConfig, words, section="ppo")
@@ -183,7 +183,7 @@ def test_each_model_of_stage_3_has_a_folder_on_the_disk_of_weights_but_where_its
     disk = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 9}
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": disk}, "aio": {"queue_depth": 4}}))
-    words = ["--deepspeed_config", str(file), "--offload_reference_model", "--critic_offload_weights", "cpu"]
+    words = ["--deepspeed-config", str(file), "--offload-reference-model", "--critic-offload-weights", "cpu"]
     resolved = parse(PPOConfig, words, section="ppo")
     place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=Path("output/runs/ppo"))
     jsons = resolved.config.engine_jsons(resolved.origins, place)
@@ -201,21 +201,21 @@ def test_each_model_of_stage_3_has_a_folder_on_the_disk_of_weights_but_where_its
 
 def test_a_models_own_flags_are_named_where_they_are_refused():
     assert refusal(built, zero_stage=0, offload_optimizer="cpu", offload_weights="cpu") == [
-        "--offload_optimizer cpu: needs ZeRO stage 1, 2 or 3, found stage 0; raise --zero_stage or leave "
-        "--offload_optimizer cpu out",
-        "--offload_weights cpu: needs ZeRO stage 3, found stage 0; give --zero_stage 3",
+        "--offload-optimizer cpu: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-stage or leave "
+        "--offload-optimizer cpu out",
+        "--offload-weights cpu: needs ZeRO stage 3, got stage 0; give --zero-stage 3",
     ]
     user, given = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": "config.yaml"}
     (line,) = refusal(built, offload_optimizer="none", user_json=user, origins=given)
     assert line.endswith(
-        "zero_optimization.offload_optimizer.device: found 'cpu', but --offload_optimizer (config.yaml) makes it 'none'"
+        "zero_optimization.offload_optimizer.device: got 'cpu', but --offload-optimizer (config.yaml) makes it 'none'"
     )
 
 
 def test_moments_in_8_bits_stay_on_the_device_below_zero_stage_3():
     untested = {"zero_allow_untested_optimizer": True}
     assert built(optimizer_states="8bit") == built() | untested
-    message = "--optimizer_states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, found "
+    message = "--optimizer-states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, got "
     assert refusal(built, zero_stage=3, optimizer_states="8bit") == [f"{message}ZeRO stage 3; give fp32"]
     on_host = [f"{message}optimizer states on cpu; give fp32"]
     assert refusal(built, DeepSpeedConfig(offload=True), optimizer_states="8bit") == on_host
@@ -224,13 +224,13 @@ def test_moments_in_8_bits_stay_on_the_device_below_zero_stage_3():
 def test_quantised_weights_are_neither_partitioned_nor_trained():
     for kind in ("int8", "nf4"):
         assert refusal(built, zero_stage=3, quantization=kind) == [
-            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; give --zero_stage 2",
-            f"--quantization {kind}: quantised weights are not trained; give --lora_dim 16, found 0",
+            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; give --zero-stage 2",
+            f"--quantization {kind}: quantised weights are not trained; give --lora-dim 16, got 0",
         ]
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False), quantization="int8", lora_dim=4)
-    assert "leave --only_optimize_lora false out" in line
+    assert "leave --only-optimize-lora false out" in line
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False, save_adapter_only=True), lora_dim=4)
-    assert line == "--save_adapter_only: what --only_optimize_lora false trains beside it is not saved; drop one"
+    assert line == "--save-adapter-only: what --only-optimize-lora false trains beside it is not saved; drop one"
     assert built(quantization="int8", lora_dim=4, zero_stage=2)["zero_optimization"]["stage"] == 2
 
 
@@ -238,7 +238,7 @@ def test_a_refused_quantisation_is_called_by_its_models_flag():
     place = Placement(device="cpu", dtype="fp32", ranks=1, run_dir=Path("run"))
     config = PPOConfig(critic=ModelConfig(quantization="int8"))
     (line,) = refusal(config.engine_jsons, dict.fromkeys(flag_table(PPOConfig), "default"), place)
-    assert line.startswith("--critic_quantization int8: ") and "--critic_lora_dim 16" in line
+    assert line.startswith("--critic-quantization int8: ") and "--critic-lora-dim 16" in line
 
 
 # --- the installed DeepSpeed ----------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_deepspeed_accepts_a_frozen_config(stage):
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"zero_optimization": {"offload_param": {"buffer_count": -1}}}, "offload_param.buffer_count: found -1: Input"),
+        ({"zero_optimization": {"offload_param": {"buffer_count": -1}}}, "offload_param.buffer_count: got -1: Input"),
         (
             {"zero_optimization": {"stage": 0}, "bf16": {"bf16_master_weights_and_grads": True}},
             "only supported with ZeRO",

@@ -56,17 +56,17 @@ def test_contradictions_name_both():
     user = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     origins = {"max_grad_norm": "command line", "actor_zero_stage": "p.yaml", "offload": "c.yaml"}
     assert refusal(merge_user_json, built(), user, flag_table(PPOConfig), origins, source="ds.json") == [
-        "ds.json: gradient_clipping: found 0.5, but --max_grad_norm (command line) makes it 1.0",
-        "ds.json: zero_optimization.stage: found 3, but --actor_zero_stage (p.yaml) makes it 2",
-        "ds.json: zero_optimization.offload_optimizer.device: found 'cpu', but --offload (c.yaml) makes it 'none'",
+        "ds.json: gradient_clipping: got 0.5, but --max-grad-norm (command line) makes it 1.0",
+        "ds.json: zero_optimization.stage: got 3, but --actor-zero-stage (p.yaml) makes it 2",
+        "ds.json: zero_optimization.offload_optimizer.device: got 'cpu', but --offload (c.yaml) makes it 'none'",
     ]
 
 
 def test_batch_sizes_agree_always():
     (line,) = refusal(built, user_json={"train_micro_batch_size_per_gpu": 5})
-    assert line.endswith("train_micro_batch_size_per_gpu: found 5, but --per_device_train_batch_size makes it 4")
+    assert line.endswith("train_micro_batch_size_per_gpu: got 5, but --per-device-train-batch-size makes it 4")
     (line,) = refusal(built, user_json={"train_batch_size": 65})
-    assert "found 65" in line and "4 x --gradient_accumulation_steps 2 x 8 ranks = 64" in line
+    assert "got 65" in line and "4 x --gradient-accumulation-steps 2 x 8 ranks = 64" in line
 
 
 def test_nothing_given_is_changed():
@@ -113,7 +113,7 @@ def test_unknown_keys_at_every_level():
         "did you mean device?",
         "ds.json: flops_profiler.enable: DeepSpeed has no such key and would ignore it; did you mean enabled?",
         "ds.json: bfloat16.enabeld: DeepSpeed has no such key and would ignore it; did you mean enabled?",
-        "ds.json: fp16: found True, wanted a block {...}",
+        "ds.json: fp16: got True, expected a block {...}",
     ]
 
 
@@ -126,11 +126,11 @@ TRAILING_COMMA_LINE = 2 if sys.version_info >= (3, 13) else 3
     [
         ("{", "line 1: not JSON"),
         ('{\n "a": 1,\n}', f"line {TRAILING_COMMA_LINE}: not JSON"),
-        ("[]", "found a list, wanted an object"),
-        ("null", "found a single value, wanted an object"),
+        ("[]", "got a list, expected an object"),
+        ("null", "got a single value, expected an object"),
         ('{"bf16": {}, "bf16": {}}', "bf16: occurs twice in one block"),
         ('{"bf17": {}}', "did you mean bf16?"),
-        ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, wanted one"),
+        ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, expected one"),
         ('{"optimizer": {"type": "Lion"}}', "torch.optim.AdamW"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
 
 def test_missing_file():
     assert refusal(read_user_json, "none.json") == [
-        "--deepspeed_config: none.json: cannot read it: No such file or directory"
+        "--deepspeed-config: none.json: cannot read it: No such file or directory"
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_what_is_right(case, tmp_
     file.write_text(case["json"])
 
     def start():
-        words = ["--deepspeed_config", str(file), *map(str, case.get("flags", []))]
+        words = ["--deepspeed-config", str(file), *map(str, case.get("flags", []))]
         resolved = parse(SFTConfig, words, section="sft")
         place = Placement(device="cuda", dtype="bf16", ranks=8, run_dir=tmp_path)
         resolved.config.engine_jsons(resolved.origins, place)
@@ -205,10 +205,10 @@ def test_what_the_file_changes_is_told(tmp_path):
         "checkpoint": {"use_node_local_storage": True},
     }  # fmt: skip
     file.write_text(json.dumps(user))
-    assert parse(PPOConfig, ["--deepspeed_config", str(file)], section="ppo").notes == (
-        f"{file}: sets --actor_zero_stage 3 (was 0), --critic_zero_stage 3 (was 0), --dtype bf16 (was auto)",
+    assert parse(PPOConfig, ["--deepspeed-config", str(file)], section="ppo").notes == (
+        f"{file}: sets --actor-zero-stage 3 (was 0), --critic-zero-stage 3 (was 0), --dtype bf16 (was auto)",
         f"{file}: gives to DeepSpeed zero_optimization.stage3_prefetch_bucket_size 9, steps_per_print 10",
-        f"{file}: activation_checkpointing: has no effect here: use --gradient_checkpointing",
+        f"{file}: activation_checkpointing: has no effect here: use --gradient-checkpointing",
         f"{file}: checkpoint.use_node_local_storage: has no effect here: ranks find out whether hosts share "
         "storage; else each keeps a copy",
     )
@@ -238,13 +238,13 @@ def test_bf16_that_is_switched_off_alone_is_no_bf16_on_a_gpu(tmp_path, words, dt
     """The model's own type follows --dtype: one that stayed auto would be bf16, under an engine without it."""
     file = tmp_path / "ds.json"
     file.write_text('{"bf16": {"enabled": false}}')
-    given = ["--model_name_or_path", "x", "--target", target, "--deepspeed_config", str(file), *words.split()]
+    given = ["--model-name-or-path", "x", "--target", target, "--deepspeed-config", str(file), *words.split()]
     resolved = parse(SFTConfig, given, section="sft")
     assert resolved.config.deepspeed.dtype == dtype
     assert resolved.notes == (() if words else (f"{file}: sets --dtype fp32 (was auto)",))
     (engine,) = engine_jsons(STAGE, resolved, ranks=1).values()
     assert engine["bf16"]["enabled"] is False and engine["fp16"]["enabled"] is (dtype == "fp16")
-    with pytest.raises(InputError, match="bf16.enabled: found False, but --dtype .command line. makes it True"):
+    with pytest.raises(InputError, match="bf16.enabled: got False, but --dtype .command line. makes it True"):
         engine_jsons(STAGE, parse(SFTConfig, [*given, "--dtype", "bf16"], section="sft"), ranks=1)
 
 
@@ -272,7 +272,7 @@ def test_the_json_is_a_layer_above_the_defaults(tmp_path):
     file = tmp_path / "ds.json"
     user = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5, "bfloat16": {"enabled": True}}
     file.write_text(json.dumps(user))
-    resolved = parse(PPOConfig, ["--deepspeed_config", str(file), "--max_grad_norm", "5e-1"], section="ppo")
+    resolved = parse(PPOConfig, ["--deepspeed-config", str(file), "--max-grad-norm", "5e-1"], section="ppo")
     assert resolved.config.actor.zero_stage == resolved.config.critic.zero_stage == 3
     assert resolved.config.deepspeed.dtype == "bf16"
     origins = {name: resolved.origins[name] for name in ("actor_zero_stage", "dtype", "max_grad_norm", "seed")}
@@ -284,11 +284,11 @@ def test_the_json_is_a_layer_above_the_defaults(tmp_path):
 def test_the_json_contradicts_a_given_flag(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}')
-    words = ["--deepspeed_config", str(file), "--zero_stage", "2", "--max_grad_norm", "1"]
+    words = ["--deepspeed-config", str(file), "--zero-stage", "2", "--max-grad-norm", "1"]
     assert refusal(parse, SFTConfig, words, section="sft") == [
-        f"{file}: zero_optimization.stage: found 3, but --zero_stage is 2 (command line); "
+        f"{file}: zero_optimization.stage: got 3, but --zero-stage is 2 (command line); "
         'make them equal, or write "auto" into the JSON',
-        f"{file}: gradient_clipping: found 0.5, but --max_grad_norm is 1.0 (command line); "
+        f"{file}: gradient_clipping: got 0.5, but --max-grad-norm is 1.0 (command line); "
         'make them equal, or write "auto" into the JSON',
     ]
 
@@ -296,5 +296,5 @@ def test_the_json_contradicts_a_given_flag(tmp_path):
 def test_a_value_of_the_json_is_checked_like_a_flag(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}')
-    (line,) = refusal(parse, SFTConfig, ["--deepspeed_config", str(file)], section="sft")
-    assert line.startswith(f"--reduce_bucket_size: found 0 ({file}): wanted greater than")
+    (line,) = refusal(parse, SFTConfig, ["--deepspeed-config", str(file)], section="sft")
+    assert line.startswith(f"--reduce-bucket-size: got 0 ({file}): expected greater than")

@@ -82,12 +82,12 @@ def test_groups_are_flat_and_models_with_a_role_have_a_prefix():
     assert list(flag_table(Two)) == ["actor_rate", "actor_stage", "critic_rate", "critic_stage"]
     assert list(flag_table(WithoutCritic)) == ["actor_rate", "actor_stage"], "the same names with one model less"
     assert flag_table(One)["rate"].default == 1e-3, "the field's default, not the group's"
-    two = parse(Two, ["--critic_stage", "3"], section="ppo").config
+    two = parse(Two, ["--critic-stage", "3"], section="ppo").config
     assert (two.actor.stage, two.critic.stage, two.critic.rate) == (0, 3, 2e-5)
 
 
 def test_dashes_and_equal_signs():
-    resolved = parse(PPOConfig, ["--actor-learning-rate=2e-6", "--kl_coef", "0.2"], section="ppo")
+    resolved = parse(PPOConfig, ["--actor-learning-rate=2e-6", "--kl-coef", "0.2"], section="ppo")
     assert resolved.config.actor.learning_rate == 2e-6 and resolved.config.ppo.kl_coef == 0.2
     assert one("--columns=a-b=c").config.data.columns == "a-b=c"
 
@@ -134,7 +134,7 @@ def test_numbers():
     assert one("--steps", "5e2").config.steps == 500
     assert one("--rate", "2e-5").config.model.rate == 2e-5
     assert errors_of("--steps", "5e-1") == [
-        "--steps: found '5e-1' (command line): wanted a valid integer, unable to parse string as an integer"
+        "--steps: got '5e-1' (command line): expected a valid integer, unable to parse string as an integer"
     ]
 
 
@@ -187,17 +187,17 @@ def test_yaml_takes_dashes_and_old_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n", "c.yaml: found a list, wanted `flag: value` lines"),
+        ("- a\n", "c.yaml: got a list, expected `flag: value` lines"),
         ("a: [1\nb: 2\n", "c.yaml: line 2:"),
         ("steps: 1\nsteps: 2\n", "c.yaml: line 2: steps: occurs twice"),
         ("a_b: 1\na-b: 2\n", "c.yaml: line 2: a-b: occurs twice"),
         ("sft: {a-b: 1, a_b: 2}\n", "c.yaml: line 1: a_b: occurs twice"),
-        ("sft: 3\n", "c.yaml: sft: found 3, wanted"),
+        ("sft: 3\n", "c.yaml: sft: got 3, wanted"),
         ("sft: {}\nsteps: 3\n", "c.yaml: steps: beside the sections sft; put flags into a section"),
         ("sft: {}\nrewrd: {}\n", "did you mean reward?"),
         ("stpes: 3\n", "c.yaml: stpes: unknown flag; did you mean steps?"),
         ("kind: plan\n", "did you mean plain?"),
-        ("steps:\n", "--steps: found None"),
+        ("steps:\n", "--steps: got None"),
     ],
 )
 def test_yaml_errors(tmp_path, text, message):
@@ -237,32 +237,32 @@ def test_all_errors_together(tmp_path):
     file.write_text("shufle: true\nstage: 9\n")
     lines = errors_of("stray", "--rate", "x", "--steps", "--kindd", "a", "--columns", "a", "b", "--config", str(file))
     assert lines == [
-        "found 'stray' before any flag, wanted --FLAG VALUE",
-        "--steps: found no value, wanted int",
+        "got 'stray' before any flag, expected --FLAG VALUE",
+        "--steps: got no value, expected int",
         "--kindd: unknown flag; did you mean --kind?",
-        "--columns: found 2 values (a b), wanted one; quote a value with spaces",
+        "--columns: got 2 values (a b), expected one; quote a value with spaces",
         f"{file}: shufle: unknown flag; did you mean shuffle?",
-        "--rate: found 'x' (command line): wanted a valid number, unable to parse string as a number",
-        f"--stage: found 9 ({file}): wanted less than or equal to 3",
+        "--rate: got 'x' (command line): expected a valid number, unable to parse string as a number",
+        f"--stage: got 9 ({file}): expected less than or equal to 3",
     ]
 
 
 def test_choices_name_the_nearest():
     assert errors_of("--kind", "plane") == [
-        "--kind: found 'plane' (command line): wanted 'auto' or 'plain'; did you mean plain?"
+        "--kind: got 'plane' (command line): expected 'auto' or 'plain'; did you mean plain?"
     ]
 
 
 def test_checks_over_several_fields_keep_their_message():
-    (line,) = errors_of("--kl_in_loss", config_class=PPOConfig)
+    (line,) = errors_of("--kl-in-loss", config_class=PPOConfig)
     assert line == (
         "kl_estimator: found k1, which has no useful gradient as a loss (kl_in_loss, which method grpo sets); use k2 "
-        "or k3, or --kl_in_loss false"
+        "or k3, or --kl-in-loss false"
     )
-    own = ("--actor_offload_optimizer", "cpu")
-    parse(PPOConfig, ["--offload_optimizer_during_rollout", *own], section="ppo")  # the critic's still move
-    (line,) = errors_of("--offload_optimizer_during_rollout", "--offload", config_class=PPOConfig)
-    assert line == "--offload_optimizer_during_rollout: with --offload the states never are on the device"
+    own = ("--actor-offload-optimizer", "cpu")
+    parse(PPOConfig, ["--offload-optimizer-during-rollout", *own], section="ppo")  # the critic's still move
+    (line,) = errors_of("--offload-optimizer-during-rollout", "--offload", config_class=PPOConfig)
+    assert line == "--offload-optimizer-during-rollout: with --offload the states never are on the device"
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -304,26 +304,26 @@ def test_a_file_may_use_an_alias_but_not_both_names(tmp_path):
 def test_names_of_other_tools_are_answered_with_the_flag():
     assert errors_of("--lr", "1", "--step-size", "1", config_class=Named) == [
         "--lr: unknown flag; here it is --rate",
-        "--step_size: unknown flag; here it is --rate",
+        "--step-size: unknown flag; here it is --rate",
     ]
-    (line,) = errors_of("--lora_r", "1", config_class=NamedPair)
-    assert line == "--lora_r: unknown flag; here it is --actor_lora_dim or --critic_lora_dim"
-    (line,) = errors_of("--critic_lora_r", "1", config_class=NamedPair)
-    assert line == "--critic_lora_r: unknown flag; did you mean --critic_lora_dim?"
+    (line,) = errors_of("--lora-r", "1", config_class=NamedPair)
+    assert line == "--lora-r: unknown flag; here it is --actor-lora-dim or --critic-lora-dim"
+    (line,) = errors_of("--critic-lora-r", "1", config_class=NamedPair)
+    assert line == "--critic-lora-r: unknown flag; did you mean --critic-lora-dim?"
 
 
 def test_what_changes_nothing_is_accepted_with_a_note(tmp_path):
     resolved = parse(Named, ["--fused", "7", "--rate", "2"], section="sft")
     assert resolved.config.rate == 2.0
     assert resolved.notes == ("--fused: a flag of DeepSpeed-Chat that changes nothing here: it always is",)
-    assert errors_of("--fused", "7", "stray", config_class=Named)[0].startswith("--fused: found 2 values (7 stray)")
+    assert errors_of("--fused", "7", "stray", config_class=Named)[0].startswith("--fused: got 2 values (7 stray)")
     (tmp_path / "c.yaml").write_text("fused: true\n")
     (note,) = parse(Named, ["--config", str(tmp_path / "c.yaml")], section="sft").notes
     assert note.startswith(f"{tmp_path / 'c.yaml'}: fused: a flag of DeepSpeed-Chat that changes nothing")
 
 
 def test_a_models_flags_without_its_name_mean_the_first_model():
-    config = parse(NamedPair, ["--lora_dim", "8", "--model", "x", "--critic_model", "y"], section="ppo").config
+    config = parse(NamedPair, ["--lora-dim", "8", "--model", "x", "--critic-model", "y"], section="ppo").config
     assert (config.actor.lora_dim, config.critic.lora_dim) == (8, 0)
     assert (config.actor.model_name_or_path, config.critic.model_name_or_path) == ("x", "y")
     assert (
@@ -345,7 +345,7 @@ def test_a_name_means_one_flag(config_class):
 
 def test_a_required_flag_that_is_left_out_is_named():
     (line,) = errors_of("output/reward", config_class=RewardEvalConfig)
-    assert line == "--data_path: missing; wanted str ...: Pairs to score"
+    assert line == "--data-path: missing; expected str ...: Pairs to score"
 
 
 def test_an_unknown_section_hides_no_other_error(tmp_path):
@@ -356,7 +356,7 @@ def test_an_unknown_section_hides_no_other_error(tmp_path):
         f"{file}: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo, dpo are right",
         f"{file}: rate: beside the sections sft; put flags into a section",
         f"{file}: stpes: unknown flag; did you mean steps?",
-        f"--stage: found 9 ({file}): wanted less than or equal to 3",
+        f"--stage: got 9 ({file}): expected less than or equal to 3",
     ]
 
 

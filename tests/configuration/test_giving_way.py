@@ -13,33 +13,33 @@ from pipeline.preparation.engine_jsons import engine_jsons
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.stage import STAGE as PPO
 
-MODELS = "--actor_model_name_or_path a --critic_model_name_or_path c"
+MODELS = "--actor-model-name-or-path a --critic-model-name-or-path c"
 
 
 def given(stage: Stage, preset: str, words: str, folder: Path, *, flag: str = "--preset") -> Resolved:
     """Settings of a file and of a command line."""
     file = folder / "given.yaml"
     file.write_text(preset.replace("; ", "\n"), encoding="utf-8")
-    words = f"{flag} {file} {words} {MODELS if stage is PPO else '--model_name_or_path m'}"
+    words = f"{flag} {file} {words} {MODELS if stage is PPO else '--model-name-or-path m'}"
     return parse(stage.config, words.split(), section=stage.section)
 
 
 @pytest.mark.parametrize(
     ("stage", "preset", "words", "ranks", "changed"),
     [
-        (SFT, "zero_stage: 3", "--quantization int8 --lora_dim 2", 1, {"zero_stage": 2}),
-        (SFT, "zero_stage: 3; offload_parameters: true", "--quantization nf4 --lora_dim 2", 4,
+        (SFT, "zero_stage: 3", "--quantization int8 --lora-dim 2", 1, {"zero_stage": 2}),
+        (SFT, "zero_stage: 3; offload_parameters: true", "--quantization nf4 --lora-dim 2", 4,
          {"zero_stage": 2, "offload_parameters": False}),
-        (SFT, "zero_stage: 3; offload_parameters: true", "--zero_stage 1", 4, {"offload_parameters": False}),
+        (SFT, "zero_stage: 3; offload_parameters: true", "--zero-stage 1", 4, {"offload_parameters": False}),
         (SFT, "zero_stage: 0", "--offload", 2, {"zero_stage": 2}),
-        (SFT, "zero_stage: 2; offload: true", "--optimizer_states 8bit", 2, {"offload": False}),
-        (PPO, "actor_zero_stage: 3; critic_zero_stage: 3", "--actor_quantization int8 --actor_lora_dim 2", 2,
+        (SFT, "zero_stage: 2; offload: true", "--optimizer-states 8bit", 2, {"offload": False}),
+        (PPO, "actor_zero_stage: 3; critic_zero_stage: 3", "--actor-quantization int8 --actor-lora-dim 2", 2,
          {"actor_zero_stage": 2}),
-        (PPO, "actor_zero_stage: 2; critic_zero_stage: 2", "--offload_parameters", 2,
+        (PPO, "actor_zero_stage: 2; critic_zero_stage: 2", "--offload-parameters", 2,
          {"actor_zero_stage": 3, "critic_zero_stage": 3}),
-        (PPO, "actor_zero_stage: 3; inference_tp_size: 2", "--rollout_weights streamed", 2, {"inference_tp_size": 1}),
-        (PPO, "actor_zero_stage: 2", "--rollout_weights streamed", 2, {"actor_zero_stage": 3}),
-        (PPO, "actor_zero_stage: 2; inference_tp_size: 2", "--generation_engine static", 2, {"inference_tp_size": 1}),
+        (PPO, "actor_zero_stage: 3; inference_tp_size: 2", "--rollout-weights streamed", 2, {"inference_tp_size": 1}),
+        (PPO, "actor_zero_stage: 2", "--rollout-weights streamed", 2, {"actor_zero_stage": 3}),
+        (PPO, "actor_zero_stage: 2; inference_tp_size: 2", "--generation-engine static", 2, {"inference_tp_size": 1}),
     ],
 )  # fmt: skip
 def test_a_preset_gives_way_to_flags_given_by_hand_and_says_so(tmp_path, stage, preset, words, ranks, changed):
@@ -54,18 +54,18 @@ def test_a_preset_gives_way_to_flags_given_by_hand_and_says_so(tmp_path, stage, 
 
 
 def test_the_note_of_a_preset_that_gives_way_has_the_reason(tmp_path):
-    found = with_ranks(given(SFT, "zero_stage: 3", "--quantization int8 --lora_dim 2", tmp_path), 1)
+    found = with_ranks(given(SFT, "zero_stage: 3", "--quantization int8 --lora-dim 2", tmp_path), 1)
     reason = "since --quantization int8: ZeRO stage 3 does not partition quantised weights"
-    assert found.notes == (f"--zero_stage 2 in place of 3 ({tmp_path}/given.yaml), {reason}",)
+    assert found.notes == (f"--zero-stage 2 in place of 3 ({tmp_path}/given.yaml), {reason}",)
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--zero_stage 3 --quantization int8 --lora_dim 2",
-         "--quantization int8: ZeRO stage 3 does not partition quantised weights; give --zero_stage 2"),
-        ("--zero_stage 2 --offload_parameters",
-         "--offload_parameters: needs ZeRO stage 3, found stage 2; give --zero_stage 3"),
+        ("--zero-stage 3 --quantization int8 --lora-dim 2",
+         "--quantization int8: ZeRO stage 3 does not partition quantised weights; give --zero-stage 2"),
+        ("--zero-stage 2 --offload-parameters",
+         "--offload-parameters: needs ZeRO stage 3, got stage 2; give --zero-stage 3"),
     ],
 )  # fmt: skip
 def test_what_was_given_by_hand_is_refused_by_the_flag_to_change(tmp_path, words, line):
@@ -82,5 +82,5 @@ def test_what_was_given_by_hand_is_refused_by_the_flag_to_change(tmp_path, words
 
 
 def test_a_preset_that_contradicts_nothing_stays(tmp_path):
-    found = with_ranks(given(SFT, "zero_stage: 3; offload: true", "--lora_dim 2", tmp_path), 2)
+    found = with_ranks(given(SFT, "zero_stage: 3; offload: true", "--lora-dim 2", tmp_path), 2)
     assert found.config.model.zero_stage == 3 and found.config.deepspeed.offload and found.notes == ()

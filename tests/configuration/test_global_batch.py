@@ -28,7 +28,7 @@ def test_a_preset_keeps_its_batch_by_accumulation(preset, ranks):
     values = dict(flat_items(resolved.config))
     per_step = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
     assert per_step * ranks == values["train_batch_size"] > 0
-    assert all(note.startswith("--inference_tp_size ") for note in resolved.notes)
+    assert all(note.startswith("--inference-tp-size ") for note in resolved.notes)
     if section == "ppo":
         rollout, at_once = resolved.config.rollout_size(ranks), values["per_device_generation_batch_size"]
         assert rollout.responses == per_step * ranks, "one optimizer step on each rollout"
@@ -36,9 +36,9 @@ def test_a_preset_keeps_its_batch_by_accumulation(preset, ranks):
 
 
 def test_the_origin_of_what_follows_is_told():
-    resolved = on(2, "ppo", "--train_batch_size", "128")
+    resolved = on(2, "ppo", "--train-batch-size", "128")
     assert resolved.config.optimizer.gradient_accumulation_steps == 4
-    assert resolved.origins["gradient_accumulation_steps"] == "--train_batch_size 128 on 2 ranks"
+    assert resolved.origins["gradient_accumulation_steps"] == "--train-batch-size 128 on 2 ranks"
     assert resolved.config.rollout_size(2).responses == 128 and resolved.origins["generation_batches"] == "default"
     assert resolved.origins["per_device_train_batch_size"] == "default"
 
@@ -50,11 +50,11 @@ def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more
     resolved = on(ranks, "ppo", "--preset", str(preset))
     assert resolved.config.sampling.inference_tp_size == size
     of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    note = f"--inference_tp_size {size} in place of 8 ({preset}), which does not divide {of_ranks}"
+    note = f"--inference-tp-size {size} in place of 8 ({preset}), which does not divide {of_ranks}"
     assert resolved.notes == (() if size == 8 else (note,)) and with_ranks(resolved, ranks) == resolved
     origin = str(preset) if size == 8 else f"in place of 8 in {preset}"
     assert resolved.origins["inference_tp_size"] == origin
-    assert on(ranks, "ppo", "--inference_tp_size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
+    assert on(ranks, "ppo", "--inference-tp-size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
 
 
 def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):
@@ -62,33 +62,33 @@ def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):
     preset.write_text("train_batch_size: 64\nper_device_train_batch_size: 8\n")
     words = ("--preset", str(preset))
     assert on(1, "sft", *words).config.optimizer.gradient_accumulation_steps == 8
-    given = on(1, "sft", *words, "--gradient_accumulation_steps", "3")
+    given = on(1, "sft", *words, "--gradient-accumulation-steps", "3")
     assert (given.config.optimizer.gradient_accumulation_steps, given.config.optimizer.train_batch_size) == (3, 0)
     preset.write_text("gradient_accumulation_steps: 3\nper_device_train_batch_size: 8\n")
-    assert on(1, "sft", *words, "--train_batch_size", "32").config.optimizer.gradient_accumulation_steps == 4
+    assert on(1, "sft", *words, "--train-batch-size", "32").config.optimizer.gradient_accumulation_steps == 4
 
 
 def test_without_it_or_without_a_number_of_ranks_nothing_follows():
-    assert on(3, "sft", "--gradient_accumulation_steps", "5").config.optimizer.gradient_accumulation_steps == 5
-    assert on(None, "sft", "--train_batch_size", "64").config.optimizer.gradient_accumulation_steps == 1
+    assert on(3, "sft", "--gradient-accumulation-steps", "5").config.optimizer.gradient_accumulation_steps == 5
+    assert on(None, "sft", "--train-batch-size", "64").config.optimizer.gradient_accumulation_steps == 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "hint"), [(16, 128, "; --per_device_train_batch_size 4 keeps it"), (3, 72, ""), (5, 80, "")]
+    ("ranks", "rows", "hint"), [(16, 128, "; --per-device-train-batch-size 4 keeps it"), (3, 72, ""), (5, 80, "")]
 )
 def test_a_batch_that_the_ranks_cannot_have_is_told(ranks, rows, hint):
-    words = ("--train_batch_size", "64", "--per_device_train_batch_size", "8")
+    words = ("--train-batch-size", "64", "--per-device-train-batch-size", "8")
     resolved = on(ranks, "reward", *words)
     (note,) = with_ranks(resolved, ranks).notes
     assert note.startswith(f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but ")
-    assert note.endswith(f"are meant for --train_batch_size 64 (command line){hint}")
+    assert note.endswith(f"are meant for --train-batch-size 64 (command line){hint}")
 
 
 @pytest.mark.parametrize(("ranks", "target", "rows"), [(8, 97, 96), (8, 7, 8), (2, 1, 2), (6, 64, 66), (6, 128, 126)])
 def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, target, rows):
-    resolved = on(ranks, "sft", "--train_batch_size", str(target))
+    resolved = on(ranks, "sft", "--train-batch-size", str(target))
     note = f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but the settings are meant for"
-    assert resolved.notes == (f"{note} --train_batch_size {target} (command line)",)
+    assert resolved.notes == (f"{note} --train-batch-size {target} (command line)",)
     optimizer = resolved.config.optimizer
     assert optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks == rows
     again = Choice({MICRO: 1, STEPS: rows // ranks}, "chosen for a GPU").of(resolved, ranks)
@@ -96,23 +96,23 @@ def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, t
 
 
 def test_accumulation_that_the_batch_rules_out_is_told(tmp_path):
-    words = ("--train_batch_size", "64", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps")
+    words = ("--train-batch-size", "64", "--per-device-train-batch-size", "4", "--gradient-accumulation-steps")
     assert on(2, "sft", *words, "3").notes == (
-        "--gradient_accumulation_steps 3 (command line): with --train_batch_size 64 it is 8",
+        "--gradient-accumulation-steps 3 (command line): with --train-batch-size 64 it is 8",
     )
     assert on(2, "sft", *words, "8").notes == () and with_ranks(on(2, "sft", *words, "3"), 2).notes[1:] == ()
 
 
 def test_generation_batches_that_are_given_must_fit():
     words = (
-        "--train_batch_size",
+        "--train-batch-size",
         "64",
-        "--per_device_train_batch_size",
+        "--per-device-train-batch-size",
         "8",
-        "--per_device_generation_batch_size",
+        "--per-device-generation-batch-size",
         "8",
     )
     assert on(1, "ppo", *words).config.sampling.generation_batches == 8
-    assert on(1, "ppo", *words, "--generation_batches", "16").config.sampling.generation_batches == 16
+    assert on(1, "ppo", *words, "--generation-batches", "16").config.sampling.generation_batches == 16
     with pytest.raises(InputError, match="a rollout has 8 rows a device"):
-        on(1, "ppo", *words, "--generation_batches", "1")
+        on(1, "ppo", *words, "--generation-batches", "1")

@@ -15,8 +15,8 @@ from step3_ppo.config import PPOConfig
 def idle(config_class, *words: str) -> list[str]:
     stage, names = ("ppo", "actor critic") if config_class is PPOConfig else ("sft", "")
     models = [word for name in names.split() for word in (f"--{name}_model_name_or_path", name)]
-    own = models or ["--model_name_or_path", "base"]
-    resolved = parse(config_class, [*own, "--data_path", "rows.jsonl", "--output_dir", "out", *words], section=stage)
+    own = models or ["--model-name-or-path", "base"]
+    resolved = parse(config_class, [*own, "--data-path", "rows.jsonl", "--output-dir", "out", *words], section=stage)
     return list(idle_flags(resolved.config, resolved.origins))
 
 
@@ -27,13 +27,13 @@ def test_defaults_are_not_spoken_of():
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        ("--zero3_gather once", "a model at ZeRO stage 3, found 0"),
-        ("--zero3_gather once --zero_stage 2", "a model at ZeRO stage 3, found 2"),
-        ("--stage3_param_persistence_threshold 5 --zero_stage 1", "a model at ZeRO stage 3, found 1"),
-        ("--allgather_bucket_size 9 --zero_stage 3", "a model at ZeRO stage 1 or 2, found 3"),
-        ("--hysteresis 3 --dtype bf16", "--dtype fp16, found bf16"),
-        ("--loss_scale 8.0", "--dtype fp16, found auto"),
-        ("--lora_alpha 8.0", "--lora_dim, found 0"),
+        ("--zero3-gather once", "a model at ZeRO stage 3, got 0"),
+        ("--zero3-gather once --zero-stage 2", "a model at ZeRO stage 3, got 2"),
+        ("--stage3-param-persistence-threshold 5 --zero-stage 1", "a model at ZeRO stage 3, got 1"),
+        ("--allgather-bucket-size 9 --zero-stage 3", "a model at ZeRO stage 1 or 2, got 3"),
+        ("--hysteresis 3 --dtype bf16", "--dtype fp16, got bf16"),
+        ("--loss-scale 8.0", "--dtype fp16, got auto"),
+        ("--lora-alpha 8.0", "--lora-dim, got 0"),
     ],
 )
 def test_each_says_what_it_needs(words, needs):
@@ -42,33 +42,33 @@ def test_each_says_what_it_needs(words, needs):
 
 
 def test_what_needs_a_gpu_is_said_on_a_cpu_alone():
-    given = parse(SFTConfig, [*"--model_name_or_path b --data_path r.jsonl --gpu_memory_gib 24".split()], section="sft")
+    given = parse(SFTConfig, [*"--model-name-or-path b --data-path r.jsonl --gpu-memory-gib 24".split()], section="sft")
     assert list(idle_flags(given.config, given.origins, on_cpu=False)) == []
     (line,) = idle_flags(given.config, given.origins, on_cpu=True)
-    assert line == "--gpu_memory_gib 24.0 (command line): has no effect: it needs a GPU, found none"
+    assert line == "--gpu-memory-gib 24.0 (command line): has no effect: it needs a GPU, got none"
 
 
 def test_one_model_of_two_is_enough():
-    words = ("--zero3_gather", "once", "--critic_lora_alpha", "8", "--allgather_bucket_size", "9")
+    words = ("--zero3-gather", "once", "--critic-lora-alpha", "8", "--allgather-bucket-size", "9")
     assert (
-        idle(PPOConfig, *words, "--critic_zero_stage", "3", "--critic_lora_dim", "2", "--actor_zero_stage", "1") == []
+        idle(PPOConfig, *words, "--critic-zero-stage", "3", "--critic-lora-dim", "2", "--actor-zero-stage", "1") == []
     )
     assert [line.split()[0] for line in idle(PPOConfig, *words)] == [words[2], words[4], words[0]]
 
 
 def test_nothing_is_said_of_flags_that_act():
-    words = "--zero3_gather once --stage3_param_persistence_threshold 5 --zero_stage 3 --dtype fp16 --hysteresis 3"
-    assert idle(SFTConfig, *words.split(), "--lora_dim", "2", "--lora_alpha", "8") == []
-    assert idle(SFTConfig, "--allgather_bucket_size", "9", "--zero_stage", "2") == []
+    words = "--zero3-gather once --stage3-param-persistence-threshold 5 --zero-stage 3 --dtype fp16 --hysteresis 3"
+    assert idle(SFTConfig, *words.split(), "--lora-dim", "2", "--lora-alpha", "8") == []
+    assert idle(SFTConfig, "--allgather-bucket-size", "9", "--zero-stage", "2") == []
 
 
 def test_a_run_says_it_once(tmp_path: Path):
     folder = make_folder(tmp_path)
-    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_steps", "1"]
-    more = ["--max_seq_len", "48", "--output_dir", "out", "--zero3_gather", "layers", "--keep_checkpoints", "0"]
-    more += ["--gpu_memory_gib", "3"]
+    words = ["--model-name-or-path", "base", "--data-path", "train.jsonl", "--data-split", "none", "--max-steps", "1"]
+    more = ["--max-seq-len", "48", "--output-dir", "out", "--zero3-gather", "layers", "--keep-checkpoints", "0"]
+    more += ["--gpu-memory-gib", "3"]
     ended = run_command("step1_sft", [*words, *more], folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]
     log = (folder / "runs" / "out" / "log.txt").read_text()
-    assert log.count("--zero3_gather layers (command line): has no effect: it needs a model at ZeRO stage 3") == 1
-    assert log.count("--gpu_memory_gib 3.0 (command line): has no effect: it needs a GPU, found none") == 1
+    assert log.count("--zero3-gather layers (command line): has no effect: it needs a model at ZeRO stage 3") == 1
+    assert log.count("--gpu-memory-gib 3.0 (command line): has no effect: it needs a GPU, got none") == 1

@@ -75,7 +75,7 @@ def test_it_is_in_help_and_reference():
 
 def test_it_is_read_from_the_command_line_and_from_yaml(tmp_path):
     assert parsed("--focal-gamma", "2").config.focal_gamma == 2
-    assert errors_of("--focal_gamma", "-1")[0].startswith("--focal_gamma: found '-1'")
+    assert errors_of("--focal-gamma", "-1")[0].startswith("--focal-gamma: got '-1'")
     (tmp_path / "run.yaml").write_text("sft: {focal_gamma: 3}\n")
     resolved = parsed("--config", str(tmp_path / "run.yaml"))
     assert resolved.config.focal_gamma == 3 and resolved.origins["focal_gamma"] == str(tmp_path / "run.yaml")
@@ -85,10 +85,10 @@ def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stages = (dataclasses.replace(STAGES[0], config=MadeUp), *STAGES[1:])
     monkeypatch.setattr("rlhf.stages.STAGES", stages)
-    plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.focal_gamma", "2"], prog="train.py")
-    assert plan.stages[1].resolved.config.focal_gamma == 2 and plan.stages[1].argv[-4:-2] == ["--focal_gamma", "2"]
-    with pytest.raises(InputError, match="--reward.focal_gamma: unknown flag"):
-        make_plan(["--actor-model", "tiny", "--reward.focal_gamma", "2"], prog="train.py")
+    plan = make_plan(["--step", "1", "--actor-model", "tiny", "--sft.focal-gamma", "2"], prog="train.py")
+    assert plan.stages[1].resolved.config.focal_gamma == 2 and plan.stages[1].argv[-4:-2] == ["--focal-gamma", "2"]
+    with pytest.raises(InputError, match="--reward.focal-gamma: unknown flag"):
+        make_plan(["--actor-model", "tiny", "--reward.focal-gamma", "2"], prog="train.py")
 
 
 def resumed(*words: str) -> None:
@@ -99,10 +99,10 @@ def resumed(*words: str) -> None:
 
 
 def test_a_resumed_run_follows_what_its_field_says():
-    with pytest.raises(InputError, match="--focal_gamma: found 2.0, the checkpoint has 0.0"):
-        resumed("--focal_gamma", "2")
-    resumed("--made_up_folder", "elsewhere", "--made_up_text", "y", "--made_up_size", "4")
-    assert values_by_rule(parsed("--made_up_size", "4").config, "rounding")["made_up_size"] == 4
+    with pytest.raises(InputError, match="--focal-gamma: got 2.0, the checkpoint has 0.0"):
+        resumed("--focal-gamma", "2")
+    resumed("--made-up-folder", "elsewhere", "--made-up-text", "y", "--made-up-size", "4")
+    assert values_by_rule(parsed("--made-up-size", "4").config, "rounding")["made_up_size"] == 4
 
 
 def test_a_checkpoint_that_compared_it_under_an_older_rule_is_resumed():
@@ -112,31 +112,29 @@ def test_a_checkpoint_that_compared_it_under_an_older_rule_is_resumed():
 
 def test_paths_are_checked(tmp_path):
     (tmp_path / "file").write_text("")
-    assert errors_of("--made_up_folder", "a\nb")[0].startswith(
-        "--made_up_folder: found 'a\\nb' (command line): a contr"
-    )
-    assert errors_of("--made_up_folder", str(tmp_path / "file"))[0].endswith("a file, wanted a folder")
-    assert parsed("--made_up", "a\nb", "--made_up_text", "a\nb")
+    assert errors_of("--made-up-folder", "a\nb")[0].startswith("--made-up-folder: got 'a\\nb' (command line): a contr")
+    assert errors_of("--made-up-folder", str(tmp_path / "file"))[0].endswith("a file, expected a folder")
+    assert parsed("--made-up", "a\nb", "--made-up-text", "a\nb")
 
 
 def test_secrets_are_refused_but_in_free_text():
-    (line,) = errors_of("--made_up", TOKEN)
-    assert line.startswith("--made_up: found a token or password") and TOKEN not in line
-    assert parsed("--made_up_text", TOKEN).config.model.made_up_text == TOKEN
+    (line,) = errors_of("--made-up", TOKEN)
+    assert line.startswith("--made-up: found a token or password") and TOKEN not in line
+    assert parsed("--made-up-text", TOKEN).config.model.made_up_text == TOKEN
 
 
 def test_it_is_named_where_it_has_no_effect():
-    idle = parsed("--made_up_size", "4", "--made_up", "x")
+    idle = parsed("--made-up-size", "4", "--made-up", "x")
     (line,) = idle_flags(idle.config, idle.origins)
-    assert line.startswith("--made_up_size 4 (command line): has no effect: it needs a model at ZeRO stage 3, found 0")
+    assert line.startswith("--made-up-size 4 (command line): has no effect: it needs a model at ZeRO stage 3, got 0")
 
 
 def test_the_users_json_sets_it(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 7}}))
-    resolved = parsed("--deepspeed_config", str(tmp_path / "ds.json"))
+    resolved = parsed("--deepspeed-config", str(tmp_path / "ds.json"))
     assert resolved.config.model.made_up_size == 7 and resolved.origins["made_up_size"] == str(tmp_path / "ds.json")
-    (line,) = errors_of("--deepspeed_config", str(tmp_path / "ds.json"), "--made_up_size", "4")
-    assert f"{KEY}: found 7, but --made_up_size is 4 (command line)" in line
+    (line,) = errors_of("--deepspeed-config", str(tmp_path / "ds.json"), "--made-up-size", "4")
+    assert f"{KEY}: got 7, but --made-up-size is 4 (command line)" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`--monitors` is a list, and its switches (`--enable_csv`) add a word to it or take it out."""
+"""`--monitors` is a list, and its switches (`--enable-csv`) add a word to it or take it out."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 from website.flags import tables
 
-ALL = ["--enable_tensorboard", "--enable_csv", "true", "--enable_wandb=true"]
+ALL = ["--enable-tensorboard", "--enable-csv", "true", "--enable-wandb=true"]
 
 
 def parsed(*words: str) -> Resolved:
@@ -35,17 +35,17 @@ def test_each_word_has_its_sink():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--enable_csv"], ["tensorboard", "csv"]),
-        (["--enable-csv", "TRUE", "--enable_csv", "1"], ["tensorboard", "csv"]),
-        (["--enable_csv", "--enable_csv", "false"], ["tensorboard"]),
-        (["--enable_tensorboard", "true"], ["tensorboard"]),
-        (["--enable_tensorboard", "false"], []),
-        (["--enable_tensorboard", "no", "--enable_wandb"], ["wandb"]),
+        (["--enable-csv"], ["tensorboard", "csv"]),
+        (["--enable-csv", "TRUE", "--enable-csv", "1"], ["tensorboard", "csv"]),
+        (["--enable-csv", "--enable-csv", "false"], ["tensorboard"]),
+        (["--enable-tensorboard", "true"], ["tensorboard"]),
+        (["--enable-tensorboard", "false"], []),
+        (["--enable-tensorboard", "no", "--enable-wandb"], ["wandb"]),
         (ALL, ["tensorboard", "csv", "wandb"]),
         (["--monitors", "csv", "wandb"], ["csv", "wandb"]),
-        (["--monitors", "csv", "--enable_wandb"], ["csv", "wandb"]),
+        (["--monitors", "csv", "--enable-wandb"], ["csv", "wandb"]),
         (["--monitors", "none"], []),
-        (["--monitors", "none", "--enable_wandb"], ["wandb"]),
+        (["--monitors", "none", "--enable-wandb"], ["wandb"]),
         ([*ALL, "--monitors", "wandb"], ["wandb"]),  # the last one counts
     ],
     ids=" ".join,
@@ -62,7 +62,7 @@ def test_a_switch_changes_what_the_layers_below_say(tmp_path):
     both = ["--preset", str(preset), "--config", str(file)]
     assert monitors(*both[:2]) == (["wandb"], str(preset))
     assert monitors(*both) == (["wandb", "csv"], str(file))
-    assert monitors(*both, "--enable_wandb", "false") == (["csv"], "command line")
+    assert monitors(*both, "--enable-wandb", "false") == (["csv"], "command line")
     assert monitors(*both, "--monitors", "tensorboard") == (["tensorboard"], "command line")
 
 
@@ -75,14 +75,14 @@ def test_the_order_of_the_lines_of_a_file_says_nothing(tmp_path, text):
 def test_what_is_no_word_and_no_truth_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("enable_csv: 3\nmonitors: 7\n")
     with pytest.raises(InputError) as refused:
-        parsed("--config", str(tmp_path / "run.yaml"), "--enable_wandb", "maybe", "--enable_tensorboard", "a", "b")
+        parsed("--config", str(tmp_path / "run.yaml"), "--enable-wandb", "maybe", "--enable-tensorboard", "a", "b")
     assert str(refused.value).splitlines() == [
-        "--enable_tensorboard: found 2 values (a b), wanted one; quote a value with spaces",
-        f"--enable_csv: found 3 ({tmp_path}/run.yaml): wanted a valid boolean, unable to interpret input",
-        "--enable_wandb: found 'maybe' (command line): wanted a valid boolean, unable to interpret input",
-        f"--monitors: found 7 ({tmp_path}/run.yaml): wanted 'tensorboard', 'csv' or 'wandb'",
+        "--enable-tensorboard: got 2 values (a b), expected one; quote a value with spaces",
+        f"--enable-csv: got 3 ({tmp_path}/run.yaml): expected a valid boolean, unable to interpret input",
+        "--enable-wandb: got 'maybe' (command line): expected a valid boolean, unable to interpret input",
+        f"--monitors: got 7 ({tmp_path}/run.yaml): expected 'tensorboard', 'csv' or 'wandb'",
     ]
-    with pytest.raises(InputError, match="--monitors: found 'cvs' .*; did you mean csv?"):
+    with pytest.raises(InputError, match="--monitors: got 'cvs' .*; did you mean csv?"):
         parsed("--monitors", "cvs")
 
 
@@ -91,7 +91,7 @@ def test_a_trial_writes_to_no_monitor(stage):
     """Its flags stand behind those of the run that it tries."""
     for words in (ALL, ["--monitors", *SINKS], [*ALL, "--monitors", *SINKS]):
         required = (
-            ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "b"] if stage.section == "ppo" else []
+            ["--actor-model-name-or-path", "a", "--critic-model-name-or-path", "b"] if stage.section == "ppo" else []
         )
         resolved = parse(stage.config, [*required, *words, *flag_words(TRIED)], section=stage.section)
         assert resolved.config.run.monitors == []
@@ -99,7 +99,7 @@ def test_a_trial_writes_to_no_monitor(stage):
 
 def test_train_py_hands_a_switch_to_all_stages_and_one_of_them_may_have_another_list(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["--actor-model", "tiny", "--enable-csv", "--reward.monitors", "none", "--ppo.enable_tensorboard", "false"]
+    words = ["--actor-model", "tiny", "--enable-csv", "--reward.monitors", "none", "--ppo.enable-tensorboard", "false"]
     plan = make_plan(words, prog="train.py")
     lists = {stage.stage.section: stage.resolved.config.run.monitors for stage in plan.stages.values()}
     assert lists == {"sft": ["tensorboard", "csv"], "reward": [], "ppo": ["csv"]}
@@ -113,4 +113,4 @@ def test_the_reference_names_the_switches():
     (row,) = (
         line for line in tables(flag_table(PPOConfig).values()).splitlines() if line.startswith("| `--monitors` |")
     )
-    assert "(--enable_tensorboard, --enable_csv, --enable_wandb true\\|false adds to it or takes from it)" in row
+    assert "(--enable-tensorboard, --enable-csv, --enable-wandb true\\|false adds to it or takes from it)" in row

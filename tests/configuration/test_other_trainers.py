@@ -15,19 +15,19 @@ from rlhf.train_plan import make_plan
 
 # Name and value -> the flag of stage 1, of PPO and of all stages of `rlhf train` (the same where it is not said).
 OURS = {
-    "use_peft": ("true", "--lora_dim", "--actor_lora_dim or --critic_lora_dim", "--lora_dim"),
+    "use_peft": ("true", "--lora-dim", "--actor-lora-dim or --critic-lora-dim", "--lora-dim"),
     "lr": (
-        "1e-4", "--learning_rate", "--actor_learning_rate or --critic_learning_rate",
-        "--sft.learning_rate or --reward.learning_rate or --ppo.actor_learning_rate or --ppo.critic_learning_rate",
+        "1e-4", "--learning-rate", "--actor-learning-rate or --critic-learning-rate",
+        "--sft.learning-rate or --reward.learning-rate or --ppo.actor-learning-rate or --ppo.critic-learning-rate",
     ),
-    "epochs": ("3", *["--num_train_epochs"] * 3),
-    "per_device_batch_size": ("8", *["--per_device_train_batch_size"] * 3),
+    "epochs": ("3", *["--num-train-epochs"] * 3),
+    "per_device_batch_size": ("8", *["--per-device-train-batch-size"] * 3),
 }  # fmt: skip
 # Name -> value, and what the reason holds where there is no such flag.
 WHY_NOT = {
     "num_generations": ("8", "num_samples_per_prompt"),
     "chat_template": ("my.jinja", "chat_template.jinja in the model's folder"),
-    "use_vllm": ("true", "--generation_engine"),
+    "use_vllm": ("true", "--generation-engine"),
 }
 NO_COUNTERPART = "a flag of other programs without a counterpart here: "
 # Flags of TRL, LLaMA-Factory, OpenRLHF and veRL that are none here.
@@ -93,7 +93,7 @@ def test_a_name_without_a_counterpart_is_answered_with_why_not(name, tmp_path):
 
 
 def test_a_file_for_deepspeed_is_that_of_another_flag(tmp_path):
-    found = "found 'ds.json' ({}): wanted a valid boolean, unable to interpret input; a file is --{}deepspeed-config"
+    found = "got 'ds.json' ({}): expected a valid boolean, unable to interpret input; a file is --{}deepspeed-config"
     file = tmp_path / "c.yaml"
     file.write_text("deepspeed: ds.json\n")
     for stage in STAGES:
@@ -145,4 +145,4 @@ def test_commands_that_answer_know_names_of_other_programs(command, name, says, 
 
 def test_commands_that_answer_take_the_long_name_of_a_model():
     for config in (ChatConfig, SampleConfig):
-        assert parse(config, ["--model_name_or_path", "output/sft"], section="none").config.model == "output/sft"
+        assert parse(config, ["--model-name-or-path", "output/sft"], section="none").config.model == "output/sft"

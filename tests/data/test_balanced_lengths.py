@@ -18,7 +18,7 @@ from pipeline.training.inputs import row_lines
 from step3_dpo.rows import RESPONSES
 
 Row = dict[str, Any]
-REASON = "pair of a ratio of lengths that is more frequent than its inverse (--balance_lengths)"
+REASON = "pair of a ratio of lengths that is more frequent than its inverse (--balance-lengths)"
 
 
 def pairs(name: str, number: int, *, seed: int = 0) -> list[Row]:

@@ -95,10 +95,10 @@ def test_no_split_gives_every_step_all_rows(options, bpe_tokenizer):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"eval_fraction": 1.0}, "--eval_fraction leaves no training row of .* a lower one or more rows are right$"),
+        ({"eval_fraction": 1.0}, "--eval-fraction leaves no training row of .* a lower one or more rows are right$"),
         (
             {"eval_fraction": 0.0, "eval_data_path": True},
-            "--eval_data_path holds the same prompts and leaves no training",
+            "--eval-data-path holds the same prompts and leaves no training",
         ),
     ],
 )

@@ -209,14 +209,14 @@ def test_unknown_columns_are_named_with_proposals():
     message = str(error.value)
     assert "columns 'promt', 'respons' fit no known format" in message
     assert "prompt/chosen/rejected" in message
-    assert message.endswith("; nearest: --column_map prompt=promt,response=respons")
+    assert message.endswith("; nearest: --column-map prompt=promt,response=respons")
 
 
 def test_a_proposed_column_map_can_be_pasted():
     row = {"Prompt": "q", "the chosen": "a", "Rejected": "b", "margin ": 1}
     with pytest.raises(InputError) as error:
         read(row)
-    (word,) = shlex.split(str(error.value).partition("nearest: --column_map ")[2])
+    (word,) = shlex.split(str(error.value).partition("nearest: --column-map ")[2])
     record = one(row, column_map=parse_column_map(word))
     assert (record.messages, record.chosen, record.rejected) == ((user("q"),), "a", "b")
 
@@ -232,7 +232,7 @@ def test_a_proposed_column_map_can_be_pasted():
 def test_a_column_map_to_a_column_that_no_layout_has_is_refused(text, hint):
     with pytest.raises(InputError) as error:
         parse_column_map(text)
-    assert str(error.value).startswith(f"--column_map {text}: {hint}")
+    assert str(error.value).startswith(f"--column-map {text}: {hint}")
 
 
 def test_the_first_example_of_a_kind_shows_what_was_found():
@@ -240,9 +240,9 @@ def test_the_first_example_of_a_kind_shows_what_was_found():
     odd = [{"messages": [{"role": role, "content": "x"}]} for role in ("usr", "bott")]
     _, counts = read(GOOD, *odd, {"prompt ": "q", "chosen": "a", "rejected": "b", "id": None})
     assert counts.lines() == [
-        "2 dropped: messages has a turn whose role is not system, user or assistant (first: f:2, found 'usr')",
+        "2 dropped: messages has a turn whose role is not system, user or assistant (first: f:2, got 'usr')",
         "1 dropped: no prompt: chosen is neither a transcript nor a list of messages "
-        "(first: f:4, found 'prompt ', 'chosen', 'rejected')",
+        "(first: f:4, got 'prompt ', 'chosen', 'rejected')",
     ]
 
 

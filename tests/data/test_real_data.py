@@ -76,7 +76,7 @@ def with_base(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         output_dir="base",
         **SHORT,
     )
-    call(["bash", str(ROOT / "launch" / "single_node.sh"), "--num_gpus", "2", "1", *text], folder)
+    call(["bash", str(ROOT / "launch" / "single_node.sh"), "--num-gpus", "2", "1", *text], folder)
     return folder
 
 
@@ -164,7 +164,7 @@ def test_the_reward_model_learns_gpt4s_preferences(real_data, tmp_path):
     )
     call([sys.executable, "-m", "step2_reward.main", *step2], tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "step2_reward.eval", "--path", "reward", "--json_output", *flags(**common)],
+        [sys.executable, "-m", "step2_reward.eval", "--path", "reward", "--json-output", *flags(**common)],
         cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)

@@ -52,7 +52,7 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
     assert whole == {name: first.get(name, 0) + second.get(name, 0) for name in whole}
     assert (whole["to train on"], whole["held out"]) == (len(built.train), len(built.eval))
     assert (first["held out"], first["given"]) == (6, 55)
-    mapped = said[0].partition("of other stages (--data_split 1,1,0)")[1]
+    mapped = said[0].partition("of other stages (--data-split 1,1,0)")[1]
     if split == "none":
         assert (first["to train on"], first["dropped"]) == (43, 6) and not mapped
         assert 0 < second["left out"] < 20
@@ -76,7 +76,7 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
     assert row_warnings("reward", PAIRS, counts_of(kept=90, dropped=10)) == []
     assert row_warnings("reward", PAIRS, counts_of(kept=89, dropped=11)) == ["reward rows: 11% dropped"]
     lengths = tuple(range(601, 621))
-    for title, kind, flag in (("reward", PAIRS, "--max_seq_len"), ("ppo", PROMPTS, "--max_prompt_seq_len")):
+    for title, kind, flag in (("reward", PAIRS, "--max-seq-len"), ("ppo", PROMPTS, "--max-prompt-seq-len")):
         (line,) = row_warnings(title, kind, counts_of(kept=80, lengths=lengths))
         assert line == f"{title} rows: 20% dropped; {flag} 615 would keep 15 of the 20 that are too long"
     # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
@@ -84,24 +84,24 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
 
 
 def test_the_length_that_is_advised_is_one_that_the_flag_takes():
-    for title, kind, flag in (("reward", PAIRS, "--max_seq_len 8"), ("ppo", PROMPTS, "--max_prompt_seq_len 1")):
+    for title, kind, flag in (("reward", PAIRS, "--max-seq-len 8"), ("ppo", PROMPTS, "--max-prompt-seq-len 1")):
         (line,) = row_warnings(title, kind, counts_of(kept=8, lengths=(1, 1)))
         assert line == f"{title} rows: 20% dropped; {flag} would keep 2 of the 2 that are too long"
 
 
 def test_no_length_beyond_the_models_positions_is_advised():
     (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 610)
-    assert line == "reward rows: 20% dropped; --max_seq_len 610 would keep 10 of the 20 that are too long"
+    assert line == "reward rows: 20% dropped; --max-seq-len 610 would keep 10 of the 20 that are too long"
     (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 600)
     assert line == "reward rows: 20% dropped; the model has no positions for the 20 that are too long"
 
 
 @pytest.mark.parametrize(
-    ("section", "words", "most"), [("reward", [], 512), ("ppo", ["--max_answer_seq_len=100"], 412)]
+    ("section", "words", "most"), [("reward", [], 512), ("ppo", ["--max-answer-seq-len=100"], 412)]
 )
 def test_in_stage_3_the_answer_needs_positions_too(section, words, most):
     stage: Any = stage_of(section)
-    words = [*words, "--data_path", "a"] + (["--model_name_or_path", "b"] if section == "reward" else [])
+    words = [*words, "--data-path", "a"] + (["--model-name-or-path", "b"] if section == "reward" else [])
     config = parse(stage.config, words, section=section).config
     source: Any = SimpleNamespace(config=LlamaConfig(max_position_embeddings=512))
     assert most_tokens(source, config) == most
@@ -111,13 +111,13 @@ def test_the_length_that_is_advised_speaks_of_the_rows_that_it_would_help():
     """Of 209 dropped prompts 191 are repeated: no length keeps these. 40 fit, and 56 of 58 is the least of 95 %."""
     lengths = tuple(range(41, 59))
     (line,) = row_warnings("ppo", PROMPTS, counts_of(kept=40, dropped=191, lengths=lengths))
-    assert line == "ppo rows: 84% dropped; --max_prompt_seq_len 56 would keep 16 of the 18 that are too long"
+    assert line == "ppo rows: 84% dropped; --max-prompt-seq-len 56 would keep 16 of the 18 that are too long"
 
 
 def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
     counts = counts_of(kept=9, held_out=0)
     (line,) = row_warnings("sft", SEQUENCES, counts)
-    assert line.startswith("sft rows: 0 held out") and "--eval_fraction" in line and "--eval_data_path" in line
+    assert line.startswith("sft rows: 0 held out") and "--eval-fraction" in line and "--eval-data-path" in line
     assert row_warnings("text", BLOCKS, counts) == [] and row_warnings("sft", SEQUENCES, counts_of(kept=9)) == []
 
 

@@ -55,9 +55,9 @@ def test_other_blocks_are_rounded_by_their_own_scales():
 
 def test_without_bitsandbytes_it_is_one_line_before_data_are_read(monkeypatch):
     monkeypatch.setattr("pipeline.engine.start_models.find_spec", lambda name: None)
-    config = parse(SFTConfig, ["--optimizer_states", "8bit", "--data_path", "x"], section="sft").config
+    config = parse(SFTConfig, ["--optimizer-states", "8bit", "--data-path", "x"], section="sft").config
     checks = start_models(config, {})[0].packages
-    with pytest.raises(EnvironmentFault, match="^--optimizer_states 8bit: pip install bitsandbytes"):
+    with pytest.raises(EnvironmentFault, match="^--optimizer-states 8bit: pip install bitsandbytes"):
         [check() for check in checks]
 
 
@@ -69,10 +69,10 @@ def folder(tmp_path_factory):
 def losses(folder, out, *words: str, steps: int) -> list[float]:
     """The losses of a run of stage 1 on the CPU, which goes on where `out` has a checkpoint."""
     flags = (
-        f"--model_name_or_path {folder / 'base'} --data_path {folder / 'train.jsonl'} --data_split none --dtype fp32 "
-        f"--eval_data_path {folder / 'test.jsonl'} --data_output_path {folder / 'cache'} --max_seq_len 96 "
-        f"--per_device_train_batch_size 4 --learning_rate 1e-3 --lr_scheduler_type constant --output_dir {out / 'sft'} "
-        f"--enable_tensorboard false --max_steps {steps}"
+        f"--model-name-or-path {folder / 'base'} --data-path {folder / 'train.jsonl'} --data-split none --dtype fp32 "
+        f"--eval-data-path {folder / 'test.jsonl'} --data-output-path {folder / 'cache'} --max-seq-len 96 "
+        f"--per-device-train-batch-size 4 --learning-rate 1e-3 --lr-scheduler-type constant --output-dir {out / 'sft'} "
+        f"--enable-tensorboard false --max-steps {steps}"
     )
     with undone_afterwards():
         assert main([*flags.split(), *words]) == 0
@@ -83,16 +83,16 @@ def losses(folder, out, *words: str, steps: int) -> list[float]:
 @needs_bitsandbytes
 @pytest.mark.parametrize("stage", ["1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_run_is_near_fp32_and_resumes_exactly(folder, tmp_path, stage):
-    words = ("--zero_stage", stage, "--optimizer_states", "8bit")
+    words = ("--zero-stage", stage, "--optimizer-states", "8bit")
     whole = losses(folder, tmp_path / "whole", *words, steps=5)
     losses(folder, tmp_path / "parts", *words, steps=3)
     assert losses(folder, tmp_path / "parts", *words, steps=5) == whole
-    plain = losses(folder, tmp_path / "plain", "--zero_stage", stage, steps=5)
+    plain = losses(folder, tmp_path / "plain", "--zero-stage", stage, steps=5)
     assert whole != plain and whole == pytest.approx(plain, abs=0.01)
     losses(folder, tmp_path / "other", *words, steps=3)
     other = "10"[int(stage)]
-    assert losses(folder, tmp_path / "other", *words, "--zero_stage", other, steps=5) == pytest.approx(whole, abs=0.01)
-    back = losses(folder, tmp_path / "other", "--optimizer_states", "fp32", "--zero_stage", "2", steps=7)
+    assert losses(folder, tmp_path / "other", *words, "--zero-stage", other, steps=5) == pytest.approx(whole, abs=0.01)
+    back = losses(folder, tmp_path / "other", "--optimizer-states", "fp32", "--zero-stage", "2", steps=7)
     assert len(back) == 7 and back[6] < back[0], "the states are read by an AdamW in fp32 too"
 
 
@@ -100,7 +100,7 @@ def test_states_in_bf16_are_two_bytes_each_and_resume_exactly(folder, tmp_path):
     """By DeepSpeed's own keys; benchmarks/reports/memory.md says what they cost."""
     file = tmp_path / "bf16.json"
     file.write_text(json.dumps({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}))
-    words = ("--deepspeed_config", str(file), "--zero_stage", "1", "--dtype", "bf16")
+    words = ("--deepspeed-config", str(file), "--zero-stage", "1", "--dtype", "bf16")
     whole = losses(folder, tmp_path / "whole", *words, steps=4)
     losses(folder, tmp_path / "parts", *words, steps=2)
     assert losses(folder, tmp_path / "parts", *words, steps=4) == whole

@@ -120,8 +120,8 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
     for kind in ({"max_steps": 1}, {"dry_run": "true"}):
         train(folder, tmp_path / "sft", code=3, deepspeed_config=file, **kind, **sft)
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        key = f"error: --deepspeed_config {file}: zero_optimization.offload_optimizer.device nvme"
-        assert re.fullmatch(f"{re.escape(key)}: found {told}", line)
+        key = f"error: --deepspeed-config {file}: zero_optimization.offload_optimizer.device nvme"
+        assert re.fullmatch(f"{re.escape(key)}: got {told}", line)
     train(folder, tmp_path / "sft", deepspeed_config=file, target="1xH100", **sft)
     assert "\n  sft      fits " in capsys.readouterr().out, "on another machine, nobody knows"
 
@@ -224,7 +224,7 @@ def test_buffers_and_start_weights_that_a_disk_hides_are_checked(folder, sft, tm
     ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
     few = on_disk("offload_param", **{**BUFFERS, "buffer_count": 13})
     train(folder, tmp_path / "ppo", code=2, max_steps=1, **ppo, **few, stage3_max_reuse_distance=0)
-    assert "buffer_count: found 13, the eager backend of generation needs 14 or more" in refusal(capfd)
+    assert "buffer_count: got 13, the eager backend of generation needs 14 or more" in refusal(capfd)
     shutil.copytree(folder / "base", tmp_path / "bad")
     weights = load_file(tmp_path / "bad/model.safetensors")
     weights["model.decoder.layers.1.fc1.weight"][0, 0] = float("nan")
@@ -246,8 +246,8 @@ def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
     said = refusal(capsys)
     # Two layers, each of four projections of the attention and two of the MLP.
-    assert re.search(r"offload_param.buffer_size: found 1000, \S+/base needs \d+ or more", said)
-    assert re.search(r"offload_param.buffer_count: found 5, \S+/base needs 12 or more", said)
+    assert re.search(r"offload_param.buffer_size: got 1000, \S+/base needs \d+ or more", said)
+    assert re.search(r"offload_param.buffer_count: got 5, \S+/base needs 12 or more", said)
 
 
 def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_disk, capsys) -> None:
@@ -256,14 +256,14 @@ def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_d
     user["zero_optimization"]["stage3_prefetch_bucket_size"] = 1000
     (tmp_path / "ds.json").write_text(json.dumps(user))
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
-    assert "stage3_prefetch_bucket_size: found 1000, wanted 0 with weights on NVMe" in refusal(capsys)
+    assert "stage3_prefetch_bucket_size: got 1000, expected 0 with weights on NVMe" in refusal(capsys)
 
 
 def test_an_average_of_weights_on_a_disk_is_refused(folder, tmp_path, on_disk, capsys) -> None:
     ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
     given = on_disk("offload_param")
     train(folder, tmp_path / "ppo", code=2, max_steps=1, enable_ema="true", **ppo, **given)
-    assert "--enable_ema: the average is taken in memory, found the actor's weights on NVMe" in refusal(capsys)
+    assert "--enable-ema: the average is taken in memory, got the actor's weights on NVMe" in refusal(capsys)
 
 
 def test_a_plan_says_whether_a_disk_has_room_for_what_is_offloaded(

@@ -112,7 +112,7 @@ def test_a_run_ends_with_one_line_and_exit_3(tmp_path: Path, monkeypatch, capfd)
     monkeypatch.chdir(make_folder(tmp_path, num_train=8, num_test=2, num_documents=8))
     missing = remove_method(monkeypatch)
     with undone_afterwards():
-        words = "--data_path train.jsonl --model_name_or_path base --output_dir out --dtype fp32 --max_seq_len 96"
+        words = "--data-path train.jsonl --model-name-or-path base --output-dir out --dtype fp32 --max-seq-len 96"
         assert main(words.split()) == 3
     (line,) = [line for line in error_lines(capfd.readouterr().err) if line.startswith("error: ")]
     assert line.startswith(f"error: {missing}missing in torch {torch.__version__} with deepspeed ")

@@ -146,7 +146,7 @@ BROKEN: dict[str, Broken] = {
     "no-config": Broken(without("config.json"), "holds no model (no config.json)"),
     "half-config": Broken(cut("config.json", 0.5), "config.json: cannot be read as JSON"),
     "empty-config": Broken(text("config.json", ""), "config.json: cannot be read as JSON"),
-    "list-config": Broken(text("config.json", "[1]"), "config.json: found a JSON list, wanted an object"),
+    "list-config": Broken(text("config.json", "[1]"), "config.json: got a JSON list, expected an object"),
     "utf16-config": Broken(text("config.json", "{}".encode("utf-16")), "config.json: cannot be read as JSON"),
     "deep-config": Broken(text("config.json", "[" * 100_000), "config.json: cannot be read as JSON"),
     "no-type": Broken(config(model_type=MISSING), "cannot read a model configuration: Unrecognized model"),
@@ -160,10 +160,10 @@ BROKEN: dict[str, Broken] = {
     ),
     "encoder": Broken(config(model_type="bert"), "bert does not generate text from left to right"),
     "speech": Broken(config(model_type="whisper"), "whisper does not generate text from left to right"),
-    "negative-size": Broken(config(hidden_size=-1), "config.json: found hidden_size -1, wanted 0 to"),
-    "negative-layers": Broken(config(num_hidden_layers=-2), "found num_hidden_layers -2, wanted 0 to 1000"),
-    "negative-width": Broken(config(ffn_dim=-64), "config.json: found ffn_dim -64, wanted 0 to"),
-    "endless-layers": Broken(config(num_hidden_layers=200_000), "found num_hidden_layers 200000, wanted 0 to 1000"),
+    "negative-size": Broken(config(hidden_size=-1), "config.json: got hidden_size -1, expected 0 to"),
+    "negative-layers": Broken(config(num_hidden_layers=-2), "got num_hidden_layers -2, expected 0 to 1000"),
+    "negative-width": Broken(config(ffn_dim=-64), "config.json: got ffn_dim -64, expected 0 to"),
+    "endless-layers": Broken(config(num_hidden_layers=200_000), "got num_hidden_layers 200000, expected 0 to 1000"),
     "odd-heads": Broken(config(num_attention_heads=5), "must be divisible by num_heads", at_load=True),
     "one-more-layer": Broken(config(num_hidden_layers=3), "16 weights are not in its files", at_load=True),
     "other-width": Broken(config(hidden_size=64, word_embed_proj_dim=64), "the shapes in its files", at_load=True),
@@ -202,7 +202,7 @@ BROKEN: dict[str, Broken] = {
     "adapter-without-weights": Broken(adapter(base_model_name_or_path="x"), "an adapter without adapter_model"),
     "adapter-without-base": Broken(adapter(), "base_model_name_or_path is missing"),
     "adapter-that-scales": Broken(
-        adapter(base_model_name_or_path="x", lora_alpha=1e38), "lora_alpha: found 1e+38, wanted a number of at most 1,0"
+        adapter(base_model_name_or_path="x", lora_alpha=1e38), "lora_alpha: got 1e+38, expected a number of at most 1,0"
     ),
     "adapter-that-scales-a-layer": Broken(
         adapter(base_model_name_or_path="x", lora_alpha=1, alpha_pattern={"q_proj": float("nan")}),
@@ -238,8 +238,8 @@ BROKEN: dict[str, Broken] = {
     "template-empty": Broken(template(""), SILENT),
     "template-constant": Broken(template("hello"), SILENT),
     "template-other-key": Broken(template("{% for m in messages %}{{ m['text'] }}{% endfor %}"), SILENT),
-    "template-number": Broken(template(7), "its chat template: found int, wanted a text"),
-    "template-huge": Broken(template("x" * 100_001), "found 100001 characters, wanted a text of at most 100000"),
+    "template-number": Broken(template(7), "its chat template: got int, expected a text"),
+    "template-huge": Broken(template("x" * 100_001), "got 100001 characters, expected a text of at most 100000"),
 }  # fmt: skip
 
 

@@ -233,12 +233,12 @@ STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
 # Whole files in a wrong layout: the columns, and the mapping that the line proposes.
 LAYOUTS = {
     "promt,chosen,rejected": "no prompt: chosen is neither",
-    "promt,chosn,rejectd": "nearest: --column_map prompt=promt,chosen=chosn,rejected=rejectd",
-    "query,reply": "name them with --column_map prompt=...",
-    "Prompt,Response": "nearest: --column_map prompt=Prompt,response=Response",
-    "instructon,outputs": "nearest: --column_map instruction=instructon,output=outputs",
-    "mesages": "nearest: --column_map messages=mesages",
-    "id,url": "name them with --column_map prompt=...",
+    "promt,chosn,rejectd": "nearest: --column-map prompt=promt,chosen=chosn,rejected=rejectd",
+    "query,reply": "name them with --column-map prompt=...",
+    "Prompt,Response": "nearest: --column-map prompt=Prompt,response=Response",
+    "instructon,outputs": "nearest: --column-map instruction=instructon,output=outputs",
+    "mesages": "nearest: --column-map messages=mesages",
+    "id,url": "name them with --column-map prompt=...",
 }
 # Files of prompts for prompt_eval.
 QUESTIONS: dict[str, tuple[bytes, str]] = {

@@ -142,7 +142,7 @@ def launch(folder: Path, command: Sequence[str], run_dir: Path) -> RankRun:
 def start(step: int, folder: Path, data: Path, **changes: object) -> RankRun:
     """Two ranks of `step` by launch/single_node.sh."""
     script = str(ROOT / "launch" / "single_node.sh")
-    command = ["bash", script, "--num_gpus", "2", str(step), *words(step, data, **changes)]
+    command = ["bash", script, "--num-gpus", "2", str(step), *words(step, data, **changes)]
     return launch(folder, command, folder / RUN_FOLDERS[step])
 
 

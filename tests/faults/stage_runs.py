@@ -310,11 +310,11 @@ def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
 
 def regroup(story: Story, count: int, seed: int) -> dict[str, Any]:
     """Half of a rollout's updates on two ranks at stage 2, the other half on one at stage 0, against all on two."""
-    same = ("--lr_scheduler_type", "constant", "--eval_interval", 0, "--save_steps", 0)
-    cut = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps", 1)
+    same = ("--lr-scheduler-type", "constant", "--eval-interval", 0, "--save-steps", 0)
+    cut = ("--per-device-generation-batch-size", 4, "--gradient-accumulation-steps", 1)
     two = replace(story, ranks=2, steps=4, more=(*same, *cut))
     half = replace(two, steps=2)
-    one = replace(story, steps=4, more=(*same, "--actor_zero_stage", 0, "--critic_zero_stage", 0))
+    one = replace(story, steps=4, more=(*same, "--actor-zero-stage", 0, "--critic-zero-stage", 0))
     assert [run(two, "whole"), run(half, "parts"), run(one, "parts")] == [0, 0, 0]
     lines = [
         [line for line in metrics(story.run_dir(out)) if line["step"] > 2 and "loss/policy" in line]

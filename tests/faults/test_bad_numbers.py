@@ -110,7 +110,7 @@ def inject(place: str, times: int) -> None:
 
 
 def run(folder: Path, stage: str, out: str, place: str, times: int, *, steps: int = STEPS) -> tuple[int, Story]:
-    more = ("--max_bad_steps", LIMIT, "--lora_dim", 0) if stage != "ppo" else ("--max_bad_steps", LIMIT)
+    more = ("--max-bad-steps", LIMIT, "--lora-dim", 0) if stage != "ppo" else ("--max-bad-steps", LIMIT)
     story = Story(stage, folder, steps=steps, more=more)
     return exit_code(start(story, out, first=partial(inject, place, times))), story
 
@@ -155,7 +155,7 @@ def test_for_good_ends_with_4(folder, place):
 
 
 def test_a_short_run_that_trained_nothing_is_not_done(folder):
-    """It ends before `--max_bad_steps` in a row end it."""
+    """It ends before `--max-bad-steps` in a row end it."""
     code, story = run(folder, "sft", "short", "sft loss", 10**6, steps=2)
     assert code == 4 and not (story.run_dir("short") / "done.json").exists()
     outcome = json.loads((story.run_dir("short") / "outcome" / "rank-0.json").read_text())

@@ -32,7 +32,7 @@ def model_bytes(folder: Path) -> int:
     return (folder / "base" / "model.safetensors").stat().st_size
 
 
-FULL_FINE_TUNING = ("--lora_dim", "0", "--keep_best", "false", "--enable_tensorboard", "false")
+FULL_FINE_TUNING = ("--lora-dim", "0", "--keep-best", "false", "--enable-tensorboard", "false")
 
 
 def test_training_goes_on_without_a_checkpoint_and_the_run_is_not_done(folder):
@@ -76,10 +76,10 @@ def test_room_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
 
 
 def test_a_name_that_is_too_long_is_one_line(folder):
-    story = Story("sft", folder, steps=1, more=("--output_dir", str(folder / ("long" * 70))))
+    story = Story("sft", folder, steps=1, more=("--output-dir", str(folder / ("long" * 70))))
     assert run(story, "long") == 2
     log = (folder / "long.sft.log").read_text()
-    assert len(log.splitlines()) == 1 and "--output_dir" in log and "Traceback" not in log
+    assert len(log.splitlines()) == 1 and "--output-dir" in log and "Traceback" not in log
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):

@@ -78,7 +78,7 @@ def test_the_best_model_of_no_held_out_row_is_refused_before_weights_are_read(
     words = map(str, stage_words(stage, folder, tmp_path, **FEW, keep_best="true", eval_fraction=0))
     ending = call(stage, without_flag(words, "eval_data_path"))
     assert ending.code == 2 and "Traceback" not in ending.stderr
-    assert "error: --keep_best: no row is held out" in ending.stderr and "--eval_fraction" in ending.stderr
+    assert "error: --keep-best: no row is held out" in ending.stderr and "--eval-fraction" in ending.stderr
 
 
 def test_without_held_out_pairs_the_scores_of_training_pairs_are_measured_and_marked(

@@ -35,7 +35,7 @@ def always_draw(token: int, *, rank: str) -> None:
         pipeline.generation.eager.draw = drawn
 
 
-TWO = ("--per_device_generation_batch_size", 4, "--gradient_accumulation_steps", 1, "--eval_interval", 0)
+TWO = ("--per-device-generation-batch-size", 4, "--gradient-accumulation-steps", 1, "--eval-interval", 0)
 
 
 def run(folder: Path, out: str, token: int, rank: str, *more: object) -> list[dict[str, float]]:
@@ -79,6 +79,6 @@ def test_a_padding_token_that_is_the_eos(folder, tmp_path, token):
         tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(tmp_path / name)
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["pad_token"] == "</s>"
-    paths = ("--actor_model_name_or_path", tmp_path / "base", "--critic_model_name_or_path", tmp_path / "scorer")
+    paths = ("--actor-model-name-or-path", tmp_path / "base", "--critic-model-name-or-path", tmp_path / "scorer")
     (first, _) = run(folder, f"pad-{token}", token, "1", *paths)
     assert first["completions/mean_length"] > 1.0

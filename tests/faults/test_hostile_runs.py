@@ -40,7 +40,7 @@ def test_a_fifo_is_named_and_not_opened(folder, tmp_path, monkeypatch, name):
     os.mkfifo(run / name)
     with stopped_at_the_models(monkeypatch), time_limit(20):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out", run_dir=run))
-    says = f"--run_dir: {run / name}: found neither a file nor a folder, at which a run would wait; remove it"
+    says = f"--run-dir: {run / name}: found neither a file nor a folder, at which a run would wait; remove it"
     assert ending.code == 2 and ending.errors == [f"error: {says}"], ending.stderr
 
 
@@ -48,7 +48,7 @@ def test_a_fifo_is_named_and_not_opened(folder, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", ["steps", "max_steps", "settings", "inputs", "sizes"])
 def test_a_record_of_wrong_types_is_no_record(tmp_path, name, value):
     stage = stage_of("sft")
-    config = parse(stage.config, ["--output_dir", str(tmp_path / "sft")], section="sft").config
+    config = parse(stage.config, ["--output-dir", str(tmp_path / "sft")], section="sft").config
     (tmp_path / "done.json").write_text(json.dumps(DONE | {name: value}))
     if value == 10**400 and name in ("steps", "max_steps"):  # a number of steps
         return

@@ -46,11 +46,11 @@ def expanding(model: Path) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "num_labels": (with_config(num_labels=300_000), "config.json: found 300,000 labels, wanted at most 10,000"),
-    "id2label": (with_config(id2label={str(n): "x" for n in range(20_000)}), "found 20,000 labels"),
-    "rank": (adapter(base_model_name_or_path="x", r=10**7), "r: found 10000000, wanted a number of at most 16,384"),
-    "rank pattern": (adapter(base_model_name_or_path="x", rank_pattern={"q": 10**9}), "r: found 1000000000, wanted"),
-    "rank in words": (adapter(base_model_name_or_path="x", r="all"), "r: found all, wanted a number"),
+    "num_labels": (with_config(num_labels=300_000), "config.json: got 300,000 labels, expected at most 10,000"),
+    "id2label": (with_config(id2label={str(n): "x" for n in range(20_000)}), "got 20,000 labels"),
+    "rank": (adapter(base_model_name_or_path="x", r=10**7), "r: got 10000000, expected a number of at most 16,384"),
+    "rank pattern": (adapter(base_model_name_or_path="x", rank_pattern={"q": 10**9}), "r: got 1000000000, wanted"),
+    "rank in words": (adapter(base_model_name_or_path="x", r="all"), "r: got all, expected a number"),
     "tokenizer": (expanding, "its normalizer makes up to 1,000,000,000 characters of one"),
 }
 
@@ -77,7 +77,7 @@ FLAGS = {
 def test_a_flag_of_a_size_that_nobody_means(folder, tmp_path, monkeypatch, flag):
     with stopped_at_the_models(monkeypatch), time_limit(20):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out", **{flag: FLAGS[flag]}))
-    assert ending.code == 2 and f"{dashed(flag)}: found " in ending.errors[0] and "wanted" in ending.errors[0], (
+    assert ending.code == 2 and f"{dashed(flag)}: got " in ending.errors[0] and "wanted" in ending.errors[0], (
         ending.stderr
     )
 
@@ -86,7 +86,7 @@ def test_a_flag_of_a_size_that_nobody_means(folder, tmp_path, monkeypatch, flag)
 def test_a_batch_of_20_digits_of_a_command(folder, tmp_path, command):
     ending = call(command, stage_words(command, folder, tmp_path / "out", batch_size=DIGITS))
     (line,) = ending.errors
-    assert ending.code == 2 and line.endswith("wanted a number of at most 15 digits"), ending.stderr
+    assert ending.code == 2 and line.endswith("expected a number of at most 15 digits"), ending.stderr
 
 
 @pytest.mark.parametrize("last", ["sft: {data_path: *a9}", "data_path: *a9", "seed: 1"])
@@ -103,7 +103,7 @@ def test_a_list_that_is_named_twice_is_read(folder, tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(text)
     words = stage_words("sft", folder, tmp_path / "o", config=tmp_path / "c.yaml", data_path=None, eval_data_path=None)
     with stopped_at_the_models(monkeypatch):
-        assert "--eval_data_path holds the same prompts" in call("sft", words).stderr
+        assert "--eval-data-path holds the same prompts" in call("sft", words).stderr
 
 
 def test_the_field_by_which_transformers_shards_what_it_saves_is_ignored(folder, tmp_path, capsys):

@@ -15,15 +15,15 @@ from pipeline.run.run import git_commit
 RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 # The variables, and what the line says.
 WRONG = [
-    ({"SLURM_NTASKS": "two"}, "SLURM_NTASKS is 'two', wanted a number from 1 to 65535"),
+    ({"SLURM_NTASKS": "two"}, "SLURM_NTASKS is 'two', expected a number from 1 to 65535"),
     ({"SLURM_NTASKS": "-4"}, "SLURM_NTASKS is '-4'"),
-    ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', wanted a number from 1 to"),
+    ({"WORLD_SIZE": "many"}, "WORLD_SIZE is 'many', expected a number from 1 to"),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
-    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0', wanted a number from 1 to"),
+    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0', expected a number from 1 to"),
     ({"LOCAL_SIZE": "two"}, "LOCAL_SIZE is 'two'"),
     ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '99999999999999999999'"),
-    (RANK_OF_TWO | {"RANK": "first"}, "RANK is 'first', wanted a number from 0 to"),
+    (RANK_OF_TWO | {"RANK": "first"}, "RANK is 'first', expected a number from 0 to"),
     (RANK_OF_TWO | {"RANK": "-1"}, "RANK is '-1'"),
     (RANK_OF_TWO | {"RANK": "2"}, "RANK is 2 of WORLD_SIZE 2, and counts from 0"),
     (RANK_OF_TWO | {"LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5'"),
@@ -31,14 +31,17 @@ WRONG = [
     (RANK_OF_TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 of LOCAL_WORLD_SIZE 1"),
     (
         RANK_OF_TWO | {"MASTER_PORT": "port"},
-        "MASTER_PORT is 'port', wanted a number from 0 to 65535",
+        "MASTER_PORT is 'port', expected a number from 0 to 65535",
     ),
     (RANK_OF_TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
     ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE; start the ranks by torchrun, or unset all"),
-    ({"DS_ACCELERATOR": "banana"}, "DS_ACCELERATOR is 'banana', wanted cpu or cuda; unset, it is what the machine has"),
+    (
+        {"DS_ACCELERATOR": "banana"},
+        "DS_ACCELERATOR is 'banana', expected cpu or cuda; unset, it is what the machine has",
+    ),
     ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK"),
     ({"RANK": "3"}, "WORLD_SIZE is not set beside RANK"),  # also of a rank whose errors another one would print
-    ({"RANK": "\u0663"}, "RANK is '\u0663', wanted a number"),
+    ({"RANK": "\u0663"}, "RANK is '\u0663', expected a number"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set beside RANK, WORLD_SIZE"),
 ]
 
@@ -67,7 +70,7 @@ def test_a_launchers_variable_that_is_no_possible_number(
 def test_a_small_command_looks_at_the_environment_too(command: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "banana")
     ending = call(command, [tmp_path])
-    assert ending.code == 3 and "DS_ACCELERATOR is 'banana', wanted cpu or cuda" in ending.errors[0]
+    assert ending.code == 3 and "DS_ACCELERATOR is 'banana', expected cpu or cuda" in ending.errors[0]
 
 
 def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

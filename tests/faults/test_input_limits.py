@@ -105,14 +105,14 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
 
 def test_a_batch_that_is_no_number_is_refused() -> None:
     (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": "many"})
-    assert line.endswith("train_batch_size: found 'many', wanted a number")
+    assert line.endswith("train_batch_size: got 'many', expected a number")
 
 
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
         (64, '"train_batch_size": 512 (or "auto")'),
-        (1024, "--gradient_accumulation_steps 8 or --per_device_train_batch_size 32"),
+        (1024, "--gradient-accumulation-steps 8 or --per-device-train-batch-size 32"),
         (100, '= 512; right are "train_batch_size": 512 (or "auto")'),
         (0, '= 512; right are "train_batch_size": 512 (or "auto")'),
     ],
@@ -120,7 +120,7 @@ def test_a_batch_that_is_no_number_is_refused() -> None:
 def test_a_batch_that_is_not_the_product_names_its_factors(batch: Any, says: str) -> None:
     sizes = {"micro_batch_size": 16, "gradient_accumulation_steps": 4, "world_size": 8}
     (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": batch}, **sizes)
-    assert "--per_device_train_batch_size 16 x --gradient_accumulation_steps 4 x 8 ranks = 512" in line and says in line
+    assert "--per-device-train-batch-size 16 x --gradient-accumulation-steps 4 x 8 ranks = 512" in line and says in line
 
 
 # Rotary positions of type dynamic are others for all tokens of a pass that is longer than the model's positions.
@@ -138,10 +138,10 @@ def dynamic(folder: Path, target: Path, source: str, auto_class: Any) -> Path:
 
 
 TOO_LONG = {  # command -> its flags, and what is refused
-    "sft": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
-    "reward": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
-    "dpo": ("model_name_or_path", {}, "--max_seq_len 96: the model {} has 90 positions; --max_seq_len 90"),
-    "ppo": ("actor_model_name_or_path", {}, "--max_answer_seq_len 96: the model {} has 90 positions; "),
+    "sft": ("model_name_or_path", {}, "--max-seq-len 96: the model {} has 90 positions; --max-seq-len 90"),
+    "reward": ("model_name_or_path", {}, "--max-seq-len 96: the model {} has 90 positions; --max-seq-len 90"),
+    "dpo": ("model_name_or_path", {}, "--max-seq-len 96: the model {} has 90 positions; --max-seq-len 90"),
+    "ppo": ("actor_model_name_or_path", {}, "--max-answer-seq-len 96: the model {} has 90 positions; "),
     "chat": (
         "model",
         {"prompt": "Describe the otter. " * 40},
@@ -150,7 +150,7 @@ TOO_LONG = {  # command -> its flags, and what is refused
     "prompt_eval": (
         "model",
         {"max_new_tokens": 40},
-        "{}: a prompt of 59 tokens and --max_new_tokens 40 do not fit into the model's 90",
+        "{}: a prompt of 59 tokens and --max-new-tokens 40 do not fit into the model's 90",
     ),
 }
 
@@ -240,7 +240,7 @@ def processes(folder: Path, out: Path) -> dict[str, tuple[list[object], str]]:
     return {
         "half a row": (stage("sft", data_path=out / "half.jsonl"), "half.jsonl:1: broken JSON"),
         "half a row, step 2": (stage("reward", data_path=out / "half.jsonl"), "half.jsonl:1: broken JSON"),
-        "a typo": (stage("ppo", kl_coeff=1), "did you mean --kl_coef?"),
+        "a typo": (stage("ppo", kl_coeff=1), "did you mean --kl-coef?"),
         "no model": (stage("sft", model_name_or_path=folder / "bse"), "did you mean"),
         "half a config": (stage("reward", model_name_or_path=make("half-config", folder, out)), "as JSON"),
         "half the weights": (stage("sft", model_name_or_path=make("half-weights", folder, out)), "fetch it again"),
@@ -254,7 +254,7 @@ def processes(folder: Path, out: Path) -> dict[str, tuple[list[object], str]]:
             ["-m", "step2_reward.eval", *stage_words("reward_eval", folder, out, data_path=out / "half.jsonl")],
             "half.jsonl:1",
         ),
-        "train.py": ([ROOT / "train.py", "--dry-run", "--sft.max_sequence_len", "5"], "did you mean --sft.max_seq"),
+        "train.py": ([ROOT / "train.py", "--dry-run", "--sft.max-sequence-len", "5"], "did you mean --sft.max-seq"),
     }  # fmt: skip
 
 

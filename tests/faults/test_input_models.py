@@ -115,9 +115,9 @@ PATHS = {
     "../nowhere/base": "no such folder",
     "output/sft": "no such folder",
     "~/no/such/model": "no such folder",
-    "{folder}/train.jsonl": "is a file, wanted a model's folder",
+    "{folder}/train.jsonl": "is a file, expected a model's folder",
     "{folder}": "holds no model (no config.json); did you mean {folder}/",
-    "": "--model_name_or_path: no model is named; give a hub id or a model's folder",
+    "": "--model-name-or-path: no model is named; give a hub id or a model's folder",
 }
 
 
@@ -203,7 +203,7 @@ def test_prompt_eval_looks_at_the_reward_model_before_it_answers(
 ) -> None:
     words = stage_words("prompt_eval", folder, tmp_path, reward_model=path.format(folder=folder))
     with stopped_at_the_models(monkeypatch):
-        assert "--reward_model: " in refusal(call("prompt_eval", words))
+        assert "--reward-model: " in refusal(call("prompt_eval", words))
 
 
 SCORERS = {

@@ -53,13 +53,13 @@ def length(completions):
     return [float(len(text) > 14) for text in completions]
 """
 METHODS = {
-    "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
-    "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
-    "reinforce_pp": "--reward_scaling batch",
+    "grpo": "--num-samples-per-prompt 4 --replace-equal-groups true",
+    "rloo": "--num-samples-per-prompt 2 --reward-scaling running",
+    "reinforce_pp": "--reward-scaling batch",
     # VAPO and more; the critic's first steps end within a rollout.
-    "ppo": "--num_samples_per_prompt 4 --group_baseline true --critic_warmup_steps 3 --returns_lambda 1 "
-    "--lambda_alpha 0.5 --entropy_coef 0.01 --positive_nll_coef 0.1 --policy_clip_high 0.28 "
-    "--loss_aggregation sequence_mean --reward_function {folder}/rewards.py:length",
+    "ppo": "--num-samples-per-prompt 4 --group-baseline true --critic-warmup-steps 3 --returns-lambda 1 "
+    "--lambda-alpha 0.5 --entropy-coef 0.01 --positive-nll-coef 0.1 --policy-clip-high 0.28 "
+    "--loss-aggregation sequence_mean --reward-function {folder}/rewards.py:length",
 }
 
 
@@ -73,7 +73,7 @@ def test_a_killed_run_whose_reward_is_a_function_goes_on_exactly(folder, method)
 @pytest.mark.faults
 def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
     """SIGTERM while it samples, between micro-batches, in evaluations: what is half done is dropped and made again."""
-    found = tell(stop_and_compare, "ppo", folder, count=5, more="--gradient_accumulation_steps 4 --ppo_epochs 4")
+    found = tell(stop_and_compare, "ppo", folder, count=5, more="--gradient-accumulation-steps 4 --ppo-epochs 4")
     check(found)
     assert found["longest_stop_s"] < max(10.0, found["run_s"])
 
@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_within_a_step_goes_on_exactly(folder):
 @pytest.mark.faults
 @pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("reward", 1), ("ppo", 1), ("ppo", 2), ("dpo", 1)])
 def test_stopped_at_twenty_random_moments(folder, stage, ranks):
-    more = "--per_device_generation_batch_size 4 --gradient_accumulation_steps 1" if ranks == 2 else ""
+    more = "--per-device-generation-batch-size 4 --gradient-accumulation-steps 1" if ranks == 2 else ""
     found = tell(stop_and_compare, stage, folder, count=20, seed=6, ranks=ranks, more=more)
     check(found)
     assert found["longest_stop_s"] < max(10.0, found["run_s"])
@@ -100,14 +100,14 @@ def test_fifty_random_moments(folder, stage):
 
 @pytest.mark.faults
 def test_lora_actor(folder):
-    more = "--actor_lora_dim 4 --critic_lora_dim 4 --save_steps 3"
+    more = "--actor-lora-dim 4 --critic-lora-dim 4 --save-steps 3"
     check(tell(kill_and_compare, "ppo", folder, count=10, seed=2, more=more))
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_checkpoints_in_the_background(folder, stage):
-    check(tell(kill_and_compare, stage, folder, count=10, seed=5, more="--save_in_background true"))
+    check(tell(kill_and_compare, stage, folder, count=10, seed=5, more="--save-in-background true"))
 
 
 @pytest.mark.faults
@@ -118,8 +118,8 @@ def test_ten_kills_in_one_run(folder):
 @pytest.mark.faults
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_two_ranks(folder, zero_stage):
-    more = f"--actor_zero_stage {zero_stage} --critic_zero_stage {zero_stage} --per_device_generation_batch_size 4"
-    more += " --gradient_accumulation_steps 1"
+    more = f"--actor-zero-stage {zero_stage} --critic-zero-stage {zero_stage} --per-device-generation-batch-size 4"
+    more += " --gradient-accumulation-steps 1"
     check(tell(kill_and_compare, "ppo", folder, count=5, seed=4, ranks=2, more=more))
 
 

@@ -53,17 +53,17 @@ def line_of(command: str, words: list[object]) -> str:
         (
             "accumulate_gradients", lacks_device_memory,
             r"phase train: out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB on the device; lower "
-            r"--max_seq_len or --per_device_train_batch_size, or give --gradient_checkpointing, or shard the models "
-            r"with --zero_stage",
+            r"--max-seq-len or --per-device-train-batch-size, or give --gradient-checkpointing, or shard the models "
+            r"with --zero-stage",
         ),
         (
             "evaluate", lacks_host_memory,
             rf"phase evaluate: out of memory on the host: 1048576.00 GiB asked for, {FREE}, with "
-            r"--per_device_eval_batch_size 1; lower --max_seq_len, or shard the models with --zero_stage",
+            r"--per-device-eval-batch-size 1; lower --max-seq-len, or shard the models with --zero-stage",
         ),
         (
             "language_model_engine", raise_memory_error,
-            rf"phase start: out of memory on the host: {FREE}; shard the models with --zero_stage",
+            rf"phase start: out of memory on the host: {FREE}; shard the models with --zero-stage",
         ),
     ],
     ids=["device", "host", "loading"],
@@ -89,8 +89,8 @@ def test_a_rollout_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(ppo_training, "sample", lacking)
     line = line_of("ppo", stage_words("ppo", folder, tmp_path))
     assert line.startswith("error: phase generate: out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB")
-    assert "lower --per_device_generation_batch_size or --max_answer_seq_len or --per_device_eval_batch_size" in line
-    assert line.endswith(", or shard the models with --actor_zero_stage or --critic_zero_stage")
+    assert "lower --per-device-generation-batch-size or --max-answer-seq-len or --per-device-eval-batch-size" in line
+    assert line.endswith(", or shard the models with --actor-zero-stage or --critic-zero-stage")
 
 
 def test_a_model_that_does_not_fit_is_no_fault_of_its_folder(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -107,7 +107,7 @@ def test_a_command_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(answers, "answers_by_session", lacks_host_memory)
     line = line_of(command, stage_words(command, folder, tmp_path))
     assert re.fullmatch(
-        rf"error: out of memory on the host: 1048576.00 GiB asked for, {FREE}; lower --batch_size .*", line
+        rf"error: out of memory on the host: 1048576.00 GiB asked for, {FREE}; lower --batch-size .*", line
     )
 
 
@@ -141,6 +141,6 @@ def test_what_libraries_say_of_memory_is_read() -> None:
         "allocated by PyTorch, and 44.00 MiB is reserved by PyTorch but unallocated."
     )
     assert memory_line(RuntimeError(limited)) == (
-        "out of memory: 2.00 GiB asked for, 22.10 GiB taken of 23.40 GiB allowed (--gpu_memory_gib), 44.69 GiB free of "
+        "out of memory: 2.00 GiB asked for, 22.10 GiB taken of 23.40 GiB allowed (--gpu-memory-gib), 44.69 GiB free of "
         "79.11 GiB on the device"
     )

@@ -139,7 +139,7 @@ def test_a_second_run_in_the_folder_is_refused(story: Story) -> None:
 def test_a_second_run_of_the_same_output_is_refused_whatever_its_run_folder(story: Story) -> None:
     assert story.third.returncode == 3
     (line,) = story.third.stderr.splitlines()
-    assert f": pid {story.pid} on {HOST} runs in this folder" in line and line.endswith("name another --output_dir")
+    assert f": pid {story.pid} on {HOST} runs in this folder" in line and line.endswith("name another --output-dir")
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def train(folder: Path, data: Path, *more: str) -> RankRun:
 
 
 def test_train_restarts_a_killed_step_from_its_checkpoint(tmp_path: Path, data: Path) -> None:
-    run = train(tmp_path, data, "--max-restarts", "1", "--overwrite", "--sft.save_steps", "5")
+    run = train(tmp_path, data, "--max-restarts", "1", "--overwrite", "--sft.save-steps", "5")
     run.wait_for_steps(12)
     run.send(1, signal.SIGKILL)
     first = run.steps()

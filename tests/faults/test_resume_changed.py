@@ -19,9 +19,9 @@ from support.tiny_run import make_folder
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 
 STEPS = 2
-SAME = ("--eval_interval", "0", "--keep_checkpoints", "2")
-PLAIN = ("--lora_dim", "0", "--lr_scheduler_type", "constant")
-SUPERVISED = (*PLAIN, "--keep_best", "false")
+SAME = ("--eval-interval", "0", "--keep-checkpoints", "2")
+PLAIN = ("--lora-dim", "0", "--lr-scheduler-type", "constant")
+SUPERVISED = (*PLAIN, "--keep-best", "false")
 
 EACH_STAGE = pytest.mark.parametrize(
     "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo", "dpo"))]
@@ -72,7 +72,7 @@ def read_no_weights() -> None:
     importlib.import_module("pipeline.engine.build").training_engine = None
 
 
-@pytest.mark.parametrize("changes", [(), ("--keep_checkpoints", 1, "--save_in_background", "true")], ids=str)
+@pytest.mark.parametrize("changes", [(), ("--keep-checkpoints", 1, "--save-in-background", "true")], ids=str)
 def test_what_may_change_changes_nothing(folder, changes):
     code, said = go_on(folder, *changes)
     assert code == 0 and "resuming from" in said and "other settings" not in said
@@ -82,7 +82,7 @@ def test_what_may_change_changes_nothing(folder, changes):
 
 def test_another_layout_is_told(folder):
     code, said = go_on(
-        folder, "--zero_stage", 0, "--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1
+        folder, "--zero-stage", 0, "--per-device-train-batch-size", 4, "--gradient-accumulation-steps", 1
     )
     assert code == 0 and "resumed with other settings: " in said
     assert "zero_stage 2 -> 0" in said and "train_batch_size 2 -> 4" in said
@@ -92,15 +92,15 @@ def test_another_layout_is_told(folder):
     "changes",
     [
         {
-            ("--learning_rate", 2e-3): "error: --learning_rate: found 0.002, the checkpoint has 0.001",
-            ("--seed", 5): "error: --seed: found 5, the checkpoint has 1234",
-            ("--dtype", "bf16"): "error: --dtype: found 'bf16', the checkpoint has 'fp32'",
+            ("--learning-rate", 2e-3): "error: --learning-rate: got 0.002, the checkpoint has 0.001",
+            ("--seed", 5): "error: --seed: got 5, the checkpoint has 1234",
+            ("--dtype", "bf16"): "error: --dtype: got 'bf16', the checkpoint has 'fp32'",
         },
         {
             (
-                "--per_device_train_batch_size",
+                "--per-device-train-batch-size",
                 1,
-            ): "error: rows of an optimizer step: found 2, the checkpoint has 4 (--train_batch_size)"
+            ): "error: rows of an optimizer step: got 2, the checkpoint has 4 (--train-batch-size)"
         },
     ],
     ids=["settings", "rows of a step"],
@@ -109,7 +109,7 @@ def test_what_decides_what_is_learnt_is_refused(folder, changes):
     """In a line for each."""
     code, said = go_on(folder, *(word for words in changes for word in words))
     assert code == 2 and all(line in said for line in changes.values()), said
-    assert "--force_resume goes on nevertheless" in said and "Traceback" not in said
+    assert "--force-resume goes on nevertheless" in said and "Traceback" not in said
 
 
 @EACH_STAGE
@@ -119,9 +119,9 @@ def test_changed_data_is_refused_unless_forced(folder, stage):
     (folder / "train.jsonl").write_text("\n".join([json.dumps(row), *rows[1:]]) + "\n")
     code, said = go_on(folder, stage=stage, first=read_no_weights)
     kind = "prompts" if stage == "ppo" else "training rows"
-    changed = f"--data_path: the content of {folder / 'train.jsonl'} is not what the checkpoint was made of"
+    changed = f"--data-path: the content of {folder / 'train.jsonl'} is not what the checkpoint was made of"
     assert code == 2 and f"error: {changed}" in said and "found content" not in said, said
-    code, said = go_on(folder, "--force_resume", "true", stage=stage)
+    code, said = go_on(folder, "--force-resume", "true", stage=stage)
     assert code == 0 and f"resumed nevertheless: {changed}" in said
     assert f"resumed nevertheless: {kind}: found content " in said
 
@@ -161,13 +161,13 @@ def test_another_start_model_is_refused(folder):
     weights[name] = weights[name] + torch.ones_like(weights[name])
     save_file(weights, file, metadata={"format": "pt"})
     code, said = go_on(folder)
-    assert code == 2 and f"error: --model_name_or_path: the content of {folder / 'base'} is not what the check" in said
+    assert code == 2 and f"error: --model-name-or-path: the content of {folder / 'base'} is not what the check" in said
 
 
 def test_data_that_was_only_moved_is_the_same(folder):
     (folder / "elsewhere").mkdir()
     (folder / "train.jsonl").rename(folder / "elsewhere" / "moved.jsonl")
-    code, _ = go_on(folder, "--data_path", folder / "elsewhere" / "moved.jsonl")
+    code, _ = go_on(folder, "--data-path", folder / "elsewhere" / "moved.jsonl")
     assert code == 0
 
 
@@ -204,13 +204,13 @@ def test_starting_over_and_resuming_by_name_contradict(folder):
 
 def test_a_checkpoint_of_another_stage_is_refused(folder):
     checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
-    story = Story("ppo", folder, steps=1, more=("--force_resume", "true", "--resume", str(checkpoint)))
+    story = Story("ppo", folder, steps=1, more=("--force-resume", "true", "--resume", str(checkpoint)))
     assert run(story, "other") == 2
     assert "found the state of model, expected that of actor, critic" in (folder / "other.ppo.log").read_text()
 
 
 def test_a_best_model_that_is_gone_is_not_taken_for_saved(folder):
-    best = (*SAME, *SUPERVISED, "--keep_best", "true", "--eval_interval", "1", "--overwrite", "true")
+    best = (*SAME, *SUPERVISED, "--keep-best", "true", "--eval-interval", "1", "--overwrite", "true")
     story = Story("sft", folder, steps=STEPS, more=best)
     assert run(story, "run") == 0
     shutil.rmtree(folder / "run" / "sft")

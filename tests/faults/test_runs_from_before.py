@@ -35,23 +35,23 @@ REWARDS = """
 def length(completions):
     return [len(text) / 100 for text in completions]
 """
-SAME = f"""--data_path train.jsonl --eval_data_path test.jsonl --data_split none --data_output_path cache --dtype fp32
-    --num_train_epochs 100 --max_steps {END} --save_steps {STEP} --keep_checkpoints 2 --eval_interval {STEP}
-    --eval_iters 1 --enable_tensorboard false"""
-ROWS = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
-SAMPLED = f"{ROWS} --actor_model_name_or_path base --output_dir run --max_prompt_seq_len 48"
-ALONE = "--reward_function rewards.py:length"
+SAME = f"""--data-path train.jsonl --eval-data-path test.jsonl --data-split none --data-output-path cache --dtype fp32
+    --num-train-epochs 100 --max-steps {END} --save-steps {STEP} --keep-checkpoints 2 --eval-interval {STEP}
+    --eval-iters 1 --enable-tensorboard false"""
+ROWS = "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"
+SAMPLED = f"{ROWS} --actor-model-name-or-path base --output-dir run --max-prompt-seq-len 48"
+ALONE = "--reward-function rewards.py:length"
 PACKAGES = {"ppo": "step3_ppo", "grpo": "step3_ppo", "dpo": "step3_dpo"}
 # Nothing is said of the flags whose default is another one today. PPO is rewarded by a model, or a function alone.
 FULL = {
-    "ppo": f"{SAMPLED} --per_device_generation_batch_size 8 --critic_model_name_or_path scorer",
-    "grpo": f"{SAMPLED} --per_device_generation_batch_size 8 --method grpo {ALONE}",
-    "dpo": f"{ROWS} --model_name_or_path base --output_dir run/dpo --max_seq_len 96",
+    "ppo": f"{SAMPLED} --per-device-generation-batch-size 8 --critic-model-name-or-path scorer",
+    "grpo": f"{SAMPLED} --per-device-generation-batch-size 8 --method grpo {ALONE}",
+    "dpo": f"{ROWS} --model-name-or-path base --output-dir run/dpo --max-seq-len 96",
 }
 LORA = {
-    "ppo": f"{SAMPLED} --per_device_generation_batch_size 8 {ALONE} --actor_lora_dim 4 --critic_lora_dim 4",
-    "grpo": f"{FULL['grpo']} --actor_lora_dim 4",
-    "dpo": f"{FULL['dpo']} --lora_dim 4",
+    "ppo": f"{SAMPLED} --per-device-generation-batch-size 8 {ALONE} --actor-lora-dim 4 --critic-lora-dim 4",
+    "grpo": f"{FULL['grpo']} --actor-lora-dim 4",
+    "dpo": f"{FULL['dpo']} --lora-dim 4",
 }
 OF_DPO = {"lora_learning_rate": 5e-4}
 OF_SAMPLING = {"max_answer_seq_len": 256, "actor_lora_learning_rate": 5e-4, "critic_lora_learning_rate": 5e-4}

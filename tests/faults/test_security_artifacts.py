@@ -173,7 +173,7 @@ ARTIFACTS: dict[str, Artifact] = {
         saved_set(features={"prompt": {"_type": "os.mkdir"}}), "sft", "data_path", 2, "not readable as a datasets"
     ),
     "pickle named DeepSpeed JSON": Artifact(
-        only("ds.json", lambda m: pickle.dumps(Trap(m))), "sft", "deepspeed_config", 2, "--deepspeed_config: "
+        only("ds.json", lambda m: pickle.dumps(Trap(m))), "sft", "deepspeed_config", 2, "--deepspeed-config: "
     ),
     "YAML that builds objects": Artifact(
         only("c.yaml", lambda m: YAML.replace("MARKER", str(m)).encode()), "sft", "config", 2, "could not determine"

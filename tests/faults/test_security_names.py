@@ -124,7 +124,7 @@ def test_bytes_that_the_locale_does_not_read_are_not_called_control_characters(f
 @pytest.mark.parametrize("flag", ["output_dir", "run_dir", "data_output_path"])
 def test_a_file_in_the_place_of_a_folder_and_a_tilde_are_refused(flag: str, folder: Path, inside: Path) -> None:
     (inside / "file").write_text("precious")
-    for value, says in ((inside / "file", "a file, wanted a folder"), ("~/out", "only a shell replaces the ~")):
+    for value, says in ((inside / "file", "a file, expected a folder"), ("~/out", "only a shell replaces the ~")):
         ending = call("sft", stage_flags(folder, inside, **{flag: value}))
         assert ending.code == 2 and says in ending.errors[0]
     assert (inside / "file").read_text() == "precious" and not (inside / "~").exists()
@@ -155,12 +155,12 @@ def test_a_linked_output_folder_is_refused_or_used_and_what_it_points_to_is_kept
 )
 def test_the_launch_script_hands_words_on_unchanged(name: str, tmp_path: Path) -> None:
     data = f"{name}.jsonl"
-    command = ["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--output_dir", name, "--data_path", data]
+    command = ["bash", str(ROOT / "launch" / "single_gpu.sh"), "1", "--output-dir", name, "--data-path", data]
     environment = stub_environment(tmp_path, gpus=1, STUB_OUTCOMES="0")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     words = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["argv"]
-    assert words[words.index("--output_dir") + 1] == name and words[words.index("--data_path") + 1] == data
+    assert words[words.index("--output-dir") + 1] == name and words[words.index("--data-path") + 1] == data
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "log.jsonl", "runs", "site", name])
 
 
@@ -175,6 +175,6 @@ REFUSING_FLAGS = ("actor-model", "hostfile", "include", "master-addr")
 )
 def test_train_starts_no_shell_on_a_name(name: str, flag: str, inside: Path) -> None:
     words = flags(step=1, **{flag.replace("-", "_"): name})
-    ending = call("train", [f"{words[0]}={words[1]}", f"{words[2]}={words[3]}", "--dry_run"])
+    ending = call("train", [f"{words[0]}={words[1]}", f"{words[2]}={words[3]}", "--dry-run"])
     assert ending.code in (0, 2, 3), ending.stderr
     assert made_below(inside.parent) == [inside.name] and "X" not in os.listdir(ROOT)

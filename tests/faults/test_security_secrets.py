@@ -70,7 +70,7 @@ def test_a_secret_is_no_setting(secret: str, command: str, folder: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [["--hf_token", HUB], [HUB], ["--seed", HUB], ["--seed", "1", HUB]])
+@pytest.mark.parametrize("words", [["--hf-token", HUB], [HUB], ["--seed", HUB], ["--seed", "1", HUB]])
 def test_an_error_does_not_repeat_a_secret(words: list[str]) -> None:
     ending = call("sft", words)
     assert ending.code == 2 and HUB not in ending.stderr and ending.errors
@@ -80,7 +80,7 @@ def test_an_error_does_not_repeat_a_secret(words: list[str]) -> None:
 def test_a_key_in_the_deepspeed_json_is_not_printed(folder: Path, tmp_path: Path, key: str) -> None:
     (tmp_path / "ds.json").write_text('{"comet": {"enabled": false, "api_key": "' + key + '"}}')
     words = stage_words("sft", folder, tmp_path / "out", deepspeed_config=tmp_path / "ds.json")
-    ending = call("sft", [*words, "--per_device_train_batch_size", 4])
+    ending = call("sft", [*words, "--per-device-train-batch-size", 4])
     assert ending.code == 0, ending.stderr
     assert "comet.api_key ***" in ending.stdout + ending.stderr
     assert key not in ending.stdout + ending.stderr and holding(tmp_path / "out", key) == []
@@ -93,7 +93,7 @@ def test_what_a_person_says_to_a_model_is_no_setting(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_a_secret_is_masked(text: str) -> None:
-    assert MASK in redacted(f"found {text!r} there") and "canary" not in redacted(text).lower()
+    assert MASK in redacted(f"got {text!r} there") and "canary" not in redacted(text).lower()
 
 
 @pytest.mark.parametrize("text", HARMLESS)
@@ -114,7 +114,7 @@ PLAIN_NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_what_has_the_name_of_a_secret_is_masked(name: str) -> None:
     entry = {"name": "f.py:f", "args": {name: "canary", "more": [{name: {"a": ["canary"]}}]}}
-    for value in (entry, json.dumps(entry), [f"--reward_function={json.dumps(entry)}"]):
+    for value in (entry, json.dumps(entry), [f"--reward-function={json.dumps(entry)}"]):
         shown = masked(value)
         assert "canary" not in str(shown) and str(shown).count(MASK) == 2 and "f.py:f" in str(shown)
 

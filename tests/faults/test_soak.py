@@ -51,7 +51,7 @@ def watch(story: Story, out: str, child: BaseProcess) -> list[tuple[int, int, in
 def test_a_thousand_steps(folder, stage):
     temporary = folder / f"temporary-{stage}"
     temporary.mkdir()
-    more = ("--save_steps", 100, "--eval_interval", 0)
+    more = ("--save-steps", 100, "--eval-interval", 0)
     story = Story(stage, folder, steps=STEPS, more=more)
     (child,) = start(story, "soak", first=partial(put_temporary_files, temporary))
     seen = [line for line in watch(story, "soak", child) if line[0] >= WARM_UP]

@@ -21,7 +21,7 @@ actor_learning_rate: 4.0e-6
 
 
 def resolved(*words: str) -> Resolved:
-    return parse(PPOConfig, ["--actor_model_name_or_path", "a", *words], section="ppo")
+    return parse(PPOConfig, ["--actor-model-name-or-path", "a", *words], section="ppo")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def resolved(*words: str) -> Resolved:
 def test_a_method_brings_its_defaults_below_all_that_is_given(tmp_path: Path, method: str, expected: dict) -> None:
     (tmp_path / "preset.yaml").write_text(PRESET)
     (tmp_path / "own.yaml").write_text("kl_coef: 0.7\n")
-    words = ("--method", method, "--reward_model_name_or_path", "r")
+    words = ("--method", method, "--reward-model-name-or-path", "r")
     plain = resolved(*words)
     values = {**plain.config.sampling.model_dump(), **plain.config.ppo.model_dump()}
     assert {name: values[name] for name in expected} == expected
@@ -49,7 +49,7 @@ def test_a_method_brings_its_defaults_below_all_that_is_given(tmp_path: Path, me
     assert with_preset.config.actor.learning_rate == 4e-6 and with_preset.config.critic.learning_rate == 5e-6
     by_file = resolved(*words, "--preset", str(tmp_path / "preset.yaml"), "--config", str(tmp_path / "own.yaml"))
     assert (by_file.config.ppo.kl_coef, by_file.origins["kl_coef"]) == (0.7, str(tmp_path / "own.yaml"))
-    assert resolved(*words, "--kl_coef", "0.9").config.ppo.kl_coef == 0.9
+    assert resolved(*words, "--kl-coef", "0.9").config.ppo.kl_coef == 0.9
 
 
 def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
@@ -63,46 +63,46 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
     ("words", "flag", "hint"),
     [
         (
-            "--method grpo --reward_model_name_or_path r --critic_learning_rate 1e-5",
+            "--method grpo --reward-model-name-or-path r --critic-learning-rate 1e-5",
             "critic_learning_rate",
             "no critic",
         ),
-        ("--method rloo --reward_model_name_or_path r --value_clip 0.1", "value_clip", "no critic"),
-        ("--method rloo --reward_model_name_or_path r --gae_lambda 0.9", "gae_lambda", "no critic"),
-        ("--reward_function exact_match --reward_clip 3", "reward_clip", "no reward model"),
-        ("--reward_function exact_match --reward_model_zero_stage 3", "reward_model_zero_stage", "no reward model"),
+        ("--method rloo --reward-model-name-or-path r --value-clip 0.1", "value_clip", "no critic"),
+        ("--method rloo --reward-model-name-or-path r --gae-lambda 0.9", "gae_lambda", "no critic"),
+        ("--reward-function exact_match --reward-clip 3", "reward_clip", "no reward model"),
+        ("--reward-function exact_match --reward-model-zero-stage 3", "reward_model_zero_stage", "no reward model"),
         (
-            "--method grpo --reward_function exact_match --num_samples_per_prompt 1",
+            "--method grpo --reward-function exact_match --num-samples-per-prompt 1",
             "num_samples_per_prompt",
             "2 or more",
         ),
-        ("--method rloo --reward_function exact_match --scale_by_group false", "scale_by_group", "only grpo"),
-        ("--method grpo --reward_function exact_match --group_baseline true", "group_baseline", "compares by itself"),
-        ("--policy_loss cispo --policy_clip_high 0.3", "policy_clip_high", "cispo"),
-        ("--policy_loss cispo --dual_clip 3", "dual_clip", "cispo"),
-        ("--dual_clip 0.5", "dual_clip", "above 1"),
-        ("--off_policy_weights token_mask --off_policy_low 3", "off_policy_low", "above off_policy_cap 2"),
-        ("--method grpo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
-        ("--method rloo --reward_function exact_match --gamma 0.9", "gamma", "one advantage"),
-        ("--ratio_cap 6", "ratio_cap", "cispo"),
-        ("--ema_decay 0.5", "ema_decay", "only enable_ema"),
-        ("--unsup_coef 3", "unsup_coef", "only unsupervised_data_path"),
-        ("--policy_loss cispo --policy_clip 0.3", "policy_clip", "ratio_cap"),
-        ("--lambda_alpha 0.05 --gae_lambda 0.9 --returns_lambda 1", "gae_lambda", "returns_lambda the critic's"),
-        ("--policy_loss cispo --ratio_cap 0.9", "ratio_cap", "1"),
+        ("--method rloo --reward-function exact_match --scale-by-group false", "scale_by_group", "only grpo"),
+        ("--method grpo --reward-function exact_match --group-baseline true", "group_baseline", "compares by itself"),
+        ("--policy-loss cispo --policy-clip-high 0.3", "policy_clip_high", "cispo"),
+        ("--policy-loss cispo --dual-clip 3", "dual_clip", "cispo"),
+        ("--dual-clip 0.5", "dual_clip", "above 1"),
+        ("--off-policy-weights token_mask --off-policy-low 3", "off_policy_low", "above off_policy_cap 2"),
+        ("--method grpo --reward-function exact_match --gamma 0.9", "gamma", "one advantage"),
+        ("--method rloo --reward-function exact_match --gamma 0.9", "gamma", "one advantage"),
+        ("--ratio-cap 6", "ratio_cap", "cispo"),
+        ("--ema-decay 0.5", "ema_decay", "only enable_ema"),
+        ("--unsup-coef 3", "unsup_coef", "only unsupervised_data_path"),
+        ("--policy-loss cispo --policy-clip 0.3", "policy_clip", "ratio_cap"),
+        ("--lambda-alpha 0.05 --gae-lambda 0.9 --returns-lambda 1", "gae_lambda", "returns_lambda the critic's"),
+        ("--policy-loss cispo --ratio-cap 0.9", "ratio_cap", "1"),
         (
-            "--kl_coef 0 --kl_target 3",
+            "--kl-coef 0 --kl-target 3",
             "kl_target",
             "kl_coef, which it moves by factors, is 0; give that too, or leave",
         ),
-        ("--method grpo --reward_function exact_match --kl_target 3", "kl_target", "kl_coef"),
-        ("--kl_horizon 50", "kl_horizon", "only kl_target"),
-        ("--off_policy_weights none --off_policy_cap 3", "off_policy_cap", "is none"),
-        ("--off_policy_weights none --off_policy_veto 1e-4", "off_policy_veto", "is none"),
-        ("--off_policy_weights token_truncate --off_policy_low 0.3", "off_policy_low", "with a mask"),
-        ("--off_policy_low 0.3", "off_policy_low", "with a mask"),
-        ("--method grpo", "reward_model_name_or_path", "--reward_function"),
-        ("--reward_function exact_mach", "reward_function", "exact_match"),
+        ("--method grpo --reward-function exact_match --kl-target 3", "kl_target", "kl_coef"),
+        ("--kl-horizon 50", "kl_horizon", "only kl_target"),
+        ("--off-policy-weights none --off-policy-cap 3", "off_policy_cap", "is none"),
+        ("--off-policy-weights none --off-policy-veto 1e-4", "off_policy_veto", "is none"),
+        ("--off-policy-weights token_truncate --off-policy-low 0.3", "off_policy_low", "with a mask"),
+        ("--off-policy-low 0.3", "off_policy_low", "with a mask"),
+        ("--method grpo", "reward_model_name_or_path", "--reward-function"),
+        ("--reward-function exact_mach", "reward_function", "exact_match"),
         ("--method ppp", "method", "ppo"),
     ],
 )
@@ -125,11 +125,11 @@ def test_settings_of_a_function_may_be_a_mapping_in_a_yaml_file(tmp_path: Path) 
 
 
 def test_functions_alone_take_no_penalty_for_a_response_that_did_not_end() -> None:
-    alone, beside = resolved("--reward_function", "exact_match"), ("--reward_model_name_or_path", "r")
+    alone, beside = resolved("--reward-function", "exact_match"), ("--reward-model-name-or-path", "r")
     assert alone.config.ppo.missing_eos_penalty == 0.0 and not alone.config.has_reward_model
-    assert resolved("--reward_function", "exact_match", *beside).config.ppo.missing_eos_penalty == 1.0
+    assert resolved("--reward-function", "exact_match", *beside).config.ppo.missing_eos_penalty == 1.0
     assert (
-        resolved("--reward_function", "exact_match", "--missing_eos_penalty", "2").config.ppo.missing_eos_penalty == 2
+        resolved("--reward-function", "exact_match", "--missing-eos-penalty", "2").config.ppo.missing_eos_penalty == 2
     )
 
 
@@ -137,8 +137,8 @@ def test_functions_alone_take_no_penalty_for_a_response_that_did_not_end() -> No
     ("words", "expected"),
     [
         ("--step 1 2 3 --method grpo", {"actor_": "output/sft", "reward_model_": "output/reward"}),
-        ("--step 1 3 --method rloo --ppo.reward_function exact_match", {"actor_": "output/sft"}),
-        ("--step 1 3 --ppo.reward_function exact_match", {"actor_": "output/sft", "critic_": "output/sft"}),
+        ("--step 1 3 --method rloo --ppo.reward-function exact_match", {"actor_": "output/sft"}),
+        ("--step 1 3 --ppo.reward-function exact_match", {"actor_": "output/sft", "critic_": "output/sft"}),
         ("--step 1 2 3", {"actor_": "output/sft", "critic_": "output/reward"}),
     ],
 )
@@ -148,16 +148,16 @@ def test_the_chain_names_the_starts_of_the_models_that_there_are(words: str, exp
     given = dict(zip(stage.argv[::2], stage.argv[1::2], strict=False))
     names = {prefix: stage.stage.path_flag(prefix) for prefix in ("actor_", "critic_", "reward_model_")}
     assert {prefix: given[f"--{name}"] for prefix, name in names.items() if f"--{name}" in given} == expected
-    assert ("--critic_zero_stage" in json.dumps(stage.argv)) is False
+    assert ("--critic-zero-stage" in json.dumps(stage.argv)) is False
 
 
-@pytest.mark.parametrize(("words", "expected"), [((), 0.0), (("--reward_model_name_or_path", "r"), 1.0)])
+@pytest.mark.parametrize(("words", "expected"), [((), 0.0), (("--reward-model-name-or-path", "r"), 1.0)])
 def test_auto_is_the_penalty_that_holds_where_none_is_given(tmp_path: Path, words: tuple[str, ...], expected: float):
     (tmp_path / "own.yaml").write_text("missing_eos_penalty: auto\n")
     (tmp_path / "four.yaml").write_text("missing_eos_penalty: 4\n")
-    auto, four = ["--missing_eos_penalty", "auto"], ["--config", str(tmp_path / "four.yaml")]
+    auto, four = ["--missing-eos-penalty", "auto"], ["--config", str(tmp_path / "four.yaml")]
     for given in (auto, ["--config", str(tmp_path / "own.yaml")], [*four, *auto]):
-        found = resolved("--method", "grpo", "--reward_function", "exact_match", *words, *given)
+        found = resolved("--method", "grpo", "--reward-function", "exact_match", *words, *given)
         assert found.config.ppo.missing_eos_penalty == expected
 
 
@@ -165,14 +165,14 @@ def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_rea
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    words = ["--step", "3", "--actor-model", "tiny", "--sft.output_dir", "mine", "--ppo.kl_coef", "0.2"]
+    words = ["--step", "3", "--actor-model", "tiny", "--sft.output-dir", "mine", "--ppo.kl-coef", "0.2"]
     plan = make_plan([*words, "--sft.seed=4", "--dpo.beta", "0.1", "--dpo.beta", "0.2"], prog="python train.py")
     assert capsys.readouterr().out.splitlines() == [
         "note: --sft.seed changes nothing: sft is not among the stages that run",
         "note: --dpo.beta changes nothing: dpo is not among the stages that run",
     ]
-    assert plan.stages[3].argv[2:4] == ["--actor_model_name_or_path", "mine"]
-    unread = ["note: --reward_zero_stage changes nothing: no stage that runs has a reward model or a critic"]
+    assert plan.stages[3].argv[2:4] == ["--actor-model-name-or-path", "mine"]
+    unread = ["note: --reward-zero-stage changes nothing: no stage that runs has a reward model or a critic"]
     for method, notes in (("dpo", unread), ("ppo", [])):
         make_plan([*words[:4], "--method", method, "--reward-zero-stage", "2"], prog="python train.py")
         assert capsys.readouterr().out.splitlines() == notes
@@ -181,12 +181,12 @@ def test_a_note_names_a_flag_of_a_stage_that_does_not_run_unless_a_later_one_rea
 @pytest.mark.parametrize(
     ("words", "critic"),
     [
-        ("--ppo.reward_function exact_match", "out/sft"),
-        ("--ppo.reward_function exact_match --ppo.actor_model_name_or_path here", "here"),
-        ("--ppo.reward_function exact_match --ppo.actor_model here", "here"),
-        ("--ppo.reward_function exact_match --ppo.critic_model there", "there"),
-        ("--ppo.reward_function exact_match --ppo.actor_model here --ppo.critic_model there", "there"),
-        ("--ppo.actor_model here", "out/reward"),
+        ("--ppo.reward-function exact_match", "out/sft"),
+        ("--ppo.reward-function exact_match --ppo.actor-model-name-or-path here", "here"),
+        ("--ppo.reward-function exact_match --ppo.actor-model here", "here"),
+        ("--ppo.reward-function exact_match --ppo.critic-model there", "there"),
+        ("--ppo.reward-function exact_match --ppo.actor-model here --ppo.critic-model there", "there"),
+        ("--ppo.actor-model here", "out/reward"),
     ],
 )
 def test_a_critic_without_a_reward_model_starts_as_its_actor_does(
@@ -223,11 +223,11 @@ def test_a_method_on_the_command_line_is_stronger_than_a_file(tmp_path: Path, wo
 
 def test_a_flag_of_another_method_of_stage_3_is_named_with_its_section(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["--step", "3", "--actor-model", "tiny", "--method", "kto", "--max_seq_len", "64"]
+    words = ["--step", "3", "--actor-model", "tiny", "--method", "kto", "--max-seq-len", "64"]
     with pytest.raises(InputError) as error:
-        make_plan([*words, "--rollout_batch_size", "16"], prog="python train.py")
+        make_plan([*words, "--rollout-batch-size", "16"], prog="python train.py")
     assert str(error.value) == (
-        "--rollout_batch_size: no flag of the stages that run; here it is --ppo.rollout_batch_size, of stage 3"
+        "--rollout-batch-size: no flag of the stages that run; here it is --ppo.rollout-batch-size, of stage 3"
     )
     with pytest.raises(InputError) as error:
         make_plan([*words, "--deployment-type", "foo"], prog="python train.py")

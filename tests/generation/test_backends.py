@@ -85,7 +85,7 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
     "opt with merged adapters": (lambda: with_adapters(opt()), GenerationOptions(), "fused", []),
     "opt with unmerged adapters": (
         lambda: with_adapters(opt()), GenerationOptions(merge_lora=False), "static",
-        ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)"],
+        ["fused: it takes no unmerged adapters (--merge-lora-for-generation false)"],
     ),
     "an int8 base": (
         lambda: quantised(llama()), GenerationOptions(merge_lora=False), "fused", [],
@@ -105,7 +105,7 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
     ),
     "longrope on the static backend": (
         lambda: with_adapters(family("phi-4-mini")), GenerationOptions(merge_lora=False), "eager",
-        ["fused: it takes no unmerged adapters (--merge_lora_for_generation false)",
+        ["fused: it takes no unmerged adapters (--merge-lora-for-generation false)",
          "static: rotary positions of type longrope depend on how long the sequence is"],
     ),
     "a kernel that takes no mask": (
@@ -186,8 +186,8 @@ def test_a_backend_by_name(monkeypatch, requested):
 
 # (model, backend that was asked for, complaint)
 REFUSED = {
-    "fused": (bloom, "fused", "--generation_engine fused: model type bloom is not known; use auto"),
-    "static": (bloom, "static", "--generation_engine static: bloom takes no position_ids; use auto"),
+    "fused": (bloom, "fused", "--generation-engine fused: model type bloom is not known; use auto"),
+    "static": (bloom, "static", "--generation-engine static: bloom takes no position_ids; use auto"),
 }
 
 

@@ -137,15 +137,15 @@ def test_a_quantised_base_is_sampled_as_it_is_trained(backend, folder, tmp_path,
 REFUSED = {
     "quantised weights": (
         {"generation_engine": "fused", "actor_quantization": "nf4", **LORA},
-        "--generation_engine fused: it reads no 4-bit weights",
+        "--generation-engine fused: it reads no 4-bit weights",
     ),
     "unmerged adapters": (
         {"generation_engine": "fused", "merge_lora_for_generation": "false", **LORA},
-        "--generation_engine fused: it takes no unmerged adapters",
+        "--generation-engine fused: it takes no unmerged adapters",
     ),
     "ranks that are not there": (
         {"generation_engine": "fused", "inference_tp_size": 2},
-        "--inference_tp_size 2: must divide the 1 rank",
+        "--inference-tp-size 2: must divide the 1 rank",
     ),
 }
 

@@ -56,7 +56,7 @@ def test_cached_tokens_are_those_that_fit_in_memory(free_memory, caplog):
 
 
 def test_not_even_one_slot_is_an_error_that_says_what_to_do(monkeypatch, free_memory):
-    complaint = "--max_answer_seq_len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
+    complaint = "--max-answer-seq-len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
     assert str(no_slot_fits(model_on("cuda", 20), 64)).startswith(complaint)
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 63)
     with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):

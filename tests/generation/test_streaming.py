@@ -282,7 +282,7 @@ def test_streamed_weights_that_do_not_fit_are_refused_with_the_arithmetic(free_m
         check_streamed_weights_fit(streamed_of(256, 512, 128), torch.device("cuda"))
     said = "0.25 GiB (1/4 of the layers) + 0.50 GiB (2 groups of 3 layers) + 0.12 GiB (whole on each rank) = 0.88 GiB"
     assert f"{said} of the 1.00 GiB that are free" in caplog.text
-    with pytest.raises(InputError, match="--rollout_weights: also streamed.* take 1.12 GiB .* 1.00 GiB are free"):
+    with pytest.raises(InputError, match="--rollout-weights: also streamed.* take 1.12 GiB .* 1.00 GiB are free"):
         check_streamed_weights_fit(streamed_of(512, 512, 128), torch.device("cuda"))
     check_streamed_weights_fit(streamed_of(10**6, 0, 0), torch.device("cpu"))
 
@@ -309,10 +309,10 @@ def reason(*, stage: int = 3, ranks: int = 2, size: int = 1, backend: str = "fus
 
 def test_reasons_against_streamed_weights():
     assert reason() is None
-    assert reason(stage=2) == "needs --actor_zero_stage 3"
-    assert reason(ranks=1).startswith("found 1 rank, wanted several")
-    assert reason(size=2) == "found --inference_tp_size 2, wanted 1"
-    assert reason(backend="static") == "found the static backend, wanted the fused one (--generation_engine)"
+    assert reason(stage=2) == "needs --actor-zero-stage 3"
+    assert reason(ranks=1).startswith("got 1 rank, expected several")
+    assert reason(size=2) == "got --inference-tp-size 2, expected 1"
+    assert reason(backend="static") == "got the static backend, expected the fused one (--generation-engine)"
 
 
 @pytest.mark.parametrize("weights", ["auto", "whole"])
@@ -342,9 +342,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 REFUSED = {
     "weights that are no parts": (
         (),
-        "needs --actor_zero_stage 3; else give auto",
+        "needs --actor-zero-stage 3; else give auto",
     ),
-    "one rank": (("--actor_zero_stage", 3), "found 1 rank, wanted several, which share the weights; else give auto"),
+    "one rank": (("--actor-zero-stage", 3), "got 1 rank, expected several, which share the weights; else give auto"),
 }
 
 
@@ -352,14 +352,14 @@ REFUSED = {
 def test_streamed_weights_that_cannot_be_had_are_refused(name, folder, tmp_path, capfd):
     flags, complaint = REFUSED[name]
     words = [
-        *("--actor_model_name_or_path", folder / "base", "--critic_model_name_or_path", folder / "scorer"),
-        *("--data_path", folder / "train.jsonl", "--data_split", "none", "--data_output_path", folder / "cache"),
-        *("--eval_data_path", folder / "test.jsonl", "--output_dir", tmp_path / "out", "--dtype", "fp32"),
-        *("--max_prompt_seq_len", 64, "--max_answer_seq_len", 4, "--per_device_generation_batch_size", 2),
-        *("--per_device_train_batch_size", 2, "--max_steps", 1),
-        *("--enable_tensorboard", "false", "--rollout_weights", "streamed", *flags),
+        *("--actor-model-name-or-path", folder / "base", "--critic-model-name-or-path", folder / "scorer"),
+        *("--data-path", folder / "train.jsonl", "--data-split", "none", "--data-output-path", folder / "cache"),
+        *("--eval-data-path", folder / "test.jsonl", "--output-dir", tmp_path / "out", "--dtype", "fp32"),
+        *("--max-prompt-seq-len", 64, "--max-answer-seq-len", 4, "--per-device-generation-batch-size", 2),
+        *("--per-device-train-batch-size", 2, "--max-steps", 1),
+        *("--enable-tensorboard", "false", "--rollout-weights", "streamed", *flags),
     ]
     with undone_afterwards():
         assert main([str(word) for word in words]) == 2
     actual = [line for line in error_lines(capfd.readouterr().err) if not line.startswith("generation: ")]
-    assert actual == [f"error: --rollout_weights streamed: {complaint}"]
+    assert actual == [f"error: --rollout-weights streamed: {complaint}"]

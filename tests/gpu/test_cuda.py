@@ -28,7 +28,7 @@ def run(stage: str, folder: Path, output: str, **given: object) -> list[dict]:
         "keep_checkpoints": 0,
     }
     words = [word for name, value in {**common, **given}.items() for word in (f"--{name}", str(value))]
-    ended = run_command(MODULES[stage], [*words, "--output_dir", output], folder=folder)
+    ended = run_command(MODULES[stage], [*words, "--output-dir", output], folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]
     run_dir = folder / output / "runs" / "ppo" if stage == "ppo" else folder / "runs" / output
     lines = [line for line in read_metrics(run_dir) if "step_s" in line]
@@ -79,7 +79,7 @@ def test_ppo(folder, zero_stage, dtype):
 
 
 def test_an_fp16_loss_scale_that_starts_too_high_settles(folder):
-    """Each overflow is skipped and halves the scale; that takes more steps than --max_bad_steps allows other faults."""
+    """Each overflow is skipped and halves the scale; that takes more steps than --max-bad-steps allows other faults."""
     lines = run(
         "sft",
         folder,

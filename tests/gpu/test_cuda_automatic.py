@@ -1,4 +1,4 @@
-"""A capped CUDA device: --auto_batch finds a micro-batch by trying, --auto_fit takes rungs of the ladder; both hold.
+"""A capped CUDA device: --auto-batch finds a micro-batch by trying, --auto-fit takes rungs of the ladder; both hold.
 
 Stages 1 and 3 by their launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on
 OPT-125M. Checkpointing is given, as false: a plan that knows of the cap would choose it, and nothing would be cut.
@@ -56,24 +56,24 @@ class Machine:
 
     def train(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
         """The run folder and the stderr of stage 1 with these flags."""
-        own = ["--model_name_or_path", inputs / "actor", "--data_path", inputs / "rows.jsonl",
-               "--train_on_prompt", "true", "--max_seq_len", TOKENS, "--learning_rate", "1e-6",
-               "--gradient_checkpointing", "false"]  # fmt: skip
+        own = ["--model-name-or-path", inputs / "actor", "--data-path", inputs / "rows.jsonl",
+               "--train-on-prompt", "true", "--max-seq-len", TOKENS, "--learning-rate", "1e-6",
+               "--gradient-checkpointing", "false"]  # fmt: skip
         return self.folder / "out/runs" / name, self._start(1, self.folder / "out" / name, *own, *words)
 
     def train_ppo(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
         """The run folder and the stderr of stage 3 with these flags: a rollout of RESPONSES a step."""
-        own = ["--actor_model_name_or_path", inputs / "actor", "--critic_model_name_or_path", inputs / "critic",
-               "--data_path", inputs / "prompts.jsonl", "--long_prompts", "truncate_left",
-               "--max_prompt_seq_len", 256, "--max_answer_seq_len", 256,
-               "--per_device_generation_batch_size", RESPONSES, "--old_log_probs", "trainer",
-               "--actor_gradient_checkpointing", "false", "--critic_gradient_checkpointing", "false"]  # fmt: skip
+        own = ["--actor-model-name-or-path", inputs / "actor", "--critic-model-name-or-path", inputs / "critic",
+               "--data-path", inputs / "prompts.jsonl", "--long-prompts", "truncate_left",
+               "--max-prompt-seq-len", 256, "--max-answer-seq-len", 256,
+               "--per-device-generation-batch-size", RESPONSES, "--old-log-probs", "trainer",
+               "--actor-gradient-checkpointing", "false", "--critic-gradient-checkpointing", "false"]  # fmt: skip
         return self.folder / name / "runs/ppo", self._start(3, self.folder / name, *own, *words)
 
     def _start(self, step: int, output: Path, *words: object) -> str:
-        common = ["--data_split", "none", "--eval_fraction", 0, "--data_output_path", self.folder / "cache",
-                  "--max_steps", STEPS, "--dtype", "bf16", "--keep_checkpoints", 0,
-                  "--enable_tensorboard", "false", "--output_dir", output]  # fmt: skip
+        common = ["--data-split", "none", "--eval-fraction", 0, "--data-output-path", self.folder / "cache",
+                  "--max-steps", STEPS, "--dtype", "bf16", "--keep-checkpoints", 0,
+                  "--enable-tensorboard", "false", "--output-dir", output]  # fmt: skip
         command = ["bash", ROOT / "launch/single_gpu.sh", step, *common, *words]
         variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "tests/faults/site")}
         done = subprocess.run(
@@ -101,8 +101,8 @@ def steps_of(run_dir: Path, gib: float) -> list[dict[str, Any]]:
 
 def test_the_largest_micro_batch_that_has_memory_is_found_by_trying(inputs, tmp_path, monkeypatch):
     machine = Machine(tmp_path, ROOM_GIB, monkeypatch)
-    four = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", ROWS // 4)
-    run_dir, said = machine.train(inputs, "sft", *four, "--auto_batch")
+    four = ("--per-device-train-batch-size", 4, "--gradient-accumulation-steps", ROWS // 4)
+    run_dir, said = machine.train(inputs, "sft", *four, "--auto-batch")
     tried = re.findall(r"auto_batch: micro-batch (\d+): (fits|out of memory)", said)
     assert tried == [("4", "fits"), ("12", "out of memory"), ("6", "fits")]
     assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [6] * STEPS
@@ -115,10 +115,10 @@ def test_the_largest_micro_batch_that_has_memory_is_found_by_trying(inputs, tmp_
 def test_without_the_search_the_cap_halves_the_batch(inputs, tmp_path, monkeypatch):
     """What the other tests rest on: twelve rows at once lack memory under the cap, and six do not."""
     machine = Machine(tmp_path, ROOM_GIB, monkeypatch)
-    run_dir, _ = machine.train(inputs, "sft", "--per_device_train_batch_size", ROWS)
+    run_dir, _ = machine.train(inputs, "sft", "--per-device-train-batch-size", ROWS)
     assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [6] * STEPS
     log = (run_dir / "log.txt").read_text()
-    assert log.count("done again with --per_device_train_batch_size 6 instead of 12") == 1, log
+    assert log.count("done again with --per-device-train-batch-size 6 instead of 12") == 1, log
 
 
 @pytest.mark.parametrize("gib, wanted", [(ROOM_GIB, {"per_device_train_batch_size": 6}), (LITTLE_GIB, {})])
@@ -126,7 +126,7 @@ def test_a_run_starts_with_the_changes_that_its_plan_needs_and_stays_within_it(
     inputs, tmp_path, monkeypatch, gib, wanted
 ):
     machine = Machine(tmp_path, gib, monkeypatch)
-    run_dir, said = machine.train(inputs, "sft", "--per_device_train_batch_size", ROWS, "--auto_fit")
+    run_dir, said = machine.train(inputs, "sft", "--per-device-train-batch-size", ROWS, "--auto-fit")
     chosen = yaml.safe_load((run_dir / "automatic.yaml").read_text())
     micro = chosen["per_device_train_batch_size"]
     assert chosen["gradient_accumulation_steps"] == ROWS // micro
@@ -145,8 +145,8 @@ def test_a_run_starts_with_the_changes_that_its_plan_needs_and_stays_within_it(
 
 def test_ppo_finds_the_largest_micro_batch_beside_its_four_models(inputs, tmp_path, monkeypatch):
     machine = Machine(tmp_path, PPO_GIB, monkeypatch)
-    four = ("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", RESPONSES // 4)
-    run_dir, said = machine.train_ppo(inputs, "actor", *four, "--auto_batch")
+    four = ("--per-device-train-batch-size", 4, "--gradient-accumulation-steps", RESPONSES // 4)
+    run_dir, said = machine.train_ppo(inputs, "actor", *four, "--auto-batch")
     tried = re.findall(r"auto_batch: micro-batch (\d+): (fits|out of memory)", said)
     assert tried == [("4", "fits"), ("8", "fits"), ("16", "out of memory")]
     # The KV cache may be given back for an update meanwhile: what is free of the device does not show the cap.
@@ -155,7 +155,7 @@ def test_ppo_finds_the_largest_micro_batch_beside_its_four_models(inputs, tmp_pa
 
 def test_ppo_starts_with_the_changes_that_its_plan_needs(inputs, tmp_path, monkeypatch):
     machine = Machine(tmp_path, ROOM_GIB, monkeypatch)
-    run_dir, said = machine.train_ppo(inputs, "actor", "--per_device_train_batch_size", RESPONSES, "--auto_fit")
+    run_dir, said = machine.train_ppo(inputs, "actor", "--per-device-train-batch-size", RESPONSES, "--auto-fit")
     chosen = yaml.safe_load((run_dir / "automatic.yaml").read_text())
     assert chosen == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [8] * STEPS

@@ -82,7 +82,7 @@ def test_a_run_without_flags_of_its_cut_has_those_of_the_plan_and_keeps_them(fol
     assert first.items() >= CHOSEN[stage].items() and "per_device_eval_batch_size" in first
     assert [line["micro_batch_size"] for line in lines] == [ROWS] * 2
     (said,) = re.findall(r"chosen by the plan: (.*)", log_of(stage, folder, "chosen"))
-    assert f"--per_device_train_batch_size {ROWS} " in said and said.endswith(" GiB by the plan)")
+    assert f"--per-device-train-batch-size {ROWS} " in said and said.endswith(" GiB by the plan)")
     if stage == "sft":  # as `rlhf train --check` does in between, by which its memory is known better
         keep_constants(measure(torch.device("cuda"), used_bytes()))
     run_stage(stage, folder, "chosen", **flags, max_steps=3)

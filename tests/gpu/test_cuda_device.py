@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_check_keeps_constants_that_the_plan_reads(tmp_path):
-    words = ["--model_name_or_path", "base", "--data_path", "none.jsonl", "--output_dir", "out"]
+    words = ["--model-name-or-path", "base", "--data-path", "none.jsonl", "--output-dir", "out"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHON": sys.executable}
     command = ["bash", str(ROOT / "launch/single_gpu.sh"), "--check", "1", *words]
     done = subprocess.run(

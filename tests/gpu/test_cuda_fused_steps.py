@@ -22,29 +22,29 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 ALWAYS, NEVER = 0, 2**62
 KERNELS = {"_norm_gradient", "_relu_gradient"}
-TINY = "--eval_data_path test.jsonl --data_path train.jsonl --data_split none --keep_checkpoints 0 --dtype fp32"
-SUPERVISED = "--model_name_or_path base --max_seq_len 64 --per_device_train_batch_size 8 --max_steps 4"
+TINY = "--eval-data-path test.jsonl --data-path train.jsonl --data-split none --keep-checkpoints 0 --dtype fp32"
+SUPERVISED = "--model-name-or-path base --max-seq-len 64 --per-device-train-batch-size 8 --max-steps 4"
 PPO = (
-    "--actor_model_name_or_path base --critic_model_name_or_path scorer --max_prompt_seq_len 64 "
-    "--max_answer_seq_len 16 --per_device_generation_batch_size 8 --per_device_train_batch_size 4 --max_steps 2"
+    "--actor-model-name-or-path base --critic-model-name-or-path scorer --max-prompt-seq-len 64 "
+    "--max-answer-seq-len 16 --per-device-generation-batch-size 8 --per-device-train-batch-size 4 --max-steps 2"
 )
-LORA = "--lora_dim 4 --lora_learning_rate 1e-2"
-PPO_LORA = "--actor_lora_dim 4 --critic_lora_dim 4 --actor_quantization int8 --actor_lora_learning_rate 1e-2"
+LORA = "--lora-dim 4 --lora-learning-rate 1e-2"
+PPO_LORA = "--actor-lora-dim 4 --critic-lora-dim 4 --actor-quantization int8 --actor-lora-learning-rate 1e-2"
 CASES = {
-    "sft, ZeRO 2": ("step1_sft.main", f"{SUPERVISED} --zero_stage 2"),
+    "sft, ZeRO 2": ("step1_sft.main", f"{SUPERVISED} --zero-stage 2"),
     "sft, ZeRO 3 with checkpointing": (
         "step1_sft.main",
-        f"{SUPERVISED} --zero_stage 3 --gradient_checkpointing true",
+        f"{SUPERVISED} --zero-stage 3 --gradient-checkpointing true",
     ),
-    "reward, ZeRO 0": ("step2_reward.main", f"{SUPERVISED} --zero_stage 0"),
+    "reward, ZeRO 0": ("step2_reward.main", f"{SUPERVISED} --zero-stage 0"),
     "sft, LoRA, ZeRO 2 with checkpointing": (
         "step1_sft.main",
-        f"{SUPERVISED} --zero_stage 2 --gradient_checkpointing true {LORA}",
+        f"{SUPERVISED} --zero-stage 2 --gradient-checkpointing true {LORA}",
     ),
-    "sft, LoRA, ZeRO 3": ("step1_sft.main", f"{SUPERVISED} --zero_stage 3 --zero3_gather once {LORA}"),
-    "sft, LoRA, ZeRO 3 by layer": ("step1_sft.main", f"{SUPERVISED} --zero_stage 3 --zero3_gather layers {LORA}"),
+    "sft, LoRA, ZeRO 3": ("step1_sft.main", f"{SUPERVISED} --zero-stage 3 --zero3-gather once {LORA}"),
+    "sft, LoRA, ZeRO 3 by layer": ("step1_sft.main", f"{SUPERVISED} --zero-stage 3 --zero3-gather layers {LORA}"),
     "ppo, LoRA and int8": ("step3_ppo.main", f"{PPO} {PPO_LORA}"),
-    "ppo, ZeRO 3": ("step3_ppo.main", f"{PPO} --actor_zero_stage 3 --critic_zero_stage 3"),
+    "ppo, ZeRO 3": ("step3_ppo.main", f"{PPO} --actor-zero-stage 3 --critic-zero-stage 3"),
 }
 # What hangs on the model's arithmetic alone.
 NAMES = ("loss", "grad_norm", "loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/scores")
@@ -61,7 +61,7 @@ def run(case: str, size: int, inputs: Path, folder: Path) -> tuple[list[dict[str
     folder.mkdir()
     for path in inputs.iterdir():
         (folder / path.name).symlink_to(path)
-    words = [sys.executable, "-c", RUN, str(size), module, *TINY.split(), *flags.split(), "--output_dir", "out"]
+    words = [sys.executable, "-c", RUN, str(size), module, *TINY.split(), *flags.split(), "--output-dir", "out"]
     compiled = {"TRITON_CACHE_DIR": str(folder / "kernels")}
     done = subprocess.run(
         words, cwd=folder, env=environment() | compiled, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

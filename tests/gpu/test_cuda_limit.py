@@ -1,4 +1,4 @@
-"""`--gpu_memory_gib` on a CUDA device: what is free, what torch's allocator gives out, and runs that keep to it."""
+"""`--gpu-memory-gib` on a CUDA device: what is free, what torch's allocator gives out, and runs that keep to it."""
 
 import re
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_more_than_the_limit_is_an_out_of_memory_error_that_names_the_flag(devic
     torch.cuda.empty_cache()
     with pytest.raises(torch.OutOfMemoryError) as error:
         torch.empty(2 * GIB, dtype=torch.uint8, device=device)
-    taken = r"[\d.]+ \w+ taken of [\d.]+ GiB allowed \(--gpu_memory_gib\)"
+    taken = r"[\d.]+ \w+ taken of [\d.]+ GiB allowed \(--gpu-memory-gib\)"
     others = r"(, [\d.]+ GiB used by other processes)?"  # tests beside this one
     assert re.fullmatch(
         rf"out of memory: 2\.00 GiB asked for, {taken}, [\d.]+ \wiB free of [\d.]+ GiB on the device{others}",
@@ -100,7 +100,7 @@ def test_a_run_stays_within_its_limit_and_halves_its_batch_for_it(folder: Path, 
     assert [line["micro_batch_size"] for line in whole] == [ROWS] * 3
     assert all(line["gpu_reserved_gib"] <= allowed + 0.01 for line in lines)
     assert all(line["micro_batch_size"] < ROWS for line in lines)
-    assert re.search(r"phase train: out of memory: .* allowed \(--gpu_memory_gib\), .*: done again with", log)
+    assert re.search(r"phase train: out of memory: .* allowed \(--gpu-memory-gib\), .*: done again with", log)
     free = [float(gib) for gib in re.findall(r"generation: ([\d.]+) GiB are free, for a KV cache", log)]
     assert free and max(free) <= allowed and "has no effect" not in log
 
@@ -108,9 +108,9 @@ def test_a_run_stays_within_its_limit_and_halves_its_batch_for_it(folder: Path, 
 def test_a_limit_above_the_device_ends_with_3_before_rows_are_read(folder: Path, tmp_path: Path):
     total, name = torch.cuda.mem_get_info(0)[1] / GIB, torch.cuda.get_device_name(0)
     given = f"{total + 1:.2f}"
-    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--output_dir", str(tmp_path / "out")]
-    ended = run_command("step1_sft", [*words, "--gpu_memory_gib", given], folder=folder)
-    asked = re.escape(f"--gpu_memory_gib {float(given):g}: {name} has ")
+    words = ["--model-name-or-path", "base", "--data-path", "train.jsonl", "--output-dir", str(tmp_path / "out")]
+    ended = run_command("step1_sft", [*words, "--gpu-memory-gib", given], folder=folder)
+    asked = re.escape(f"--gpu-memory-gib {float(given):g}: {name} has ")
     found = re.search(rf"error: {asked}([\d.]+) GiB; give less, or 0 for all of it\n", ended.stderr)
     assert ended.code == 3 and found and 0.9 * total < float(found[1]) <= total + 0.01, ended.stderr
     assert "rows:" not in ended.stderr

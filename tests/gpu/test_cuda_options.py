@@ -100,7 +100,7 @@ def test_chat_answers_as_transformers_does(folder, plain, capsys):
     tokenizer = AutoTokenizer.from_pretrained(folder / "plain" / "actor")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain" / "actor")
     words = ["--path", str(folder / "plain" / "actor"), "--prompt", "How is the sea?", "--temperature", "0"]
-    assert chat.main([*words, "--dtype", "fp32", "--max_new_tokens", "12"]) == 0
+    assert chat.main([*words, "--dtype", "fp32", "--max-new-tokens", "12"]) == 0
     answer = capsys.readouterr().out
     messages = [{"role": "user", "content": "How is the sea?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -128,11 +128,11 @@ def test_rows_without_their_padding_equal_padded_rows(name):
 def test_ppo_packs_its_rows(tmp_path: Path):
     folder = make_folder(tmp_path)
     words = [
-        *("--actor_model_name_or_path", "base", "--critic_model_name_or_path", "scorer", "--data_path", "train.jsonl"),
-        *("--data_split", "none", "--eval_fraction", "0", "--max_steps", "3", "--max_prompt_seq_len", "48"),
-        *("--max_answer_seq_len", "24", "--per_device_generation_batch_size", "8", "--dtype", "bf16"),
-        *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--output_dir", "out"),
-        *("--old_log_probs", "trainer"),
+        *("--actor-model-name-or-path", "base", "--critic-model-name-or-path", "scorer", "--data-path", "train.jsonl"),
+        *("--data-split", "none", "--eval-fraction", "0", "--max-steps", "3", "--max-prompt-seq-len", "48"),
+        *("--max-answer-seq-len", "24", "--per-device-generation-batch-size", "8", "--dtype", "bf16"),
+        *("--per-device-train-batch-size", "4", "--gradient-accumulation-steps", "2", "--output-dir", "out"),
+        *("--old-log-probs", "trainer"),
     ]
     ended = run_command("step3_ppo", words, folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]
@@ -146,9 +146,9 @@ def test_ppo_packs_its_rows(tmp_path: Path):
 def test_packed_training_uses_the_kernel(tmp_path: Path, recomputed: str):
     folder = make_folder(tmp_path)
     words = [
-        *("--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_steps", "4"),
-        *("--max_seq_len", "96", "--per_device_train_batch_size", "4", "--dtype", "bf16", "--packing"),
-        *("--learning_rate", "1e-3", "--gradient_checkpointing", recomputed, "--output_dir", "out"),
+        *("--model-name-or-path", "base", "--data-path", "train.jsonl", "--data-split", "none", "--max-steps", "4"),
+        *("--max-seq-len", "96", "--per-device-train-batch-size", "4", "--dtype", "bf16", "--packing"),
+        *("--learning-rate", "1e-3", "--gradient-checkpointing", recomputed, "--output-dir", "out"),
     ]
     ended = run_command("step1_sft", words, folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]

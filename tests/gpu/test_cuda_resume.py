@@ -10,7 +10,7 @@ from support.tiny_run import make_folder
 from test_kill import check, tell
 
 EXACT = "--dtype bf16 --deterministic true"
-IN_8_BITS = "--optimizer_states 8bit --critic_zero_stage 1"
+IN_8_BITS = "--optimizer-states 8bit --critic-zero-stage 1"
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def recipe(models: Path, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["int8", NF4])
 def test_a_7b_is_trained_by_ppo_within_24_gib(kind: str, models: Path, tmp_path: Path) -> None:
-    words = ["--cap_gib", CAP_GIB, "--", *flags(recipe(models, kind)), *output_words(tmp_path)]
+    words = ["--cap-gib", CAP_GIB, "--", *flags(recipe(models, kind)), *output_words(tmp_path)]
     found = json.loads(last_json(run("benchmarks.speed.watched", words)))
     lines = [line for line in read_metrics(tmp_path / "run") if "step_s" in line]
     seconds = [line["step_s"] for line in lines]

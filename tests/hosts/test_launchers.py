@@ -37,7 +37,7 @@ def test_torchrun_on_each_host(two, undisturbed):
     data = two.disk / "data"
     torchrun = ["torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 1, "--rdzv_backend", "c10d"]
     torchrun += ["--rdzv_endpoint", f"{two.hosts['node-a'].address}:29511", "-m", "step1_sft.main"]
-    torchrun += ["--model_name_or_path", data / "base"]
+    torchrun += ["--model-name-or-path", data / "base"]
     words = flags(two.disk, "torchrun/sft", "--max-steps", STEPS, "--save-steps", 10, "--num-train-epochs", 1000)
     place = words.index("--output-dir")
     words = [*words[place : words.index("--sft.max-seq-len")], "--max-seq-len", "96", "--enable-tensorboard", "false",

@@ -74,5 +74,5 @@ def test_the_check_names_the_hosts_whose_data_differ(three, disks):
     run = three.train("node-a", *one_stage(three.disk, "checked", "--check"))
     assert run.wait() == 3
     data, right = three.disk / "data", "copy it from the host that has the right one"
-    assert f"error: node-b: --data_path {data}/train.jsonl: is not what node-a has; {right}" in run.text, run.text
-    assert f"error: node-c: --eval_data_path {data}/test.jsonl: is not there, or unreadable; {right}" in run.text
+    assert f"error: node-b: --data-path {data}/train.jsonl: is not what node-a has; {right}" in run.text, run.text
+    assert f"error: node-c: --eval-data-path {data}/test.jsonl: is not there, or unreadable; {right}" in run.text

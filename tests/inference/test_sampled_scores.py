@@ -55,7 +55,7 @@ def model(bpe_folder, tmp_path, monkeypatch) -> str:
 
 def sampled(capsys: pytest.CaptureFixture, model: str, *words: object, code: int = 0) -> Any:
     """The rows of standard output and stderr."""
-    flags = ["--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32", "-n", "4"]
+    flags = ["--data", "q.jsonl", "--max-new-tokens", "8", "--dtype", "fp32", "-n", "4"]
     assert main([model, *flags, *map(str, words)]) == code, capsys.readouterr().err
     shown = capsys.readouterr()
     return [json.loads(line) for line in shown.out.splitlines()], shown.err
@@ -73,8 +73,8 @@ def raw_score(folder: str, prompt: str, answer: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_raw_scores_of_transformers_are_added_to_those_of_functions(model, capsys, batch_size):
-    rewards = ("--reward_model", "first", "second:-0.5", "--reward_function", "f.py:length:2")
-    rows, _ = sampled(capsys, model, *rewards, "--batch_size", batch_size)
+    rewards = ("--reward-model", "first", "second:-0.5", "--reward-function", "f.py:length:2")
+    rows, _ = sampled(capsys, model, *rewards, "--batch-size", batch_size)
     answers = [(row["prompt"], one) for row in rows for one in row["answers"]]
     assert [row["prompt"] for row in rows] == QUESTIONS and len(answers) == 16
     assert {one["finish_reason"] for _, one in answers} == {"end", "limit"}
@@ -87,7 +87,7 @@ def test_raw_scores_of_transformers_are_added_to_those_of_functions(model, capsy
 
 def test_the_scores_are_summed_up(model, capsys):
     """Mean, deviation over all answers, and the slope of a regression with a level of its own for each prompt."""
-    rows, shown = sampled(capsys, model, "--reward_model", "first", "--reward_function", "f.py:length", "f.py:odd")
+    rows, shown = sampled(capsys, model, "--reward-model", "first", "--reward-function", "f.py:length", "f.py:odd")
     answers = [(n, one) for n, row in enumerate(rows) for one in row["answers"]]
     for name in ("first", "length", "odd"):
         known = [(n, one) for n, one in answers if one["scores"][name] is not None]
@@ -103,8 +103,8 @@ def test_the_scores_are_summed_up(model, capsys):
 
 
 def test_pairs_are_the_best_and_the_worst_by_the_model(model, capsys):
-    rows, _ = sampled(capsys, model, "--reward_model", "first")
-    pairs, shown = sampled(capsys, model, "--reward_model", "first", "--as", "pairs")
+    rows, _ = sampled(capsys, model, "--reward-model", "first")
+    pairs, shown = sampled(capsys, model, "--reward-model", "first", "--as", "pairs")
     assert len(pairs) >= 2 and f"{len(pairs)} rows of 4 prompts written" in shown
     answers = {row["number"]: row["answers"] for row in rows}
     for pair in pairs:
@@ -114,7 +114,7 @@ def test_pairs_are_the_best_and_the_worst_by_the_model(model, capsys):
 
 
 def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, bpe_folder):
-    words = ("--reward_model", "first", "--output", "a.jsonl")
+    words = ("--reward-model", "first", "--output", "a.jsonl")
     sampled(capsys, model, *words)
     whole = Path("a.jsonl").read_text()
     Path("a.jsonl").write_text("".join(whole.splitlines(keepends=True)[:2]))
@@ -124,7 +124,7 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
         for one, twin in zip(row["answers"], other["answers"], strict=True):
             assert one["text"] == twin["text"] and one["scores"] == pytest.approx(twin["scores"], abs=1e-4)
     for changed in (("first:2",), ("second",), ()):
-        others = ("--reward_model", *changed) if changed else ()
+        others = ("--reward-model", *changed) if changed else ()
         assert "begun with reward_model " in sampled(capsys, model, *others, *words[2:], code=2)[1]
     tiny_judge(bpe_folder, Path("first"), 3)
     assert "begun with reward_model " in sampled(capsys, model, *words, code=2)[1], "other weights in the same folder"
@@ -133,16 +133,16 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--reward_model", "first:much"), "--reward_model: first:much: found the weight 'much'; a finite number is"),
-        (("--reward_model", "model"), "--reward_model: model has no reward head (LlamaForCausalLM)"),
-        (("--reward_model", "./frist"), "--reward_model: ./frist: no such folder"),
-        (("--reward_model", "first", "--reward", "f.py:first"), "--reward_model: first names two rewards"),
-        (("--reward_model", "first", "first:2"), "--reward_model: first names two rewards"),
+        (("--reward-model", "first:much"), "--reward-model: first:much: found the weight 'much'; a finite number is"),
+        (("--reward-model", "model"), "--reward-model: model has no reward head (LlamaForCausalLM)"),
+        (("--reward-model", "./frist"), "--reward-model: ./frist: no such folder"),
+        (("--reward-model", "first", "--reward", "f.py:first"), "--reward-model: first names two rewards"),
+        (("--reward-model", "first", "first:2"), "--reward-model: first names two rewards"),
         (
             ("--as", "sft"),
-            "--write_as sft: needs a --reward_function or --reward_model that tells the best of 4 answers",
+            "--write-as sft: needs a --reward-function or --reward-model that tells the best of 4 answers",
         ),
-        (("--as", "pairs"), "--write_as pairs: needs --n of at least 2, and --reward_function or --reward_model"),
+        (("--as", "pairs"), "--write-as pairs: needs --n of at least 2, and --reward-function or --reward-model"),
     ],
 )
 def test_wrong_reward_models_are_one_line_and_exit_2(model, capsys, words, message):
@@ -156,13 +156,13 @@ def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):
     torch.nn.init.constant_(broken.score.weight, 1e38)
     save(broken, bpe_folder, Path("broken"))
     assert (
-        "--reward_model: broken gives scores that are no finite"
-        in sampled(capsys, model, "--reward_model", "broken", code=2)[1]
+        "--reward-model: broken gives scores that are no finite"
+        in sampled(capsys, model, "--reward-model", "broken", code=2)[1]
     )
 
 
 def test_an_answer_that_a_stop_string_ended_is_scored_with_an_end_token(model, capsys):
-    rows, _ = sampled(capsys, model, "--reward_model", "first", "--stop_strings", *"aeiou")
+    rows, _ = sampled(capsys, model, "--reward-model", "first", "--stop-strings", *"aeiou")
     answers = [(row["prompt"], one) for row in rows for one in row["answers"]]
     assert "stop" in {one["finish_reason"] for _, one in answers}
     for prompt, one in answers:
@@ -176,7 +176,7 @@ def test_a_file_is_not_gone_on_with_where_a_column_that_rewards_read_has_changed
             "".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in ("one", "two"))
         )
 
-    words = ("--reward_function", "exact_match", "--output", "o.jsonl")
+    words = ("--reward-function", "exact_match", "--output", "o.jsonl")
     write("4")
     sampled(capsys, model, *words)
     sampled(capsys, model, *words)  # the same file again: nothing is left to do
@@ -186,8 +186,8 @@ def test_a_file_is_not_gone_on_with_where_a_column_that_rewards_read_has_changed
 
 
 def test_a_file_is_not_gone_on_with_by_another_weight_of_a_function(model, capsys):
-    sampled(capsys, model, "--reward_function", "f.py:length:2", "--output", "o.jsonl")
-    _, shown = sampled(capsys, model, "--reward_function", "f.py:length:3", "--output", "o.jsonl", code=2)
+    sampled(capsys, model, "--reward-function", "f.py:length:2", "--output", "o.jsonl")
+    _, shown = sampled(capsys, model, "--reward-function", "f.py:length:3", "--output", "o.jsonl", code=2)
     assert "o.jsonl" in shown and "reward_function" in shown
 
 

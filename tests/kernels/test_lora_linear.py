@@ -110,7 +110,7 @@ def test_views_and_stretched_gradients(calls):
 
 @pytest.mark.parametrize("wanted", ["A", "B", "bias", "x"])
 def test_each_gradient_alone(calls, wanted):
-    """A first layer's input needs none. With `--only_optimize_lora false` the base's bias is trained, by peft's way."""
+    """A first layer's input needs none. With `--only-optimize-lora false` the base's bias is trained, by peft's way."""
     layer = adapted(nn.Linear(INPUTS, OUTPUTS)).requires_grad_(False)
     x = random(5, INPUTS).requires_grad_(wanted == "x")
     parts = {"A": layer.lora_A["default"].weight, "B": layer.lora_B["default"].weight, "bias": layer.base_layer.bias}

@@ -12,8 +12,8 @@ from support.tiny_run import make_folder, read_metrics
 
 pytestmark = pytest.mark.slow
 FLAGS = (
-    "--model_name_or_path base --data_path train.jsonl --eval_data_path test.jsonl --data_split none --max_seq_len 96 "
-    "--per_device_train_batch_size 4 --dtype fp32 --max_steps 2 --enable_tensorboard false"
+    "--model-name-or-path base --data-path train.jsonl --eval-data-path test.jsonl --data-split none --max-seq-len 96 "
+    "--per-device-train-batch-size 4 --dtype fp32 --max-steps 2 --enable-tensorboard false"
 ).split()
 DEEPSPEED = "deepspeed.launcher.runner --hostfile /dev/null --num_gpus 2 --master_port PORT --module"
 TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port PORT -m"
@@ -23,7 +23,7 @@ TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port PORT -m"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data and models, and the run of a launch script."""
     folder = make_folder(tmp_path_factory.mktemp("by-hand"))
-    command = ["bash", str(ROOT / "launch/single_node.sh"), "--num_gpus", "2", "1", *FLAGS, "--output_dir", "ours/sft"]
+    command = ["bash", str(ROOT / "launch/single_node.sh"), "--num-gpus", "2", "1", *FLAGS, "--output-dir", "ours/sft"]
     subprocess.run(command, cwd=folder, env=environment(), timeout=300, check=True)
     return folder
 
@@ -39,7 +39,7 @@ def test_ranks_that_are_started_by_hand_take_the_same_steps(folder, launcher):
     """`deepspeed` adds a --local_rank to the flags. Threads that wait sleep."""
     output = launcher.partition(".")[0]
     command = [sys.executable, "-m", *launcher.replace("PORT", str(free_port())).split(), "step1_sft.main", *FLAGS]
-    words = [*command, "--output_dir", f"{output}/sft"]
+    words = [*command, "--output-dir", f"{output}/sft"]
     done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=True)
     assert done.stderr.count("GOMP_SPINCOUNT = '0'") >= 2, "on each rank; the launchers may do as they like"
     losses = [[line.get("loss") for line in read_metrics(folder / name / "runs/sft")] for name in (output, "ours")]

@@ -46,7 +46,7 @@ def unread(
         (str(ROOT / "chat.py"), "--help"),
         ("-m", "rlhf", "--help"),
         ("-m", "step1_sft.main", "--help"),
-        slow((("-m", "step1_sft.main", "--dry-run", "--model_name_or_path", "facebook/opt-125m"),)),
+        slow((("-m", "step1_sft.main", "--dry-run", "--model-name-or-path", "facebook/opt-125m"),)),
     ],
     ids=" ".join,
 )
@@ -69,8 +69,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands(folder: Path, out: Path) -> dict[str, list[str]]:
-    base, limit = str(folder / "base"), ["--max_new_tokens", "2"]
-    pairs = ["--data_path", str(folder / "train.jsonl"), "--eval_fraction", "1", "--max_seq_len", "96"]
+    base, limit = str(folder / "base"), ["--max-new-tokens", "2"]
+    pairs = ["--data-path", str(folder / "train.jsonl"), "--eval-fraction", "1", "--max-seq-len", "96"]
     return {
         "chat": [str(ROOT / "chat.py"), base, "--prompt", "Who?", *limit],
         "rlhf chat": ["-m", "rlhf", "chat", base, "--prompt", "Who?", *limit],
@@ -80,7 +80,7 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
         "dry run": [
             *(str(ROOT / "train.py"), "--step", "1", "--dry-run", "--actor-model", base, "--reward-model", base),
             *pairs[:2],
-            "--max_seq_len",
+            "--max-seq-len",
             "96",
         ],
         "rlhf --help": ["-m", "rlhf", "--help"],

@@ -36,7 +36,7 @@ def test_memory_alone_is_a_card_whose_speeds_are_not_known(text, slots):
     [
         ("MI300X", "MI300X: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"),
         ("8xMI300X", "MI300X: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"),
-        ("0GB", "wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
+        ("0GB", "expected DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_line(text, line):

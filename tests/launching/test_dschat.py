@@ -60,7 +60,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
 
 
 def test_dropout_other_than_0_is_refused():
-    with pytest.raises(InputError, match="--dropout: found '0.1'"):
+    with pytest.raises(InputError, match="--dropout: got '0.1'"):
         parse(SFTConfig, ["--dropout", "0.1"], section="sft")
     assert parse(SFTConfig, ["--dropout", "0"], section="sft").config.model.dropout == 0
 

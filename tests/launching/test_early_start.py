@@ -20,7 +20,7 @@ from pipeline.preparation.stage_job import may_start_early
 from pipeline.processes import WAITS, is_alive
 from step1_sft.config import SFTConfig
 
-TWO = ("--step", "1", *TINY, "--deployment-type", "single_node", "--num_gpus", "2")
+TWO = ("--step", "1", *TINY, "--deployment-type", "single_node", "--num-gpus", "2")
 
 
 def early_ranks(folder: Path) -> list[int]:
@@ -67,28 +67,28 @@ def test_ranks_that_wait_end_with_a_killed_train(tmp_path):
     assert started(tmp_path) == [] and not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize("flag", ["--auto_batch", "--auto_fit"])
+@pytest.mark.parametrize("flag", ["--auto-batch", "--auto-fit"])
 def test_flags_that_are_still_to_be_chosen_are_not_started_with(flag):
     for words, may in (([], True), ([flag], False)):
-        resolved = parse(SFTConfig, ["--data_path", "a.jsonl", *words], section="sft")
+        resolved = parse(SFTConfig, ["--data-path", "a.jsonl", *words], section="sft")
         assert may_start_early(parse_request("single_gpu", ["1", *words]), resolved) == may
 
 
-@pytest.mark.parametrize("words", [("single_gpu", "--enable_each_rank_log", "logs"), ("multi_node",)])
+@pytest.mark.parametrize("words", [("single_gpu", "--enable-each-rank-log", "logs"), ("multi_node",)])
 def test_ranks_of_other_hosts_or_with_files_of_their_own_are_not_started_early(words):
-    resolved = parse(SFTConfig, ["--data_path", "a.jsonl"], section="sft")
+    resolved = parse(SFTConfig, ["--data-path", "a.jsonl"], section="sft")
     assert not may_start_early(parse_request(words[0], [*words[1:], "1"]), resolved)
 
 
 def test_a_rank_without_its_word_ends_before_it_reads_a_flag(tmp_path):
-    done = run_command("step1_sft", ["--no_such_flag", "1"], folder=tmp_path, **{WAITS: "1"})  # its input is empty
+    done = run_command("step1_sft", ["--no-such-flag", "1"], folder=tmp_path, **{WAITS: "1"})  # its input is empty
     assert (done.code, done.stdout, done.stderr) == (75, "", "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["step1_sft", "step2_reward", "step3_ppo"])
 def test_a_rank_imports_all_that_it_runs_before_its_word(tmp_path, stage):
-    command = [sys.executable, "-X", "importtime", "-m", f"{stage}.main", "--output_dir", "out"]
+    command = [sys.executable, "-X", "importtime", "-m", f"{stage}.main", "--output-dir", "out"]
     variables = forks.environment() | {WAITS: "1", "DS_ACCELERATOR": "cpu"}
     with (tmp_path / "imports").open("w") as file:
         process = subprocess.Popen(command, cwd=tmp_path, env=variables, stdin=subprocess.PIPE, stderr=file)

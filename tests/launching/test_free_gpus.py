@@ -72,7 +72,7 @@ def test_free_gpus_are_taken_and_a_line_says_which(machine, held, visible, count
         ),
         ({0: "77"}, 2, 0, f"--num-gpus 2, but 1 of 2 GPUs are free, GPU 0: {USED}; wait, or give --num-gpus 1, or "),
         ({}, 0, 4, "the run had 4 ranks, but 2 of 2 GPUs are free; wait, or give --num-gpus 2, or --deployment-type"),
-        ({}, 3, 0, "--num-gpus: found 3, but 2 GPUs are visible here; give at most 2"),
+        ({}, 3, 0, "--num-gpus: got 3, but 2 GPUs are visible here; give at most 2"),
     ],
 )
 def test_too_few_free_gpus_are_one_line(machine, held, count, had, error):

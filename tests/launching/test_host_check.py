@@ -33,12 +33,12 @@ def check(tmp_path):
         "--hostfile",
         "hosts",
         "--check",
-        "--master_addr",
+        "--master-addr",
         "127.0.0.1",
         "1",
-        "--data_path",
+        "--data-path",
         "data.jsonl",
-        "--output_dir",
+        "--output-dir",
         "out/sft",
     ]
     command = ["bash", str(ROOT / "launch/multi_node.sh"), *words]
@@ -80,7 +80,7 @@ def test_ranks_that_do_not_reach_each_other_are_told_what_to_do(check):
 def said(*, torch="2.13.0", gpus=8, chosen=8, data="x"):
     return {
         "facts": {"same": {"torch": torch}, "gpus": gpus, "chosen": chosen},
-        "contents": {"--data_path a.jsonl": data},
+        "contents": {"--data-path a.jsonl": data},
     }
 
 
@@ -93,8 +93,8 @@ COPY = "copy it from the host that has the right one"
         (said(), None),
         (said(torch="2.12.0"), "torch is 2.12.0, a has 2.13.0; install the same on both"),
         (said(gpus=4), "GPU 7 is asked for, it has 4; lower its slots in the host file, or give --exclude"),
-        (said(data="y"), f"--data_path a.jsonl: is not what a has; {COPY}"),
-        (said(data=""), f"--data_path a.jsonl: is not there, or unreadable; {COPY}"),
+        (said(data="y"), f"--data-path a.jsonl: is not what a has; {COPY}"),
+        (said(data=""), f"--data-path a.jsonl: is not there, or unreadable; {COPY}"),
     ],
 )
 def test_each_difference_is_one_line_that_says_what_to_do(second, line):

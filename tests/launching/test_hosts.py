@@ -16,32 +16,32 @@ NAMELESS = "`name slots=GPUS`, with a name that begins with a letter or digit"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a slots=8\nb slot=8\n", ":2: found 'b slot=8', wanted `b slots=8`"),
-        ("a slots=8\nb slots 4\n", ":2: found 'b slots 4', wanted `b slots=4`"),
-        ("a slots=8\n\n# c\na slots=1\n", ":4: found a again, wanted one line for each host, such as `a slots=9`"),
-        ("a slots=0\n", ":1: found 'a slots=0', wanted `a slots=GPUS`"),
-        ("# nothing\n\n", ": found no host, wanted lines `name slots=GPUS`"),
-        ("slots=8\n", f":1: found 'slots=8', wanted {NAMELESS}"),
-        ("a\n", ":1: found 'a', wanted `a slots=GPUS`"),
-        ("a slots=\n", ":1: found 'a slots=', wanted `a slots=GPUS`"),
-        ("a slots=-1\n", ":1: found 'a slots=-1', wanted `a slots=GPUS`"),
-        ("a slots=two\n", ":1: found 'a slots=two', wanted `a slots=GPUS`"),
-        ("a slots=8 b slots=8\n", ":1: found 'a slots=8 b slots=8', wanted one host on each line, such as `a slots=8`"),
-        ("a slots=2.5\n", ":1: found 'a slots=2.5', wanted `a slots=GPUS`"),
-        ("a slots=\u0663\n", ":1: found 'a slots=\u0663', wanted `a slots=GPUS`"),
-        ("a slots=999999999\n", ":1: found 'a slots=999999999', wanted `a slots=GPUS`"),
-        ("a slots=2 max_slots=4\n", ":1: found 'a slots=2 max_slots=4', wanted `a slots=2`: there is no max_slots"),
+        ("a slots=8\nb slot=8\n", ":2: got 'b slot=8', expected `b slots=8`"),
+        ("a slots=8\nb slots 4\n", ":2: got 'b slots 4', expected `b slots=4`"),
+        ("a slots=8\n\n# c\na slots=1\n", ":4: got a again, expected one line for each host, such as `a slots=9`"),
+        ("a slots=0\n", ":1: got 'a slots=0', expected `a slots=GPUS`"),
+        ("# nothing\n\n", ": got no host, expected lines `name slots=GPUS`"),
+        ("slots=8\n", f":1: got 'slots=8', expected {NAMELESS}"),
+        ("a\n", ":1: got 'a', expected `a slots=GPUS`"),
+        ("a slots=\n", ":1: got 'a slots=', expected `a slots=GPUS`"),
+        ("a slots=-1\n", ":1: got 'a slots=-1', expected `a slots=GPUS`"),
+        ("a slots=two\n", ":1: got 'a slots=two', expected `a slots=GPUS`"),
+        ("a slots=8 b slots=8\n", ":1: got 'a slots=8 b slots=8', expected one host on each line, such as `a slots=8`"),
+        ("a slots=2.5\n", ":1: got 'a slots=2.5', expected `a slots=GPUS`"),
+        ("a slots=\u0663\n", ":1: got 'a slots=\u0663', expected `a slots=GPUS`"),
+        ("a slots=999999999\n", ":1: got 'a slots=999999999', expected `a slots=GPUS`"),
+        ("a slots=2 max_slots=4\n", ":1: got 'a slots=2 max_slots=4', expected `a slots=2`: there is no max_slots"),
         (
             "2001:db8::1 slots=8\n",
-            ":1: found '2001:db8::1 slots=8', wanted a name or an IPv4 address: DeepSpeed takes no address of IPv6",
+            ":1: got '2001:db8::1 slots=8', expected a name or an IPv4 address: DeepSpeed takes no address of IPv6",
         ),
-        ("a:8\n", ":1: found 'a:8', wanted `a slots=8`"),
-        ("b slots=1\nnode-1.x,slots=8\n", ":2: found 'node-1.x,slots=8', wanted `node-1.x slots=8`"),
-        ("\x00 slots=8", f":1: found '\\x00 slots=8', wanted {NAMELESS}"),
-        ("-oProxyCommand=x slots=8\n", f":1: found '-oProxyCommand=x slots=8', wanted {NAMELESS}"),
-        ("$(touch-X) slots=8\n", f":1: found '$(touch-X) slots=8', wanted {NAMELESS}"),
-        (None, ": cannot read it: No such file or directory; wanted lines `name slots=GPUS`"),
-        (b"\xff\xfe", ": cannot read it: not text; wanted lines `name slots=GPUS`"),
+        ("a:8\n", ":1: got 'a:8', expected `a slots=8`"),
+        ("b slots=1\nnode-1.x,slots=8\n", ":2: got 'node-1.x,slots=8', expected `node-1.x slots=8`"),
+        ("\x00 slots=8", f":1: got '\\x00 slots=8', expected {NAMELESS}"),
+        ("-oProxyCommand=x slots=8\n", f":1: got '-oProxyCommand=x slots=8', expected {NAMELESS}"),
+        ("$(touch-X) slots=8\n", f":1: got '$(touch-X) slots=8', expected {NAMELESS}"),
+        (None, ": cannot read it: No such file or directory; expected lines `name slots=GPUS`"),
+        (b"\xff\xfe", ": cannot read it: not text; expected lines `name slots=GPUS`"),
     ],
 )
 def test_wrong_hostfile(tmp_path, text, message):
@@ -92,12 +92,12 @@ def test_hosts_are_chosen_as_deepspeeds_launcher_does(choice, count):
             "worker-2: unknown host; did you mean worker-1?; there are worker-0, worker-1",
         ),
         ("-e worker-1:7,8", "--exclude: worker-1:8: no such GPU; worker-1 has 0 to 7"),
-        ("--include worker-1:x", "--include: worker-1:x: found 'x', wanted numbers of GPUs such as worker-1:0,1"),
+        ("--include worker-1:x", "--include: worker-1:x: got 'x', expected numbers of GPUs such as worker-1:0,1"),
         ("--exclude worker-0@worker-1", "--exclude: worker-0@worker-1: leaves no GPU"),
-        ("--num_gpus 9", "--num_gpus: found 9, but worker-0 has slots=8; give at most 8"),
-        ("--num_nodes 3", "--num_nodes: found 3, but there are 2 hosts: worker-0, worker-1"),
-        ("--num_nodes x", "--num_nodes: found 'x', wanted a number from 1 on"),
-        ("--num_gpus 1 -i worker-0", "give --include, --exclude, or the numbers"),
+        ("--num-gpus 9", "--num-gpus: got 9, but worker-0 has slots=8; give at most 8"),
+        ("--num-nodes 3", "--num-nodes: got 3, but there are 2 hosts: worker-0, worker-1"),
+        ("--num-nodes x", "--num-nodes: got 'x', expected a number from 1 on"),
+        ("--num-gpus 1 -i worker-0", "give --include, --exclude, or the numbers"),
     ],
 )
 def test_wrong_choices_of_hosts(words, message):
@@ -114,7 +114,7 @@ def test_the_launch_script_refuses_wrong_hosts_before_anything_starts(tmp_path):
         env=stub_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and not (tmp_path / "log.jsonl").exists()
-    assert done.stderr.startswith("error: --hostfile: hosts:2: found a again") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --hostfile: hosts:2: got a again") and done.stderr.count("\n") == 1
 
 
 def test_the_dry_run_names_unknown_hosts_of_a_host_file(tmp_path):
@@ -135,7 +135,7 @@ def test_hosts_that_are_described_need_no_host_file(tmp_path, file):
     done = train(tmp_path, *words, *(("--hostfile", file) if file else ("--include", "worker-0")))
     assert done.returncode == 0, done.stderr
     command = " ".join(done.stdout.replace("\\\n", "").split())
-    assert f"/multi_node.sh --hostfile {file or 'HOSTFILE'} --num_gpus 8 1 --preset " in command
+    assert f"/multi_node.sh --hostfile {file or 'HOSTFILE'} --num-gpus 8 1 --preset " in command
     note = "note: HOSTFILE stands for a file of 2 lines `name slots=8`\n"
     replaced = "" if file else "note: --include worker-0 does not go with --target 2x8xA100-40GB: planned without it\n"
     assert (replaced + note in done.stdout) == (not file)
@@ -168,4 +168,4 @@ def test_without_ssh_each_host_is_started_by_itself(tmp_path):
     common = {"WORLD_SIZE": "4", "MASTER_PORT": "29500"}
     assert sorted(ranks, key=str) == [{"RANK": str(2 + place), "LOCAL_RANK": str(place), **common} for place in (0, 1)]
     wrong = train(tmp_path, *words, "--node-rank", "2").stderr
-    assert wrong == "error: --node_rank: found 2, wanted 0 to 1, the place of this host in hosts\n"
+    assert wrong == "error: --node-rank: got 2, expected 0 to 1, the place of this host in hosts\n"

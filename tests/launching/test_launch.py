@@ -22,7 +22,7 @@ from rlhf.train_plan import make_plan, ranks_of
 
 MODULES = {"1": "step1_sft.main", "2": "step2_reward.main", "3": "step3_ppo.main", "dpo": "step3_dpo.main"}
 STAGE_PACKAGES = [module.partition(".")[0] for module in MODULES.values()]
-HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data_output_path=x y"]
+HARD_WORDS = ["a b", 'say "yes"', "it's", "$HOME `id` \\", "", "*", "a;b", "--data-output-path=x y"]
 
 no_real_gpu = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
 
@@ -67,8 +67,8 @@ def test_single_node_takes_all_gpus(tmp_path):
 
 
 def test_launcher_flags_come_before_the_step(tmp_path):
-    flags = ("--num_gpus", "2", "--master_port=1234", "--module", "--no_python", "-q", "--log_level", "debug")
-    flags += ("--save_pid", "--enable_each_rank_log", "logs")
+    flags = ("--num-gpus", "2", "--master-port=1234", "--module", "--no-python", "-q", "--log-level", "debug")
+    flags += ("--save-pid", "--enable-each-rank-log", "logs")
     ranks = launch(tmp_path, "single_node", *flags, "3", "--seed", "3")
     assert [(rank["argv"], rank["pid_file"]) for rank in ranks] == [([MODULES["3"], "--seed", "3"], True)] * 2
     assert [variables(rank, "MASTER_PORT") for rank in ranks] == [["1234"]] * 2
@@ -78,11 +78,11 @@ def test_launcher_flags_come_before_the_step(tmp_path):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 def test_each_rank_is_bound_to_cores_of_its_own(tmp_path):
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    flags = ("--num_gpus", "2", "--bind_cores_to_rank", "--bind_core_list")
+    flags = ("--num-gpus", "2", "--bind-cores-to-rank", "--bind-core-list")
     ranks = launch(tmp_path, "single_node", *flags, f"{first},{second}", "1", DS_ACCELERATOR="cpu")
     assert [(rank["cores"], *variables(rank, "OMP_NUM_THREADS")) for rank in ranks] == [([first], "1"), ([second], "1")]
     wrong = run_script(tmp_path / "wrong", *flags, "4000-4001", "1", DS_ACCELERATOR="cpu")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --bind_core_list: no core 4000; this process has ")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --bind-core-list: no core 4000; this process has ")
 
 
 def run_script(folder: Path, *words: str, deployment: str = "single_node", **more: str) -> Any:
@@ -95,9 +95,9 @@ def run_script(folder: Path, *words: str, deployment: str = "single_node", **mor
 
 
 def test_the_file_of_the_supervisors_process_id():
-    """--save_pid writes what DeepSpeed's launcher writes."""
+    """--save-pid writes what DeepSpeed's launcher writes."""
     file = Path(f"/tmp/{os.getpid()}.deepspeed")
-    with pid_file(parse_request("single_gpu", ["--save_pid", "1"])):
+    with pid_file(parse_request("single_gpu", ["--save-pid", "1"])):
         assert file.read_text() == str(os.getpid())
     assert not file.exists()
 
@@ -117,9 +117,9 @@ def test_words_and_variables_reach_every_host(tmp_path, launcher):
         write_program(tmp_path / "bin" / name, text)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=a b\n")
-    words = ["--data_path", *HARD_WORDS]
-    flags = ["--launcher", launcher, "--hostfile", "hosts", "--master_addr", "here", "--exclude", "a:1"]
-    flags += ["--enable_each_rank_log", str(tmp_path / "logs")]
+    words = ["--data-path", *HARD_WORDS]
+    flags = ["--launcher", launcher, "--hostfile", "hosts", "--master-addr", "here", "--exclude", "a:1"]
+    flags += ["--enable-each-rank-log", str(tmp_path / "logs")]
     done = run_script(tmp_path, *flags, "1", *words, deployment="multi_node", NCCL_DEBUG="INFO", HOME=str(tmp_path))
     assert done.returncode == 1 and "before it had started" in done.stderr, "the stub's ranks say nothing"
     ranks = sorted(notes(tmp_path), key=lambda note: note["environment"]["RANK"])
@@ -152,7 +152,7 @@ def test_a_host_that_cannot_be_reached_is_one_line(tmp_path, launcher, program, 
     if program:
         write_program(tmp_path / "path" / launcher, f"#!{shutil.which('bash')}\n{program}\n")
     (tmp_path / "hosts").write_text("far slots=1\n")
-    words = ("--launcher", launcher, "--hostfile", "hosts", "1", "--output_dir", "out")
+    words = ("--launcher", launcher, "--hostfile", "hosts", "1", "--output-dir", "out")
     path = {"PATH": str(tmp_path / "path"), "PYTHON": sys.executable}
     done = run_script(tmp_path, *words, deployment="multi_node", **path)
     assert (done.returncode, done.stderr) == (3, f"error: far: {reason}\n") and notes(tmp_path) == []
@@ -160,18 +160,18 @@ def test_a_host_that_cannot_be_reached_is_one_line(tmp_path, launcher, program, 
 
 @pytest.mark.parametrize("deployment", ["single_gpu", "single_node"])
 def test_words_survive(tmp_path, deployment):
-    given = ["--column_map", "two\nlines", "--data_path", *HARD_WORDS]
+    given = ["--column-map", "two\nlines", "--data-path", *HARD_WORDS]
     assert launch(tmp_path, deployment, "1", *given, gpus=1)[0]["argv"] == [MODULES["1"], *given]
 
 
 def test_visible_devices_are_kept(tmp_path):
     (one,) = launch(tmp_path / "one", "single_gpu", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
-    two = launch(tmp_path / "two", "single_node", "--num_gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
+    two = launch(tmp_path / "two", "single_node", "--num-gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
     assert variables(one, "CUDA_VISIBLE_DEVICES") == ["3"]
     assert [variables(rank, "CUDA_VISIBLE_DEVICES") for rank in two] == [["3,5"]] * 2
-    lacking = run_script(tmp_path / "three", "--num_gpus", "3", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
+    lacking = run_script(tmp_path / "three", "--num-gpus", "3", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
     assert (lacking.returncode, lacking.stderr) == (
-        3, "error: --num-gpus: found 3, but 2 GPUs are visible here; give at most 2\n",
+        3, "error: --num-gpus: got 3, but 2 GPUs are visible here; give at most 2\n",
     )  # fmt: skip
 
 
@@ -196,14 +196,14 @@ def test_environment(tmp_path):
 
 
 def test_the_cpu_is_taken_where_it_is_asked_for(tmp_path):
-    two = ("single_node", "--num_gpus", "2", "1")
+    two = ("single_node", "--num-gpus", "2", "1")
     ranks = launch(tmp_path, *two, gpus=4, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="3")
     assert [variables(rank, "CUDA_VISIBLE_DEVICES", "WORLD_SIZE") for rank in ranks] == [[None, "2"]] * 2
 
 
 @no_real_gpu
 def test_environment_without_gpu(tmp_path):
-    ranks = launch(tmp_path / "two", "single_node", "--num_gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")
+    ranks = launch(tmp_path / "two", "single_node", "--num-gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in ranks:
         assert variables(rank, "DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") == ["cpu", threads, None]
@@ -213,7 +213,7 @@ def test_environment_without_gpu(tmp_path):
 
 RANKS = [
     (0, "single_node", (), 1),
-    (0, "single_node", ("--num_gpus", "2"), 2),
+    (0, "single_node", ("--num-gpus", "2"), 2),
     (2, "single_node", (), 2),
     (2, "single_gpu", (), 1),
     (4, "single_node", ("--exclude", "localhost:1"), 3),
@@ -246,9 +246,9 @@ def test_works_from_a_folder_with_spaces(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("4",), "STAGE: found '4', wanted 1, 2 or 3"),
-        (("--num_gpus", "1"), "STAGE: found none, wanted 1, 2 or 3"),
-        (("--launcher", "pdhs", "1"), "--launcher: found 'pdhs', wanted ssh, srun, pdsh or none"),
+        (("4",), "STAGE: got '4', expected 1, 2 or 3"),
+        (("--num-gpus", "1"), "STAGE: got none, expected 1, 2 or 3"),
+        (("--launcher", "pdhs", "1"), "--launcher: got 'pdhs', expected ssh, srun, pdsh or none"),
     ],
 )
 def test_wrong_words_of_the_launcher_end_in_its_usage(tmp_path, words, message):
@@ -258,13 +258,13 @@ def test_wrong_words_of_the_launcher_end_in_its_usage(tmp_path, words, message):
 
 def test_help_starts_nothing(tmp_path):
     done = run_script(tmp_path, "2", "--help-all")
-    assert done.returncode == 0 and "--centering_coef" in done.stdout and not notes(tmp_path)
+    assert done.returncode == 0 and "--centering-coef" in done.stdout and not notes(tmp_path)
 
 
 def test_wrong_flags_are_refused_before_anything_starts(tmp_path):
-    done = run_script(tmp_path, "1", "--learning_rat", "1", gpus=1)
+    done = run_script(tmp_path, "1", "--learning-rat", "1", gpus=1)
     assert done.returncode == 2 and not notes(tmp_path)
-    assert done.stderr == "error: --learning_rat: unknown flag; did you mean --learning_rate?\n"
+    assert done.stderr == "error: --learning-rat: unknown flag; did you mean --learning-rate?\n"
 
 
 def test_a_taken_port_is_found_at_once(tmp_path):
@@ -273,7 +273,7 @@ def test_a_taken_port_is_found_at_once(tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         started = time.monotonic()
-        done = run_script(tmp_path, "--master_port", port, "1", gpus=1)
+        done = run_script(tmp_path, "--master-port", port, "1", gpus=1)
     assert done.returncode == 3 and f"--master-port: {port}: Address already in use" in done.stderr
     assert not notes(tmp_path) and time.monotonic() - started < 3.0
 
@@ -284,7 +284,7 @@ def test_the_list_of_stages_says_what_each_is():
     assert [stage.section for stage in stages_of_method("ipo").values()] == ["sft", "reward", "dpo"]
     assert stages_of_method("kto") == stages_of_method("dpo")
     assert [stage.section for stage in stages_of_method("ppo").values()] == ["sft", "reward", "ppo"]
-    with pytest.raises(InputError, match="os: not a stage; wanted one of sft, reward, ppo, dpo"):
+    with pytest.raises(InputError, match="os: not a stage; expected one of sft, reward, ppo, dpo"):
         stage_of("os")
-    with pytest.raises(InputError, match="--method: found 'orpo', wanted one of ppo"):
+    with pytest.raises(InputError, match="--method: got 'orpo', expected one of ppo"):
         stages_of_method("orpo")

@@ -98,11 +98,11 @@ def test_finished_steps_are_skipped(finished):
     assert again.returncode == 0 and "stage 1: finished already (output/sft)" in again.stdout
     assert len(started(finished)) == 1
     assert f"\n{again.stdout.splitlines()[0]}\n" in f"\n{train(finished, *TINY, '--step', '1', '--dry-run').stdout}"
-    elsewhere = train(finished, *TINY, "--step", "1", "--sft.learning_rate", "1", "--target", "1xH100")
+    elsewhere = train(finished, *TINY, "--step", "1", "--sft.learning-rate", "1", "--target", "1xH100")
     assert elsewhere.returncode == 0 and "\n$ bash" in elsewhere.stdout, "a plan for another machine is not of this run"
-    train(finished, *TINY, "--step", "1", "--sft.max_steps", "10", "--sft.print_steps", "3", STUB_OUTCOMES="0")
+    train(finished, *TINY, "--step", "1", "--sft.max-steps", "10", "--sft.print-steps", "3", STUB_OUTCOMES="0")
     assert len(started(finished)) == 1, "the stub's run had 10 steps"
-    train(finished, *TINY, "--step", "1", "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    train(finished, *TINY, "--step", "1", "--sft.max-steps", "11", STUB_OUTCOMES="0")
     assert len(started(finished)) == 2, "more steps extend the run"
     train(finished, *TINY, "--step", "1", "--overwrite", STUB_OUTCOMES="0")
     assert len(started(finished)) == 3
@@ -110,25 +110,25 @@ def test_finished_steps_are_skipped(finished):
 
 def test_a_finished_step_of_other_settings_or_data_is_refused_before_any_step_starts(finished):
     (finished / "output/demo/data/train.jsonl").write_text('{"prompt": "x", "chosen": "y", "rejected": "z"}\n')
-    done = train(finished, *TINY, "--sft.learning_rate", "0.5", "--step", "2", "1", STUB_OUTCOMES="0")
+    done = train(finished, *TINY, "--sft.learning-rate", "0.5", "--step", "2", "1", STUB_OUTCOMES="0")
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(started(finished)) == 1
-    assert lines[0].startswith("error: --sft.learning_rate: found 0.5, the finished run has ")
-    assert lines[1].startswith("error: --sft.data_path: the content of output/demo/data is not what the finished run")
-    assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; another --output_dir")
+    assert lines[0].startswith("error: --sft.learning-rate: got 0.5, the finished run has ")
+    assert lines[1].startswith("error: --sft.data-path: the content of output/demo/data is not what the finished run")
+    assert lines[2].startswith("error: sft: output/runs/sft: another run is finished here; another --output-dir")
     assert train(finished, *TINY, "--step", "1", "--dry-run").returncode == 2, "the dry run finds the same"
 
 
 def test_what_a_later_step_contradicts_refuses_none_that_runs(tmp_path, monkeypatch):
     """Names and values of its flags are checked all the same."""
     monkeypatch.chdir(tmp_path)
-    batches = ("--per-device-train-batch-size", "4", "--ppo.per_device_generation_batch_size", "3")
+    batches = ("--per-device-train-batch-size", "4", "--ppo.per-device-generation-batch-size", "3")
     (first,) = make_plan([*TINY, "--step", "1", *batches], prog="train.py").chosen
     assert first.resolved.config.optimizer.per_device_train_batch_size == 4
     for words, line in (
-        (("--step", "1", "3"), "--ppo.per_device_generation_batch_size: a rollout has 3 rows"),
-        (("--step", "1", "--ppo.kl_coef=-1"), "--ppo.kl_coef: found '-1'"),
-        (("--step", "1", "--ppo.kl_coeff=1"), "--ppo.kl_coeff: unknown flag"),
+        (("--step", "1", "3"), "--ppo.per-device-generation-batch-size: a rollout has 3 rows"),
+        (("--step", "1", "--ppo.kl-coef=-1"), "--ppo.kl-coef: got '-1'"),
+        (("--step", "1", "--ppo.kl-coeff=1"), "--ppo.kl-coeff: unknown flag"),
     ):
         with pytest.raises(InputError) as refused:
             make_plan([*TINY, *words, *batches], prog="train.py")
@@ -143,20 +143,20 @@ def test_a_later_step_of_other_settings_is_refused_before_an_earlier_one_starts(
     done = json.loads((finished / "output/runs/reward/done.json").read_text())
     (folder / "state.json").write_text(json.dumps({"settings": done["settings"], "sizes": done["sizes"]}))
     write_manifest(folder, 10, {"state.json": manifest_entry(folder / "state.json")})
-    words = ("--step", "1", "2", "--overwrite", "--reward.overwrite", "false", "--reward.learning_rate", "0.5")
-    for more in (("--reward.max_steps", "20"), ("--reward.max_steps", "20", "--dry-run")):
+    words = ("--step", "1", "2", "--overwrite", "--reward.overwrite", "false", "--reward.learning-rate", "0.5")
+    for more in (("--reward.max-steps", "20"), ("--reward.max-steps", "20", "--dry-run")):
         refused = train(finished, *TINY, *words, *more, STUB_OUTCOMES="0")
         assert refused.returncode == 2 and len(started(finished)) == 2, refused.stderr
-        assert refused.stderr.startswith("error: --reward.learning_rate: found 0.5, the checkpoint has ")
+        assert refused.stderr.startswith("error: --reward.learning-rate: got 0.5, the checkpoint has ")
         assert "error: reward: output/runs/reward/checkpoints/step-10: resume with the same flags" in refused.stderr
 
 
 def test_a_finished_step_whose_start_model_is_to_be_made_again_is_refused(finished):
     assert train(finished, *TINY, "--step", "2", "3", STUB_OUTCOMES="0").returncode == 0
-    again = train(finished, *TINY, "--sft.max_steps", "11", STUB_OUTCOMES="0")
+    again = train(finished, *TINY, "--sft.max-steps", "11", STUB_OUTCOMES="0")
     assert again.returncode == 2 and len(started(finished)) == 3
-    assert "error: --ppo.actor_model_name_or_path: stage 1 makes output/sft anew, and this stage is" in again.stderr
-    again = train(finished, *TINY, "--sft.max_steps", "11", "--ppo.overwrite", STUB_OUTCOMES="0")
+    assert "error: --ppo.actor-model-name-or-path: stage 1 makes output/sft anew, and this stage is" in again.stderr
+    again = train(finished, *TINY, "--sft.max-steps", "11", "--ppo.overwrite", STUB_OUTCOMES="0")
     assert again.returncode == 0 and len(started(finished)) == 5
 
 
@@ -210,7 +210,7 @@ def test_restarts(tmp_path, outcomes, starts):
 
 def test_no_restart_without_the_flag_or_after_success(tmp_path):
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="1").returncode == 1
-    assert train(tmp_path, *TINY, "--step", "1", "--max_restarts", "5", STUB_OUTCOMES="0").returncode == 0
+    assert train(tmp_path, *TINY, "--step", "1", "--max-restarts", "5", STUB_OUTCOMES="0").returncode == 0
     assert len(started(tmp_path)) == 2
 
 

@@ -8,13 +8,13 @@ import pytest
 from pipeline.errors import InputError
 from pipeline.launching.request import LaunchRequest, parse_request
 
-HARD_WORDS = ("--a", "two\nlines", 'say "yes"', "$HOME `id` \\", "", "*", "--data_output_path=x y", "--", "-ex", "-1")
+HARD_WORDS = ("--a", "two\nlines", 'say "yes"', "$HOME `id` \\", "", "*", "--data-output-path=x y", "--", "-ex", "-1")
 
 
 def test_the_flags_of_deepspeeds_launcher_are_read_as_one_object():
-    words = "--hostfile h -e a:1 --num_nodes 2 --num_gpus=3 --master_addr x --master_port 0 --ssh_port 22 --save_pid"
-    words += " --venv_script v --enable_each_rank_log l --bind_cores_to_rank --bind_core_list 0-1 --autotuning run"
-    idle = "--module --no_python --no_local_rank --no_ssh_check --force_multi -q --log_level info --check"
+    words = "--hostfile h -e a:1 --num-nodes 2 --num-gpus=3 --master-addr x --master-port 0 --ssh-port 22 --save-pid"
+    words += " --venv-script v --enable-each-rank-log l --bind-cores-to-rank --bind-core-list 0-1 --autotuning run"
+    idle = "--module --no-python --no_local_rank --no-ssh-check --force-multi -q --log-level info --check"
     assert parse_request("multi_node", [*words.split(), *idle.split(), "sft", *HARD_WORDS]) == LaunchRequest(
         deployment="multi_node", hostfile="h", exclude="a:1", num_nodes=2, num_gpus=3, master_addr="x", ssh_port=22,
         save_pid=True, venv_script="v", enable_each_rank_log="l", bind_cores_to_rank=True, bind_core_list="0-1",
@@ -23,7 +23,7 @@ def test_the_flags_of_deepspeeds_launcher_are_read_as_one_object():
 
 
 def test_the_way_to_other_hosts():
-    ways = (("--launcher=SRUN", "srun"), ("--launcher pdsh", "pdsh"), ("--no_ssh --node_rank 1", "none"), ("", "ssh"))
+    ways = (("--launcher=SRUN", "srun"), ("--launcher pdsh", "pdsh"), ("--no-ssh --node-rank 1", "none"), ("", "ssh"))
     for words, launcher in ways:
         request = parse_request("multi_node", [*words.split(), "1"])
         assert request.launcher == launcher and request.has_agents == (launcher != "none")
@@ -31,34 +31,34 @@ def test_the_way_to_other_hosts():
 
 
 def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
-    words = "--num_gpus 2 --launcher pdsh --include a:1 --num_accelerators=3 --no_ssh -i b:2 --check --check 1 --seed 1"
+    words = "--num-gpus 2 --launcher pdsh --include a:1 --num-accelerators=3 --no-ssh -i b:2 --check --check 1 --seed 1"
     request = parse_request("multi_node", words.split())
     assert (request.num_gpus, request.launcher, request.include, request.check) == (3, "none", "b:2", True)
     assert capsys.readouterr().err.splitlines() == [
         f"note: {flag}: given more than once; the last replaces {value}"
-        for flag, value in (("--num_gpus", 2), ("--launcher", "pdsh"), ("--include", "a:1"))
+        for flag, value in (("--num-gpus", 2), ("--launcher", "pdsh"), ("--include", "a:1"))
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--num_gpus", "--num_gpus: found no value"),
-        ("--num_gpus 0 1", "--num_gpus: found '0', wanted a number from 1 on"),
-        ("--num_nodes x 1", "--num_nodes: found 'x', wanted a number from 1 on"),
-        ("--ssh_port x 1", "--ssh_port: found 'x', wanted 0 to 65535"),
-        ("--node_rank x 1", "--node_rank: found 'x', wanted a number from 0 on"),
-        ("--launcher pdhs 1", "--launcher: found 'pdhs', wanted ssh, srun, pdsh or none"),
-        ("--master_port abc 1", "--master_port: found 'abc', wanted 0 to 65535"),
-        ("--master_port 65536 1", "--master_port: found '65536', wanted 0 to 65535"),
-        ("1 --seed 1 --num_gpus 2", "--num_gpus: found behind STAGE, wanted before it with the other flags of the"),
+        ("--num-gpus", "--num-gpus: got no value"),
+        ("--num-gpus 0 1", "--num-gpus: got '0', expected a number from 1 on"),
+        ("--num-nodes x 1", "--num-nodes: got 'x', expected a number from 1 on"),
+        ("--ssh-port x 1", "--ssh-port: got 'x', expected 0 to 65535"),
+        ("--node-rank x 1", "--node-rank: got 'x', expected a number from 0 on"),
+        ("--launcher pdhs 1", "--launcher: got 'pdhs', expected ssh, srun, pdsh or none"),
+        ("--master-port abc 1", "--master-port: got 'abc', expected 0 to 65535"),
+        ("--master-port 65536 1", "--master-port: got '65536', expected 0 to 65535"),
+        ("1 --seed 1 --num-gpus 2", "--num-gpus: found behind STAGE, expected before it with the other flags of the"),
         ("1 --include=a:0", "--include=a:0: found behind STAGE"),
-        ("--zero_stage 2 1", "--zero_stage: not a flag of the launcher; those of the stage follow STAGE"),
-        ("--num_gpu 2 1", "--num_gpu: not a flag of the launcher"),
-        ("--autotuning tume 1", "--autotuning: found 'tume', wanted tune or run"),
-        ("--launcher_args -x 1", "--launcher_args: found no value"),
+        ("--zero-stage 2 1", "--zero-stage: not a flag of the launcher; those of the stage follow STAGE"),
+        ("--num-gpu 2 1", "--num-gpu: not a flag of the launcher"),
+        ("--autotuning tume 1", "--autotuning: got 'tume', expected tune or run"),
+        ("--launcher-args -x 1", "--launcher-args: got no value"),
         (
-            "--launcher_args x 1",
+            "--launcher-args x 1",
             "--launcher-args: by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
         ),
     ],

@@ -17,16 +17,16 @@ import os
 print("torch:", os.environ.get("OMP_WAIT_POLICY"), flush=True)
 os._exit(0)
 """
-STAGE = "--data_path train.jsonl --output_dir out"
+STAGE = "--data-path train.jsonl --output-dir out"
 PROGRAMS = {
     "step1_sft.main": STAGE,
     "step2_reward.main": STAGE,
     "step3_ppo.main": STAGE,
     "step3_dpo.main": STAGE,
-    "step2_reward.eval": "model --data_path train.jsonl",
+    "step2_reward.eval": "model --data-path train.jsonl",
     "rlhf chat": "model",
     "rlhf compare": "model other",
-    "rlhf sample": "--model model --data_path train.jsonl --output out",
+    "rlhf sample": "--model model --data-path train.jsonl --output out",
 }
 
 

@@ -14,7 +14,7 @@ from pipeline.launching.request import parse_request
 from rlhf.train_plan import make_plan
 
 PRESETS = ROOT / "launch" / "presets"
-SHARED, WHOLE = ("--data_split", "2,4,4"), ("--data_split", "none")
+SHARED, WHOLE = ("--data-split", "2,4,4"), ("--data-split", "none")
 
 
 # --- commands and chaining ------------------------------------------------------------------------------------------
@@ -24,11 +24,11 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
     assert started(tmp_path) == [
-        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output_dir", "my out/sft", *SHARED],
-        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output_dir", "my out/reward", *SHARED],
+        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output-dir", "my out/sft", *SHARED],
+        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output-dir", "my out/reward", *SHARED],
         ["step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
-         "--actor_model_name_or_path", "my out/sft", "--critic_model_name_or_path", "my out/reward",
-         "--output_dir", "my out", *SHARED],
+         "--actor-model-name-or-path", "my out/sft", "--critic-model-name-or-path", "my out/reward",
+         "--output-dir", "my out", *SHARED],
     ]  # fmt: skip
     assert done.stdout.splitlines()[-1] == "next: python chat.py 'my out/actor'"
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
@@ -44,25 +44,25 @@ def test_a_reward_model_is_followed_by_the_same_command_for_the_next_stage(tmp_p
 def test_flags_reach_their_step(tmp_path):
     common = ("--resume", "never", "--overwrite", "--debug")
     done = train(
-        tmp_path, *TINY, "--deployment-type", "single_node", "--num_gpus", "2", "--actor-zero-stage", "2",
-        "--reward_zero_stage=1", *common, "--sft.data_path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
-        "--reward.column_map", "two\nlines", gpus=3, STUB_OUTCOMES="0",
+        tmp_path, *TINY, "--deployment-type", "single_node", "--num-gpus", "2", "--actor-zero-stage", "2",
+        "--reward-zero-stage=1", *common, "--sft.data-path", "a b.jsonl", "c'd", "--ppo.kl-coef=0.2",
+        "--reward.column-map", "two\nlines", gpus=3, STUB_OUTCOMES="0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sft, reward, ppo = started(tmp_path)
     assert {note["environment"]["WORLD_SIZE"] for note in notes(tmp_path)} == {"2"}
-    assert sft[sft.index("--zero_stage") :] == ["--zero_stage", "2", *common, "--data_path", "a b.jsonl", "c'd", *WHOLE]
-    assert reward[reward.index("--zero_stage") :] == [
-        "--zero_stage",
+    assert sft[sft.index("--zero-stage") :] == ["--zero-stage", "2", *common, "--data-path", "a b.jsonl", "c'd", *WHOLE]
+    assert reward[reward.index("--zero-stage") :] == [
+        "--zero-stage",
         "1",
         *common,
-        "--column_map",
+        "--column-map",
         "two\nlines",
-        "--data_split",
+        "--data-split",
         "0,4,4",
     ]
-    assert ppo[ppo.index("--actor_zero_stage") :] == [
-        "--actor_zero_stage", "2", "--critic_zero_stage", "1", *common, "--kl-coef=0.2", "--data_split", "0,4,4"
+    assert ppo[ppo.index("--actor-zero-stage") :] == [
+        "--actor-zero-stage", "2", "--critic-zero-stage", "1", *common, "--kl-coef=0.2", "--data-split", "0,4,4"
     ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_a_flag_without_a_section_is_for_all_stages(tmp_path, monkeypatch):
         "--max-steps",
         "9",
     )
-    flags = planned(*words, "--lora-dim", "8", "--ppo.max_steps", "4")
+    flags = planned(*words, "--lora-dim", "8", "--ppo.max-steps", "4")
     for section in ("sft", "reward", "ppo"):
         assert flags[section]["data_path"] == ["a.jsonl", "b.jsonl"]
         assert flags[section]["column_map"] == "prompt=q" and flags[section]["template"] == "tokenizer"
@@ -102,9 +102,9 @@ def test_a_flag_without_a_section_is_for_all_stages(tmp_path, monkeypatch):
 def test_the_last_of_a_repeated_flag_counts_in_train_and_in_its_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flag in ("--max-steps", "--sft.max-steps"):
-        assert planned("--step", "1", flag, "3", "--max_steps=4", flag, "5")["sft"]["max_steps"] == 5
-        assert "--sft.max_steps: found '-3' (command line)" in refused("--step", "1", flag, "3", flag, "-3")[0]
-    assert planned("--sft.max_steps", "7", "--max-steps", "3", "--max-steps", "4")["sft"]["max_steps"] == 7
+        assert planned("--step", "1", flag, "3", "--max-steps=4", flag, "5")["sft"]["max_steps"] == 5
+        assert "--sft.max-steps: got '-3' (command line)" in refused("--step", "1", flag, "3", flag, "-3")[0]
+    assert planned("--sft.max-steps", "7", "--max-steps", "3", "--max-steps", "4")["sft"]["max_steps"] == 7
 
 
 def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_its_place(
@@ -112,8 +112,8 @@ def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_
 ):
     monkeypatch.chdir(tmp_path)
     words = ["--step", "1", "--step", "2", "--actor-model", "tiny", "--reward-model", "tiny"]
-    words += ["--reward.seed=4", "--seed", "5", "--reward.seed", "6", "--reward.output_dir", "mine"]
-    words += ["--enable_wandb", "true", "--reward.enable_tensorboard", "false"]
+    words += ["--reward.seed=4", "--seed", "5", "--reward.seed", "6", "--reward.output-dir", "mine"]
+    words += ["--enable-wandb", "true", "--reward.enable-tensorboard", "false"]
     (reward,) = make_plan(words, prog="python train.py").chosen
     assert capsys.readouterr().err == "note: --step: given more than once; the last replaces 1\n"
     assert reward.resolved.notes == ("--seed: given more than once; the last replaces 4",)
@@ -123,31 +123,31 @@ def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_
 
 def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert planned("--step", "1", "2", "--max_seq_len", "64")["reward"]["max_seq_len"] == 64
-    assert refused("--max_seq_len", "64", "--kl-coef", "1") == [
-        "--max_seq_len: not a flag of stage 3; give --sft.max_seq_len and --reward.max_seq_len",
-        "--kl-coef: not a flag of stage 1 and stage 2; give --ppo.kl_coef",
+    assert planned("--step", "1", "2", "--max-seq-len", "64")["reward"]["max_seq_len"] == 64
+    assert refused("--max-seq-len", "64", "--kl-coef", "1") == [
+        "--max-seq-len: not a flag of stage 3; give --sft.max-seq-len and --reward.max-seq-len",
+        "--kl-coef: not a flag of stage 1 and stage 2; give --ppo.kl-coef",
     ]
-    assert refused("--step", "1", "--kl_coef", "1") == [
-        "--kl_coef: no flag of the stages that run; here it is --ppo.kl_coef, of stage 3"
+    assert refused("--step", "1", "--kl-coef", "1") == [
+        "--kl-coef: no flag of the stages that run; here it is --ppo.kl-coef, of stage 3"
     ]
     names = ("sft.learning_rate", "reward.learning_rate", "ppo.actor_learning_rate", "ppo.critic_learning_rate")
     rates = " and ".join(dashed(name) for name in names)
     assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
     assert planned("--step", "3", "--lora-dim", "4")["ppo"]["actor_lora_dim"] == 4
-    folders = "--sft.run_dir and --reward.run_dir and --ppo.run_dir"
+    folders = "--sft.run-dir and --reward.run-dir and --ppo.run-dir"
     assert refused("--run-dir", "x") == [f"--run-dir: not one value for all stages that run; give {folders}"]
 
 
 @pytest.mark.parametrize(
     ("word", "right"),
     [
-        ("--warmup-steps", "here it is --num_warmup_steps"),
-        ("--lora_r", "here it is --lora_dim"),
-        ("--max_length", "here it is --sft.max_seq_len or --reward.max_seq_len"),
-        ("--batch-size", "here it is --per_device_train_batch_size"),
-        ("--cliprange", "here it is --ppo.policy_clip"),
-        ("--max-step", "did you mean --max_steps?"),
+        ("--warmup-steps", "here it is --num-warmup-steps"),
+        ("--lora-r", "here it is --lora-dim"),
+        ("--max-length", "here it is --sft.max-seq-len or --reward.max-seq-len"),
+        ("--batch-size", "here it is --per-device-train-batch-size"),
+        ("--cliprange", "here it is --ppo.policy-clip"),
+        ("--max-step", "did you mean --max-steps?"),
     ],
 )
 def test_names_of_other_tools_are_answered_with_ours(tmp_path, monkeypatch, word, right):
@@ -185,9 +185,9 @@ def test_launcher_flags_reach_the_launcher(tmp_path, place):
     [
         ("350m", [], "350m"),
         ("facebook/opt-1.3b", [], "1.3b"),
-        ("org/model-7b", ["--model_name_or_path", "org/model-7b"], None),
-        ("qwen3-8b", "--chat_template_kwargs enable_thinking=false --model_name_or_path Qwen/Qwen3-8B".split(), "8b"),
-        ("meta-llama/Llama-3.2-1B-Instruct", ["--model_name_or_path", "meta-llama/Llama-3.2-1B-Instruct"], "1b"),
+        ("org/model-7b", ["--model-name-or-path", "org/model-7b"], None),
+        ("qwen3-8b", "--chat-template-kwargs enable_thinking=false --model-name-or-path Qwen/Qwen3-8B".split(), "8b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", ["--model-name-or-path", "meta-llama/Llama-3.2-1B-Instruct"], "1b"),
     ],
 )
 def test_models(tmp_path, given, flags, preset):
@@ -195,7 +195,7 @@ def test_models(tmp_path, given, flags, preset):
     assert done.returncode == 0, done.stderr
     words = shlex.split(commands_in(done.stdout)[0])
     expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
-    assert words[4:] == [*expected, "--output_dir", "output/sft", *flags, *WHOLE]
+    assert words[4:] == [*expected, "--output-dir", "output/sft", *flags, *WHOLE]
     assert ("no preset" in done.stdout) == (preset is None)
     assert "note: --reward-model" not in done.stdout, "no stage that starts from it is to run"
 
@@ -205,7 +205,7 @@ def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
         "train: {step: [1, 3], actor_model: tiny}\n"
         "sft: {output_dir: elsewhere/tuned, learning_rate: 2e-5}\nppo: {critic_model_name_or_path: org/critic}\n"
     )
-    done = train(tmp_path, "--config", "run.yaml", "--sft.max_steps", "7", "--explain")
+    done = train(tmp_path, "--config", "run.yaml", "--sft.max-steps", "7", "--explain")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["learning_rate", "2e-05", "run.yaml"] in rows
@@ -239,15 +239,15 @@ def test_dry_run_starts_nothing(tmp_path):
 
 def test_all_errors_of_all_steps_at_once(tmp_path):
     done = train(
-        tmp_path, "--step", "1", "--sft.learning_rat", "1", "--reward.seed", "x", "--ppo.kl_coeff", "1", "--stp"
+        tmp_path, "--step", "1", "--sft.learning-rat", "1", "--reward.seed", "x", "--ppo.kl-coeff", "1", "--stp"
     )
     assert done.returncode == 2 and started(tmp_path) == []
     lines = done.stderr.splitlines()
     assert lines == [
         "error: --stp: unknown flag; did you mean --step?",
-        "error: --sft.learning_rat: unknown flag; did you mean --sft.learning_rate?",
-        "error: --reward.seed: found 'x' (command line): wanted a valid integer, unable to parse string as an integer",
-        "error: --ppo.kl_coeff: unknown flag; did you mean --ppo.kl_coef?",
+        "error: --sft.learning-rat: unknown flag; did you mean --sft.learning-rate?",
+        "error: --reward.seed: got 'x' (command line): expected a valid integer, unable to parse string as an integer",
+        "error: --ppo.kl-coeff: unknown flag; did you mean --ppo.kl-coef?",
     ]
 
 
@@ -260,40 +260,40 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo, dpo are right",
         "run.yaml: stp: unknown flag; did you mean step?",
         "sft: run.yaml: logging_steps: unknown flag; here it is print_steps",
-        "--ppo.kl_coef: found -1 (run.yaml): wanted greater than or equal to 0",
+        "--ppo.kl-coef: got -1 (run.yaml): expected greater than or equal to 0",
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("--actor-model", "7b"), 2, "--actor-model: found '7b'"),
+        (("--actor-model", "7b"), 2, "--actor-model: got '7b'"),
         (("--actor-model", "./none/model"), 2, "--actor-model: ./none/model: no such folder"),
         (
             ("--resume", "output/runs/sft/checkpoints/step-3"),
             2,
             "--resume: output/runs/sft/checkpoints/step-3: a checkp",
         ),
-        (("--deployment-type", "single_gpu", "--num-gpus", "2"), 2, "--num-gpus: found 2 with single_gpu"),
+        (("--deployment-type", "single_gpu", "--num-gpus", "2"), 2, "--num-gpus: got 2 with single_gpu"),
         (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
         (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
-        (("--hostfile", "hosts"), 2, "--hostfile: found hosts with auto; give --deployment-type multi_node"),
+        (("--hostfile", "hosts"), 2, "--hostfile: got hosts with auto; give --deployment-type multi_node"),
         (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
         (("--include", "localhost:0,2"), 2, "--include: localhost:2: no such GPU; localhost has 0 to 1"),
         (("--exclude", "worker-0:1"), 2, "--exclude: worker-0: unknown host; there are localhost"),
-        (("--include", "localhost:x"), 2, "found 'x', wanted numbers of GPUs such as localhost:0,1"),
+        (("--include", "localhost:x"), 2, "got 'x', expected numbers of GPUs such as localhost:0,1"),
         (("--exclude", "localhost"), 2, "--exclude: localhost: leaves no GPU"),
-        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "found 3, but 2 GPUs are visible here"),
-        (("--step", "4"), 2, "--step: found '4'"),
+        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "got 3, but 2 GPUs are visible here"),
+        (("--step", "4"), 2, "--step: got '4'"),
         (
             ("--sft.offload",),
             2,
-            "--sft.offload: needs ZeRO stage 1, 2 or 3, found stage 0; raise --sft.zero_stage or leave",
+            "--sft.offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --sft.zero-stage or leave",
         ),
         (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
         (("--data-path", "x", "\u2014dry-run"), 2, "error: \u2014dry-run: '\u2014' begins no flag; write --dry-run\n"),
         (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
-        (("1", "2"), 2, "found 3 values (tiny 1 2), wanted one"),
+        (("1", "2"), 2, "got 3 values (tiny 1 2), expected one"),
     ],
 )
 def test_refused_in_one_line(tmp_path, words, code, message):
@@ -315,12 +315,12 @@ def test_step_3_needs_the_models_of_2_and_of_1_where_none_is_named(tmp_path):
     done = train(tmp_path, *TINY, "--step", "3")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --ppo.critic_model_name_or_path: output/reward: found no config.json")
+    assert line.startswith("error: --ppo.critic-model-name-or-path: output/reward: found no config.json")
     assert line.endswith("python train.py --step 2 --actor-model tiny --reward-model tiny")
     planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
     assert planned.returncode == 0, planned.stderr
     assert "note: output/reward does not exist: planned as made from output/demo/base\n" in planned.stdout
-    for words in ((), ("--method", "grpo", "--ppo.reward_function", "length")):
+    for words in ((), ("--method", "grpo", "--ppo.reward-function", "length")):
         noted = train(tmp_path, *TINY, "--step", "1", "2", "3", "--target", "1xH100", *words).stdout
         assert ("note: stage 3 does not read the reward model of stage 2" in noted) == bool(words)
     make_model(tmp_path / "output" / "sft")
@@ -349,10 +349,10 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--ppo.rollout_weights", "streamed"), "--rollout_weights streamed: needs --actor_zero_stage 3"),
-        (("--ppo.inference_tp_size", "3"), "--inference_tp_size 3: must divide the 2 ranks; give 1"),
-        (("--ppo.offload_reference_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
-        (("--ppo.offload_reward_model", "true"), "--offload_reference_model / --offload_reward_model: need ZeRO"),
+        (("--ppo.rollout-weights", "streamed"), "--rollout-weights streamed: needs --actor-zero-stage 3"),
+        (("--ppo.inference-tp-size", "3"), "--inference-tp-size 3: must divide the 2 ranks; give 1"),
+        (("--ppo.offload-reference-model", "true"), "--offload-reference-model / --offload-reward-model: need ZeRO"),
+        (("--ppo.offload-reward-model", "true"), "--offload-reference-model / --offload-reward-model: need ZeRO"),
     ],
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
@@ -362,21 +362,21 @@ def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says
 
 def test_batch_arithmetic_of_the_users_json(tmp_path):
     (tmp_path / "ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 2}}')
-    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed_config", "ds.json", "--explain")
+    words = ("--step", "1", "--actor-model", "tiny", "--sft.deepspeed-config", "ds.json", "--explain")
     node = ("--deployment-type", "single_node", "--num-gpus", "2")
     good = train(tmp_path, *words, *node)
     assert good.returncode == 0, good.stderr
     assert ["zero_stage", "2", "ds.json"] in [line.split() for line in good.stdout.splitlines()]
     bad = train(tmp_path, *words, "--deployment-type", "single_gpu")
-    assert bad.returncode == 2 and "train_batch_size: found 64" in bad.stderr and "x 1 rank = 32" in bad.stderr
+    assert bad.returncode == 2 and "train_batch_size: got 64" in bad.stderr and "x 1 rank = 32" in bad.stderr
 
 
 def test_ptx_text_doubles_the_accumulation_that_the_users_json_may_name(tmp_path):
     (tmp_path / "ds.json").write_text('{"gradient_accumulation_steps": 2}')
-    words = ("--step", "3", *TINY, "--ppo.deepspeed_config", "ds.json", "--explain")
-    text = ("--ppo.unsupervised_data_path", "text.jsonl")
+    words = ("--step", "3", *TINY, "--ppo.deepspeed-config", "ds.json", "--explain")
+    text = ("--ppo.unsupervised-data-path", "text.jsonl")
     done = train(tmp_path, *words, *text)
-    assert done.returncode == 2 and "gradient_accumulation_steps: found 2, but" in done.stderr, done.stderr
+    assert done.returncode == 2 and "gradient_accumulation_steps: got 2, but" in done.stderr, done.stderr
     assert "makes it 4" in done.stderr
 
 
@@ -395,5 +395,5 @@ def test_ptx_text_doubles_the_accumulation_that_the_users_json_may_name(tmp_path
 )
 def test_names_of_hosts_hold_nothing_that_a_shell_acts_on(tmp_path, flag, value):
     done = train(tmp_path, *TINY, "--deployment-type", "multi_node", f"{flag}={value}")
-    assert done.returncode == 2 and "wanted names of hosts" in done.stderr
+    assert done.returncode == 2 and "expected names of hosts" in done.stderr
     assert not list(tmp_path.rglob("X")) and not started(tmp_path)

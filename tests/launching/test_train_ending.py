@@ -40,7 +40,7 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
     ),
     "3": (
         {SCORES: 0.5, KL: 0.0, CUT: 0.2}, {SCORES: None, KL: 9.0, CUT: 1.0},
-        "WORSE than at the start: eval_objective/scores, every answer is cut at --max_answer_seq_len;",
+        "WORSE than at the start: eval_objective/scores, every answer is cut at --max-answer-seq-len;",
     ),
     "3 cut": ({SCORES: 0.5, CUT: 0.4}, {SCORES: 0.6, CUT: 1.0}, "0.5 -> 0.6, WORSE than at the start: every answer is"),
     "3 well": (
@@ -61,7 +61,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     (run_dir / "meaning.json").write_text(json.dumps({**MEANING, "rows": rows}))
     lines = [{"step": step, **line} for step, line in enumerate((first, last))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    more = {"1 kept": ["--sft.keep_best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
+    more = {"1 kept": ["--sft.keep-best"], "1 lora": ["--lora-dim", "2"], "3 lora": ["--lora-dim", "2"]}.get(case, [])
     for name in ("sft", "reward") if number == "3" else ():
         (tmp_path / "out" / name).mkdir()
         (tmp_path / "out" / name / "config.json").write_text("{}")
@@ -70,7 +70,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     assert said in " ".join(done.stdout.split()), done.stdout + done.stderr
     following = done.stdout.splitlines()[-1]
     if "WORSE" in said:
-        rate = {"1": "--sft.learning_rate", "2": "--reward.learning_rate", "3": "--ppo.actor_learning_rate"}[number]
+        rate = {"1": "--sft.learning-rate", "2": "--reward.learning-rate", "3": "--ppo.actor-learning-rate"}[number]
         rate = rate.replace("learning", "lora_learning") if "lora" in case else rate
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
@@ -88,7 +88,7 @@ def test_each_stage_knows_its_place_and_how_long_the_later_ones_took(tmp_path):
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "time": time}) + "\n" for time in times))
 
     def places() -> list[str]:
-        words = ("--step", "1", "2", "3", "--output-dir", "out", "--data_path", "a.jsonl", "--overwrite")
+        words = ("--step", "1", "2", "3", "--output-dir", "out", "--data-path", "a.jsonl", "--overwrite")
         done = train(tmp_path, *TINY, *words, gpus=1, STUB_OUTCOMES="0,0,0")
         assert done.returncode == 0, done.stderr
         found = [note["environment"]["RLHF_PIPELINE"] for note in notes(tmp_path)]

@@ -24,7 +24,7 @@ SIZES = {"per_device_train_batch_size": 4, "dtype": "fp32"}
 def train(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     words = [word for stage in RUNS for name, value in (ALL | SIZES | LENGTHS[stage]).items()
              for word in (f"--{stage}.{name}", str(value))]  # fmt: skip
-    rollouts = ["--ppo.per_device_generation_batch_size", "4", "--ppo.max_answer_seq_len", "8"]
+    rollouts = ["--ppo.per-device-generation-batch-size", "4", "--ppo.max-answer-seq-len", "8"]
     command = [sys.executable, str(ROOT / "train.py"), "--step", "1", "2", "3", "--actor-model", "base"]
     command += ["--reward-model", "base", *words, *rollouts, *more]
     environment = forks.environment() | {"PYTHON": sys.executable}
@@ -77,20 +77,20 @@ def test_changed_data_of_the_last_stage_is_refused_before_the_first_one_trains(
     folder = shutil.copytree(finished[0], tmp_path / "all")
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "other.jsonl").write_text("".join(lines[1:]))
-    done = train(folder, "--sft.overwrite", "--ppo.data_path", "other.jsonl", "--ppo.max_steps", "3", *more)
+    done = train(folder, "--sft.overwrite", "--ppo.data-path", "other.jsonl", "--ppo.max-steps", "3", *more)
     assert done.returncode == 2 and ("== stage 1" in done.stdout) == bool(more), "the plan is shown all the same"
     assert done.stderr.splitlines() == [
-        "error: --ppo.data_path: the content of other.jsonl is not what the checkpoint was made of",
+        "error: --ppo.data-path: the content of other.jsonl is not what the checkpoint was made of",
         "error: ppo: output/runs/ppo/checkpoints/step-2: resume with the same flags, data, models and batch sizes, or "
-        "start over with --ppo.overwrite; --ppo.force_resume goes on nevertheless",
+        "start over with --ppo.overwrite; --ppo.force-resume goes on nevertheless",
     ]
 
 
 def test_the_stages_hand_on_adapters_of_quantised_bases(tmp_path: Path) -> None:
     """One command from the base to an adapter that belongs to it, and another that merges it."""
     folder = make_folder(tmp_path)
-    flags = ["--quantization", "int8", "--lora-dim", "4", "--ppo.critic_quantization", "int8"]
-    flags += ["--ppo.critic_lora_dim", "4"]
+    flags = ["--quantization", "int8", "--lora-dim", "4", "--ppo.critic-quantization", "int8"]
+    flags += ["--ppo.critic-lora-dim", "4"]
     done = train(folder, *flags)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("sft", "reward", "actor", "critic"):

@@ -13,12 +13,12 @@ from step1_sft.main import main
 from step2_reward.main import main as reward
 from rlhf.train import main as train
 
-common = "--data_path train.jsonl --data_output_path cache --max_seq_len 96 --max_steps 2 --report false"
-batch = "--per_device_train_batch_size 8 --dtype fp32"
-alone = f"--model_name_or_path base --data_split none {common} {batch}".split()
+common = "--data-path train.jsonl --data-output-path cache --max-seq-len 96 --max-steps 2 --report false"
+batch = "--per-device-train-batch-size 8 --dtype fp32"
+alone = f"--model-name-or-path base --data-split none {common} {batch}".split()
 road = f"--step 1 --actor-model base {common} {batch}".split()
-print("codes", main([*alone, "--output_dir", "a/sft"]), main([*alone, "--output_dir", "b/sft"]),
-      reward([*alone, "--output_dir", "b/reward"]), flush=True)
+print("codes", main([*alone, "--output-dir", "a/sft"]), main([*alone, "--output-dir", "b/sft"]),
+      reward([*alone, "--output-dir", "b/reward"]), flush=True)
 print("codes", *(train([*road, "--output-dir", folder]) for folder in "cd"), flush=True)
 """
 

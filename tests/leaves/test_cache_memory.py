@@ -66,8 +66,8 @@ def test_a_cpu_has_neither_memory_nor_limit(gpu):
 @pytest.mark.parametrize(
     ("gib", "outside", "line"),
     [
-        (81.0, 1, "--gpu_memory_gib 81: this GPU has 80.00 GiB; give less, or 0 for all of it"),
-        (0.5, GIB, "--gpu_memory_gib 0.5: CUDA itself takes 1.0 GiB of a GPU; give more"),
+        (81.0, 1, "--gpu-memory-gib 81: this GPU has 80.00 GiB; give less, or 0 for all of it"),
+        (0.5, GIB, "--gpu-memory-gib 0.5: CUDA itself takes 1.0 GiB of a GPU; give more"),
     ],
 )
 def test_a_limit_that_no_process_can_have_is_refused(gpu, gib, outside, line):

@@ -123,7 +123,7 @@ def test_the_commits_of_a_run_are_in_its_documents_and_its_adapter(offline, tmp_
     assert settings["commits"] == {"org/tiny@v1": OLD, f"org/prefs@{ROWS}": ROWS}
     card = (output / "README.md").read_text()
     assert f"| model | `org/tiny@v1` | commit `{OLD}` |" in card
-    assert f"| `--data_path` | `org/prefs@{ROWS}:0.9` | commit `{ROWS}` |" in card
+    assert f"| `--data-path` | `org/prefs@{ROWS}:0.9` | commit `{ROWS}` |" in card
     metadata = ModelCard(card).data.to_dict()
     assert (metadata["base_model"], metadata["datasets"]) == ("org/tiny", ["org/prefs"])
     adapter = json.loads((output / "adapter_config.json").read_text())
@@ -135,5 +135,5 @@ def test_the_commits_of_a_run_are_in_its_documents_and_its_adapter(offline, tmp_
 
 def test_the_flag_of_other_tools_is_answered_with_the_suffix(capsys):
     with undone_afterwards():
-        assert main(["--model_name_or_path", "org/tiny", "--revision", "v1"]) == 2
+        assert main(["--model-name-or-path", "org/tiny", "--revision", "v1"]) == 2
     assert "--revision" in (said := capsys.readouterr().err) and "org/name@revision" in said

@@ -139,5 +139,5 @@ def test_capped_attention_scores_are_kept(tmp_path):
     for asked in ("auto", "eager"):
         loaded = load_causal_lm(str(tmp_path), dtype=torch.float32, attn_implementation=asked)
         assert loaded.config._attn_implementation == "eager"
-    with pytest.raises(InputError, match="--attn_implementation sdpa: .*caps its attention scores"):
+    with pytest.raises(InputError, match="--attn-implementation sdpa: .*caps its attention scores"):
         load_causal_lm(str(tmp_path), dtype=torch.float32, attn_implementation="sdpa")

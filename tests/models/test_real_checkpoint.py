@@ -71,13 +71,13 @@ def test_it_goes_through_the_three_steps_and_a_comparison(real_model: Path, tmp_
     (tmp_path / "prompts.txt").write_text("What is a heron?\n")
     models = [str(tmp_path / name) for name in ("sft", "output/actor")]
     words = [
-        "--reward_model",
+        "--reward-model",
         tmp_path / "reward",
         "--prompts",
         tmp_path / "prompts.txt",
         "--output",
         tmp_path / "both",
     ]
-    assert compare.main([*models, *map(str, words), "--max_new_tokens", "6", "--dtype", "fp32"]) == 0
+    assert compare.main([*models, *map(str, words), "--max-new-tokens", "6", "--dtype", "fp32"]) == 0
     (prompt,) = json.loads((tmp_path / "both.json").read_text())["prompts"]
     assert all(math.isfinite(answers[0]["score"]) for answers in prompt["answers"].values())

@@ -1,4 +1,4 @@
-"""--chat_template_kwargs: what transformers renders with these arguments, the saved template renders by itself."""
+"""--chat-template-kwargs: what transformers renders with these arguments, the saved template renders by itself."""
 
 import importlib.util
 import json
@@ -130,10 +130,10 @@ def test_a_later_stage_puts_no_second_line_and_replaces_a_value(tokenizer: Any, 
         (["enable_thinkin=1"], "enable_thinkin: .* does not read it; did you mean enable_thinking.$"),
         (["messages=1"], "messages: .* does not read it; it reads enable_thinking, reasoning_effort$"),
         (["eos_token=x"], "eos_token: .* does not read it"),
-        (["enable_thinking"], ": found 'enable_thinking', wanted NAME=VALUE words: enable_thinking=false$"),
-        (["=1"], ": found '=1'"),
-        (["a b=1"], ": found 'a b=1'"),
-        (["a=1", "a=2"], ": found a twice"),
+        (["enable_thinking"], ": got 'enable_thinking', expected NAME=VALUE words: enable_thinking=false$"),
+        (["=1"], ": got '=1'"),
+        (["a b=1"], ": got 'a b=1'"),
+        (["a=1", "a=2"], ": got a twice"),
         (["reasoning_effort=null"], ": the chat template of .* refuses a conversation: unknown effort$"),
     ],
 )
@@ -141,7 +141,7 @@ def test_what_cannot_be_right_is_refused_in_one_line(words: list[str], line: str
     tokenizer.chat_template = SWITCHED + (
         "{% if reasoning_effort is none %}{{ raise_exception('unknown effort') }}{% endif %}"
     )
-    with pytest.raises(InputError, match=f"^--chat_template_kwargs ?{line}"):
+    with pytest.raises(InputError, match=f"^--chat-template-kwargs ?{line}"):
         set_template_values(tokenizer, template_values(words), all_of=True)
 
 
@@ -165,9 +165,9 @@ def test_without_the_flag_templates_caches_and_checkpoints_are_as_before(
     saved = {"settings": settings_of(config, "same"), "sizes": batch_sizes(config, 1)}
     del saved["settings"]["chat_template_kwargs"]  # as an earlier version wrote it
     for words, number in (([], 0), (["none"], 0), (["enable_thinking=false"], 1)):
-        asked = parse(SFTConfig, ["--chat_template_kwargs", *words] if words else [], section="sft").config
+        asked = parse(SFTConfig, ["--chat-template-kwargs", *words] if words else [], section="sft").config
         found = list(other_settings(saved, asked, "same", ranks=1, holder="the checkpoint"))
-        assert len(found) == number and all(line.startswith("--chat_template_kwargs: found") for line in found)
+        assert len(found) == number and all(line.startswith("--chat-template-kwargs: found") for line in found)
 
 
 @pytest.mark.parametrize(("template", "is_apart"), [(SWITCHED, False), ("{{ messages[0].content }}", True)])
@@ -208,4 +208,4 @@ def test_stage_1_trains_with_it_saves_it_and_chat_renders_the_same(tmp_path: Pat
     assert encode_prompt(prepare_tokenizer(ModelSource(saved), "auto"), prompt) == expected, "a later stage"
     refused = call("sft", stage_words("sft", folder, tmp_path / "wrong", chat_template_kwargs=["enabled=1"], **flags))
     assert refused.code == 2 and len(refused.errors) == 1, refused.stderr
-    assert refused.errors[0].startswith("error: --chat_template_kwargs enabled: the chat template of ")
+    assert refused.errors[0].startswith("error: --chat-template-kwargs enabled: the chat template of ")

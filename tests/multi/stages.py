@@ -29,7 +29,7 @@ def current_world() -> dist.World:
 def make_run(config_class: Any, stage: str, words: Sequence[object]) -> Run:
     """A run in a temporary folder that all ranks share."""
     folder = Path(dist.on_main(lambda: tempfile.mkdtemp(dir=os.getcwd())))
-    resolved = parse(config_class, [*map(str, words), "--output_dir", str(folder / "out")], section=stage)
+    resolved = parse(config_class, [*map(str, words), "--output-dir", str(folder / "out")], section=stage)
     return Run(current_world(), folder, stage_of(stage), resolved, StopRequest())
 
 

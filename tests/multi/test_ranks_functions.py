@@ -20,12 +20,12 @@ def length(prompts, completions, completion_ids, trainer_state):
     return values
 """
 WORDS = {
-    "grpo": "--num_samples_per_prompt 4 --replace_equal_groups true",
-    "rloo": "--num_samples_per_prompt 2 --reward_scaling running",
-    "reinforce_pp": "--reward_scaling running --eval_samples_per_prompt 2",
-    "ppo": "--num_samples_per_prompt 4 --group_baseline true --critic_warmup_steps 3 --returns_lambda 1 "
-    "--lambda_alpha 0.5 --entropy_coef 0.01 --positive_nll_coef 0.1 --policy_clip_high 0.28 "
-    "--loss_aggregation sequence_mean --reward_function {folder}/rewards.py:length",
+    "grpo": "--num-samples-per-prompt 4 --replace-equal-groups true",
+    "rloo": "--num-samples-per-prompt 2 --reward-scaling running",
+    "reinforce_pp": "--reward-scaling running --eval-samples-per-prompt 2",
+    "ppo": "--num-samples-per-prompt 4 --group-baseline true --critic-warmup-steps 3 --returns-lambda 1 "
+    "--lambda-alpha 0.5 --entropy-coef 0.01 --positive-nll-coef 0.1 --policy-clip-high 0.28 "
+    "--loss-aggregation sequence_mean --reward-function {folder}/rewards.py:length",
 }
 
 
@@ -41,7 +41,7 @@ def test_one_rank_and_two(folder, method):
     """The same rollouts, of which each rank's workers have scored a part; numbers up to rounding."""
     lines, calls, file = [], [], folder / "rewards.py.calls"
     for ranks in (1, 2):
-        cut = f"--rollout_batch_size 16 --gradient_accumulation_steps {4 // ranks} --actor_zero_stage 2"
+        cut = f"--rollout-batch-size 16 --gradient-accumulation-steps {4 // ranks} --actor-zero-stage 2"
         story = Story("ppo", folder, 4, ranks, (*WORDS[method].format(folder=folder).split(), *cut.split()), method)
         file.unlink(missing_ok=True)
         run_well(story, f"{method}-{ranks}")

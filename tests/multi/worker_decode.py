@@ -28,7 +28,7 @@ from pipeline.training.steps import step_together
 FUSED, EAGER = (GenerationOptions(backend=backend) for backend in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))
 ENDS = frozenset({EOS, *range(20, 60)})
-STOP = ("--stop_strings", "a", "e", "s")
+STOP = ("--stop-strings", "a", "e", "s")
 MAKERS = {
     "opt": opt,
     "opt-350m": partial(opt, do_layer_norm_before=False, word_embed_proj_dim=16),
@@ -123,8 +123,8 @@ def stopped_by_the_last_rank(hybrid: HybridEngine, sample: Callable[..., Rollout
 def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3: eager on one rank; several ranks share and copy the weights."""
     size = dist.world_size()
-    backend = ("--generation_engine", "eager") if size == 1 else ("--generation_engine", "fused")
-    words = (*backend, "--inference_tp_size", size, "--max_answer_seq_len", 4, *STOP)
+    backend = ("--generation-engine", "eager") if size == 1 else ("--generation-engine", "fused")
+    words = (*backend, "--inference-tp-size", size, "--max-answer-seq-len", 4, *STOP)
     loop = setup(inputs, 2 // size, words)
     responses = tensors_of(loop.collect().responses)
     generator = loop.ppo.hybrid._generator

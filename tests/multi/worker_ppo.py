@@ -39,16 +39,16 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
         PPOConfig,
         "ppo",
         [
-            *("--actor_model_name_or_path", inputs / "base", "--critic_model_name_or_path", inputs / "scorer"),
-            *("--data_path", inputs / "few.jsonl", "--eval_data_path", inputs / "test.jsonl", "--data_split", "none"),
-            *("--data_output_path", inputs / "cache", "--max_prompt_seq_len", 48, "--max_answer_seq_len", 12),
-            *("--actor_learning_rate", 2e-4, "--critic_learning_rate", 2e-4, "--dtype", "fp32"),
-            *("--actor_zero_stage", stage, "--critic_zero_stage", stage),
-            *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", ROWS_PER_STEP // micro // size),
-            *("--per_device_generation_batch_size", PROMPTS_PER_ROLLOUT // size // batches),
-            *("--generation_batches", batches, "--ppo_epochs", 2, "--per_device_eval_batch_size", 3, "--max_steps", 8),
-            *("--policy_clip", 0.05, "--value_clip", 0.05),
-            *("--kl_target", 0.5, "--kl_horizon", 100, "--stage3_param_persistence_threshold", 0),
+            *("--actor-model-name-or-path", inputs / "base", "--critic-model-name-or-path", inputs / "scorer"),
+            *("--data-path", inputs / "few.jsonl", "--eval-data-path", inputs / "test.jsonl", "--data-split", "none"),
+            *("--data-output-path", inputs / "cache", "--max-prompt-seq-len", 48, "--max-answer-seq-len", 12),
+            *("--actor-learning-rate", 2e-4, "--critic-learning-rate", 2e-4, "--dtype", "fp32"),
+            *("--actor-zero-stage", stage, "--critic-zero-stage", stage),
+            *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", ROWS_PER_STEP // micro // size),
+            *("--per-device-generation-batch-size", PROMPTS_PER_ROLLOUT // size // batches),
+            *("--generation-batches", batches, "--ppo-epochs", 2, "--per-device-eval-batch-size", 3, "--max-steps", 8),
+            *("--policy-clip", 0.05, "--value-clip", 0.05),
+            *("--kl-target", 0.5, "--kl-horizon", 100, "--stage3-param-persistence-threshold", 0),
             *words,
         ],
     )
@@ -105,7 +105,7 @@ class GuessedLength:
 
 def two_rewards(inputs: Path, stage: int) -> dict[str, Any]:
     """Two rollouts that a reward model and a function judge; the guesses of their prompts, as the file has them."""
-    loop = setup(inputs, 2 // dist.world_size(), ("--data_path", inputs / "guesses.jsonl"), stage=stage)
+    loop = setup(inputs, 2 // dist.world_size(), ("--data-path", inputs / "guesses.jsonl"), stage=stage)
     loop.ppo.models.rewards.append(WeightedReward("guess", GuessedLength(), weight=-0.25, mean=30.0, std=20.0))
     guesses = {row["prompt"]: row["guess"] for row in map(json.loads, (inputs / "guesses.jsonl").open())}
     found = []
@@ -157,7 +157,7 @@ def plain_scores(inputs: Path) -> dict[str, Any]:
 
 def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> dict[str, Any]:
     """A NaN in one model's gradient on the last rank: neither model moves on any rank, and the next update is clean."""
-    loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", *words), stage=stage)
+    loop = setup(inputs, 2 // dist.world_size(), ("--enable-ema", *words), stage=stage)
     models, state = loop.ppo.models, loop.state
     collected = loop.collect()
     before = {"actor": weights(models.actor), "critic": weights(models.critic)}
@@ -200,7 +200,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
 
 def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """The three folders after one rollout, as read from disk; and the live actor's weights after saving."""
-    loop = setup(inputs, 2 // dist.world_size(), ("--enable_ema", "--ema_decay", 0.5, *words), stage=stage)
+    loop = setup(inputs, 2 // dist.world_size(), ("--enable-ema", "--ema-decay", 0.5, *words), stage=stage)
     loop.update(loop.collect())
     assert loop.ppo.average is not None
     with loop.ppo.average.swapped_in():
@@ -228,7 +228,7 @@ def saved(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
 
 def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     """Two rollouts in one go; and one, a checkpoint, everything made anew, and the second."""
-    words = ("--enable_ema", "--unsupervised_data_path", inputs / "text.jsonl", *words)
+    words = ("--enable-ema", "--unsupervised-data-path", inputs / "text.jsonl", *words)
     whole = setup(inputs, 2 // dist.world_size(), words, stage=stage)
     for _ in range(2):
         whole.iterate()
@@ -279,7 +279,7 @@ def some_held_out(inputs: Path) -> dict[str, Any]:
     """The metrics of an evaluation in one and in two batches of three prompts on each rank, and of all."""
     found = {}
     for limit in (1, 2, 0):
-        loop = setup(inputs, 2 // dist.world_size(), ("--eval_iters", limit))
+        loop = setup(inputs, 2 // dist.world_size(), ("--eval-iters", limit))
         loop.evaluate()
         (found[str(limit)],) = loop.course.evaluations
     return found
@@ -290,9 +290,9 @@ def with_functions(inputs: Path) -> dict[str, Any]:
 
     The prompts that it does so for: none, the last three of the rollout's eight, which are the last rank's, or all.
     """
-    words: Words = ("--reward_function", f"{inputs}/rewards.py:some", "--eval_data_path", inputs / "seven.jsonl")
+    words: Words = ("--reward-function", f"{inputs}/rewards.py:some", "--eval-data-path", inputs / "seven.jsonl")
     # So many that three prompts are enough to end a run, and those of one rank end it no earlier.
-    words += ("--num_samples_per_prompt", 7, "--max_answer_seq_len", 4)
+    words += ("--num-samples-per-prompt", 7, "--max-answer-seq-len", 4)
     loop = setup(inputs, 2 // dist.world_size(), words)
     rows, seed = loop.ppo.prompts.train, loop.ppo.config.run.seed
     _, order = loop.ppo.schedule.prompts(0, PROMPTS_PER_ROLLOUT, seed=seed, num_prompts=len(rows))
@@ -336,18 +336,18 @@ def cases() -> dict[str, Any]:
         **shape_cases(size),
     }
     micro = 2 // size
-    lora = ("--actor_lora_dim", 4, "--critic_lora_dim", 4)
-    recompute = ("--actor_gradient_checkpointing", "--critic_gradient_checkpointing")
+    lora = ("--actor-lora-dim", 4, "--critic-lora-dim", 4)
+    recompute = ("--actor-gradient-checkpointing", "--critic-gradient-checkpointing")
     for name, words in {
         "recomputed": recompute,
-        "two samples": ("--num_samples_per_prompt", 2),
-        "kl in loss": ("--kl_in_loss", "--kl_estimator", "k3", "--entropy_coef", 0.1),
+        "two samples": ("--num-samples-per-prompt", 2),
+        "kl in loss": ("--kl-in-loss", "--kl-estimator", "k3", "--entropy-coef", 0.1),
     }.items():
         found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
-    one_step = ("--ppo_epochs", 1, "--gradient_accumulation_steps", PROMPTS_PER_ROLLOUT // micro // size)
+    one_step = ("--ppo-epochs", 1, "--gradient-accumulation-steps", PROMPTS_PER_ROLLOUT // micro // size)
     for stage in (0, 3):
         found[f"z{stage} sampler"] = partial(
-            rollouts, micro=micro, stage=stage, words=("--old_log_probs", "sampler", *one_step)
+            rollouts, micro=micro, stage=stage, words=("--old-log-probs", "sampler", *one_step)
         )
         found[f"z{stage} lora"] = partial(rollouts, micro=micro, stage=stage, words=lora)
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
@@ -358,19 +358,19 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} two rewards"] = partial(two_rewards, stage=stage)
     for stage in range(4):
         found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
-    whole = ("--stage3_param_persistence_threshold", 100_000)
+    whole = ("--stage3-param-persistence-threshold", 100_000)
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
-    found["z3 by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3_gather", "layers"))
-    offload = ("--offload", "--offload_parameters", "--offload_reference_model", "--offload_reward_model")
+    found["z3 by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3-gather", "layers"))
+    offload = ("--offload", "--offload-parameters", "--offload-reference-model", "--offload-reward-model")
     found["z3 offload"] = partial(rollouts, micro=micro, stage=3, words=offload)
     found["z3 offload bad actor"] = partial(bad_gradient, stage=3, engine="actor", words=("--offload",))
     found["z1 offload"] = partial(rollouts, micro=micro, stage=1, words=("--offload",))
     found["z2 offload"] = partial(rollouts, micro=micro, stage=2, words=("--offload",))
-    found["z3 actor z0 critic"] = partial(rollouts, micro=micro, stage=3, words=("--critic_zero_stage", 0))
+    found["z3 actor z0 critic"] = partial(rollouts, micro=micro, stage=3, words=("--critic-zero-stage", 0))
     return found
 
 
 def ptx(inputs: Path, micro: int, stage: int) -> dict[str, Any]:
-    words = ("--unsupervised_data_path", inputs / "text.jsonl", "--unsup_coef", 1.5)
+    words = ("--unsupervised-data-path", inputs / "text.jsonl", "--unsup-coef", 1.5)
     return rollouts(inputs, micro, words, stage=stage)

@@ -46,13 +46,13 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> training.Reward:
         RewardConfig,
         "reward",
         [
-            *("--model_name_or_path", inputs / "base", "--data_path", inputs / "few.jsonl"),
-            *("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 3),
-            *("--data_split", "none", "--data_output_path", inputs / "cache"),
-            *("--max_seq_len", 96, "--learning_rate", RATE, "--dtype", "fp32"),
-            *("--adam_eps", RATE),
-            *("--stage3_param_persistence_threshold", 0),
-            *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
+            *("--model-name-or-path", inputs / "base", "--data-path", inputs / "few.jsonl"),
+            *("--eval-data-path", inputs / "test.jsonl", "--per-device-eval-batch-size", 3),
+            *("--data-split", "none", "--data-output-path", inputs / "cache"),
+            *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
+            *("--adam-eps", RATE),
+            *("--stage3-param-persistence-threshold", 0),
+            *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
             *words,
         ],
     )
@@ -123,7 +123,7 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
 
 def some_held_out(inputs: Path) -> dict[str, Any]:
     """Pairs of an evaluation in one batch of three pairs on each rank, whatever batch it is made in."""
-    reward = setup(inputs, 2, ("--eval_iters", 1))
+    reward = setup(inputs, 2, ("--eval-iters", 1))
     scores = [score_pairs(reward.engine, reward.held_out(size), reward.run.world.device) for size in (3, 1)]
     return {"rows": [summary(found)["eval_rows"] for found in scores]}
 
@@ -143,25 +143,25 @@ def cases() -> dict[str, Any]:
     found["some held out"] = some_held_out
     found["last pairs"] = last_pairs
     for stage in range(4):
-        here = ("--zero_stage", stage)
+        here = ("--zero-stage", stage)
         for micro in (per_rank, 2, 1):
             found[f"z{stage} m{micro}"] = partial(steps, micro=micro, words=here)
         found[f"z{stage} partial"] = partial(steps, micro=2, words=here, first=PARTIAL_STEP)
         found[f"z{stage} bf16"] = partial(steps, micro=2, words=(*here, "--dtype", "bf16"))
     for stage in (0, 3):
-        here = ("--zero_stage", stage)
+        here = ("--zero-stage", stage)
         for name, words in {
-            "lora": ("--lora_dim", 4),
-            "recomputed": ("--gradient_checkpointing",),
-            "per token": ("--reward_loss", "per_token"),
-            "centred": ("--centering_coef", 0.01),
+            "lora": ("--lora-dim", 4),
+            "recomputed": ("--gradient-checkpointing",),
+            "per token": ("--reward-loss", "per_token"),
+            "centred": ("--centering-coef", 0.01),
         }.items():
             found[f"z{stage} {name}"] = partial(steps, micro=2, words=(*here, *words))
         found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
-        found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, "--lora_dim", 4))
-    whole = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 100_000)
+        found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, "--lora-dim", 4))
+    whole = ("--zero-stage", 3, "--stage3-param-persistence-threshold", 100_000)
     found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
-    found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, "--lora_dim", 4))
+    found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, "--lora-dim", 4))
     for stage in (1, 2, 3):
-        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
+        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero-stage", stage, "--offload"))
     return found

@@ -51,12 +51,12 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> training.SFT:
         SFTConfig,
         "sft",
         [
-            *("--model_name_or_path", inputs / "base", "--data_path", inputs / "few.jsonl"),
-            *("--data_split", "none", "--eval_fraction", 0, "--data_output_path", inputs / "cache"),
-            *("--max_seq_len", 96, "--learning_rate", RATE, "--dtype", "fp32"),
-            *("--adam_eps", RATE),
-            *("--stage3_param_persistence_threshold", 0),
-            *("--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation),
+            *("--model-name-or-path", inputs / "base", "--data-path", inputs / "few.jsonl"),
+            *("--data-split", "none", "--eval-fraction", 0, "--data-output-path", inputs / "cache"),
+            *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
+            *("--adam-eps", RATE),
+            *("--stage3-param-persistence-threshold", 0),
+            *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
             *words,
         ],
     )
@@ -156,7 +156,7 @@ def with_hpz(inputs: Path, gather: str, lora: Words) -> dict[str, Any]:
     file = inputs / "hpz.json"
     user = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     dist.on_main(lambda: file.write_text(json.dumps(user)))
-    words = ("--deepspeed_config", file, "--zero3_gather", gather, *lora)
+    words = ("--deepspeed-config", file, "--zero3-gather", gather, *lora)
     sft, state, losses = setup(inputs, 2, words), training.State(), []
     average = MovingAverage(sft.engine.module, decay=0.5)
     groups, parts = list[int](), list[int]()
@@ -219,7 +219,7 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
 
 def some_held_out(inputs: Path) -> dict[str, Any]:
     """Rows of an evaluation in two batches of one row on each rank, whatever batch it is made in; and all of them."""
-    words = ("--eval_data_path", inputs / "test.jsonl", "--per_device_eval_batch_size", 1, "--eval_iters")
+    words = ("--eval-data-path", inputs / "test.jsonl", "--per-device-eval-batch-size", 1, "--eval-iters")
     some, whole = setup(inputs, 2, (*words, 2)), setup(inputs, 2, (*words, 0))
     found = [training.measure(sft, sft.held_out(size)) for sft, size in ((some, 1), (some, 3), (whole, 3))]
     return {"rows": [metrics["eval_rows"] for metrics, _ in found], "losses": [rows["eval_loss"] for _, rows in found]}
@@ -231,37 +231,37 @@ def cases() -> dict[str, Any]:
     found: dict[str, Any] = {"exact": partial(exact, step=0), "exact partial": partial(exact, step=PARTIAL_STEP)}
     for stage in range(4):
         for micro in (per_rank, 2, 1):
-            found[f"z{stage} m{micro}"] = partial(steps, micro=micro, words=("--zero_stage", stage))
-        found[f"z{stage} partial"] = partial(steps, micro=2, words=("--zero_stage", stage), first=PARTIAL_STEP)
-        found[f"z{stage} bad"] = partial(bad_gradient, words=("--zero_stage", stage))
-        found[f"z{stage} bf16"] = partial(steps, micro=2, words=("--zero_stage", stage, "--dtype", "bf16"))
-        found[f"z{stage} bad bf16"] = partial(bad_gradient, words=("--zero_stage", stage, "--dtype", "bf16"))
-        found[f"z{stage} resume"] = partial(checkpointed, micro=2, words=("--zero_stage", stage))
-        bf16 = ("--zero_stage", stage, "--dtype", "bf16")
+            found[f"z{stage} m{micro}"] = partial(steps, micro=micro, words=("--zero-stage", stage))
+        found[f"z{stage} partial"] = partial(steps, micro=2, words=("--zero-stage", stage), first=PARTIAL_STEP)
+        found[f"z{stage} bad"] = partial(bad_gradient, words=("--zero-stage", stage))
+        found[f"z{stage} bf16"] = partial(steps, micro=2, words=("--zero-stage", stage, "--dtype", "bf16"))
+        found[f"z{stage} bad bf16"] = partial(bad_gradient, words=("--zero-stage", stage, "--dtype", "bf16"))
+        found[f"z{stage} resume"] = partial(checkpointed, micro=2, words=("--zero-stage", stage))
+        bf16 = ("--zero-stage", stage, "--dtype", "bf16")
         found[f"z{stage} resume bf16"] = partial(checkpointed, micro=2, words=bf16)
     found["some held out"] = some_held_out
-    lora = ("--lora_dim", 4)
+    lora = ("--lora-dim", 4)
     for stage in (0, 3):
-        here = ("--zero_stage", stage)
+        here = ("--zero-stage", stage)
         for dtype in ("fp32", "bf16"):
             words = (*here, *lora, "--dtype", dtype)
             found[f"z{stage} resume lora {dtype}"] = partial(checkpointed, micro=2, words=words)
         found[f"z{stage} lora"] = partial(steps, micro=2, words=(*here, *lora))
-        found[f"z{stage} recomputed"] = partial(steps, micro=2, words=(*here, "--gradient_checkpointing"))
-        found[f"z{stage} recomputed lora"] = partial(steps, micro=2, words=(*here, *lora, "--gradient_checkpointing"))
+        found[f"z{stage} recomputed"] = partial(steps, micro=2, words=(*here, "--gradient-checkpointing"))
+        found[f"z{stage} recomputed lora"] = partial(steps, micro=2, words=(*here, *lora, "--gradient-checkpointing"))
         found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
         found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, *lora))
         found[f"z{stage} packed"] = partial(steps, micro=1, words=(*here, "--packing"))
     for stage in (1, 2, 3):
-        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero_stage", stage, "--offload"))
-        found[f"z{stage} offload bad"] = partial(bad_gradient, words=("--zero_stage", stage, "--offload"))
-    whole = ("--zero_stage", 3, "--stage3_param_persistence_threshold", 100_000)
+        found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero-stage", stage, "--offload"))
+        found[f"z{stage} offload bad"] = partial(bad_gradient, words=("--zero-stage", stage, "--offload"))
+    whole = ("--zero-stage", 3, "--stage3-param-persistence-threshold", 100_000)
     found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, micro=2, words=whole)
     found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, *lora))
-    found["z3 by layers"] = partial(steps, micro=2, words=("--zero_stage", 3, "--zero3_gather", "layers"))
+    found["z3 by layers"] = partial(steps, micro=2, words=("--zero-stage", 3, "--zero3-gather", "layers"))
     found["z3 offload parameters"] = partial(
-        steps, micro=2, words=("--zero_stage", 3, "--offload", "--offload_parameters")
+        steps, micro=2, words=("--zero-stage", 3, "--offload", "--offload-parameters")
     )
     for gather in ("once", "layers"):
         found[f"z3 hpz {gather}"] = partial(with_hpz, gather=gather, lora=())

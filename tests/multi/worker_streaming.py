@@ -93,7 +93,7 @@ def decided(inputs: Path) -> dict[str, Any]:
 
 def step_3(inputs: Path) -> dict[str, Any]:
     """The responses of a rollout of step 3 with the flag."""
-    words = ("--generation_engine", "fused", "--rollout_weights", "streamed", "--max_answer_seq_len", 2, *STOP)
+    words = ("--generation-engine", "fused", "--rollout-weights", "streamed", "--max-answer-seq-len", 2, *STOP)
     loop = setup(inputs, 1, words, stage=3)
     hybrid = loop.ppo.hybrid
     streamed = tensors_of(loop.collect().responses)

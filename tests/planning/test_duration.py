@@ -90,8 +90,8 @@ def test_as_many_tokens_in_longer_rows_take_longer_by_attention_at_its_own_rate(
     """7 operations a pair, layer and width; at the rate of products they would take half as long."""
     seconds = {}
     for rows, length in ((8, 2048), (1, 16384)):
-        words = f"--model_name_or_path qwen3-0.6b --max_seq_len {length} --per_device_train_batch_size {rows}"
-        planner, resolved = planner_of("sft", f"{words} --gradient_accumulation_steps 1", "1xH100")
+        words = f"--model-name-or-path qwen3-0.6b --max-seq-len {length} --per-device-train-batch-size {rows}"
+        planner, resolved = planner_of("sft", f"{words} --gradient-accumulation-steps 1", "1xH100")
         seconds[length] = sum(planner.seconds(resolved, planner.memory(resolved))[0].values())
     operations = 7 * 28 * 2048 * 16384 * (16384 - 2048)
     longer, as_products = operations / (989e12 * ATTENTION * 128 / 168), operations / (989e12 * PRODUCTS)
@@ -101,7 +101,7 @@ def test_as_many_tokens_in_longer_rows_take_longer_by_attention_at_its_own_rate(
 def test_an_optimizer_step_by_hand():
     """Reads and writes 54 bytes a trained weight: of no other rank's, and of none in host memory."""
     seconds = []
-    for words, gpus in (("", 1), ("", 4), ("--actor_offload_optimizer cpu --critic_offload_optimizer cpu", 1)):
+    for words, gpus in (("", 1), ("", 4), ("--actor-offload-optimizer cpu --critic-offload-optimizer cpu", 1)):
         planner, resolved = planner_of("ppo", ppo(OPT, 64, 1, 1, words), f"{gpus}xH200")
         plan, engines = planner.memory(resolved), planner.jsons_of(resolved)
         seconds.append(phase_seconds(planner.needs(resolved), engines, plan, "bf16", planner.target)["train"])
@@ -160,7 +160,7 @@ def test_decode_steps_by_hand():
     assert whole == pytest.approx(256 * ((weights + 64 * cache) / speed + kernels))
     in_two_rounds = decode_seconds(actor, "bf16", rollout, H200, slots=32)
     assert in_two_rounds == pytest.approx(2 * 256 * ((weights + 32 * cache) / speed + kernels))
-    planner, resolved = planner_of("ppo", LORA_7B + " --actor_quantization int8", "1xH200")
+    planner, resolved = planner_of("ppo", LORA_7B + " --actor-quantization int8", "1xH200")
     # Rotation, an activation, and of adapters that are not merged two products beside each of four.
     assert planner.needs(resolved).rollout.kernels_per_step == 32 * (7 + 2 + 8)
     planner, resolved = planner_of("ppo", LORA_7B, "1xH200")
@@ -168,7 +168,7 @@ def test_decode_steps_by_hand():
 
 
 @pytest.mark.parametrize(
-    "words", ["--merge_lora_for_generation false", "--actor_quantization nf4", "--generation_engine static"]
+    "words", ["--merge-lora-for-generation false", "--actor-quantization nf4", "--generation-engine static"]
 )
 def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_transformers_modules(words):
     planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
@@ -180,7 +180,7 @@ def test_a_decode_step_that_the_fused_backend_does_not_serve_has_the_kernels_of_
     assert not needs.phases["generate"][0].without_adapters
 
 
-@pytest.mark.parametrize("words, merged", [("", True), ("--actor_quantization int8", False)])
+@pytest.mark.parametrize("words, merged", [("", True), ("--actor-quantization int8", False)])
 def test_the_fused_backend_computes_prompts_with_merged_adapters_but_beside_codes(words, merged):
     planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
     assert planner.needs(resolved).phases["generate"][0].without_adapters == merged
@@ -189,7 +189,7 @@ def test_the_fused_backend_computes_prompts_with_merged_adapters_but_beside_code
 def test_int8_codes_are_read_at_a_speed_of_their_own():
     assert kernel_seconds(Kernel(0.0, 3_000, dequantises=True), H200) == pytest.approx(3e3 / (4.8e12 * DEQUANTISED))
     seconds = []
-    for words in ("--merge_lora_for_generation false", "--actor_quantization int8"):
+    for words in ("--merge-lora-for-generation false", "--actor-quantization int8"):
         planner, resolved = planner_of("ppo", f"{LORA_7B} {words}", "1xH200")
         needs = planner.needs(resolved)
         rollout = replace(needs.rollout, kernels_per_step=0)
@@ -202,7 +202,7 @@ def test_int8_codes_are_read_at_a_speed_of_their_own():
 def test_hooks_and_waits_for_deepspeeds_python_by_hand():
     """OPT-1.3B and OPT-350M have 388 and 389 trained parameters; two micro-batches, 64 rows scored by 32."""
     seconds, hooks = [], []
-    for stage, words in ((0, ""), (1, ""), (2, ""), (3, ""), (3, "--zero3_gather layers " + CHECKPOINTING)):
+    for stage, words in ((0, ""), (1, ""), (2, ""), (3, ""), (3, "--zero3-gather layers " + CHECKPOINTING)):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, stage, words), FOUR)
         needs, plan, engines = planner.needs(resolved), planner.memory(resolved), planner.jsons_of(resolved)
         gather = resolved.config.deepspeed.zero3_gather
@@ -222,8 +222,8 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand():
     moved = 2 * 12 * (1_315_758_080 + 331_196_416) / 50e9
     for words, expected, said in (
         ("", 0.0, "is kept during the update"),
-        ("--release_inference_cache true", 0.0, "for each rollout"),
-        ("--offload_optimizer_during_rollout true", moved, ": 0.79 s in which optimizer states move to the host and"),
+        ("--release-inference-cache true", 0.0, "for each rollout"),
+        ("--offload-optimizer-during-rollout true", moved, ": 0.79 s in which optimizer states move to the host and"),
     ):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
         needs, plan, known = planner.needs(resolved), planner.memory(resolved), replace(H200, measured=constants)
@@ -239,7 +239,7 @@ def test_a_cache_that_is_given_back_takes_three_tenths_of_a_second_more():
     kept, released = (
         planner.seconds(resolved, planner.memory(resolved))[0]
         for planner, resolved in (
-            planner_of("ppo", ppo(OPT, 32, 2, 2, f"--release_inference_cache {released}"), "1xH200")
+            planner_of("ppo", ppo(OPT, 32, 2, 2, f"--release-inference-cache {released}"), "1xH200")
             for released in ("false", "true")
         )
     )
@@ -275,9 +275,9 @@ def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
     "words, is_measured, is_said",
     [
         ("", False, False),
-        ("--actor_offload_optimizer cpu", True, True),
-        ("--offload_optimizer_during_rollout true", False, True),
-        ("--offload_optimizer_during_rollout true", True, False),  # then the line `rollout` has it
+        ("--actor-offload-optimizer cpu", True, True),
+        ("--offload-optimizer-during-rollout true", False, True),
+        ("--offload-optimizer-during-rollout true", True, False),  # then the line `rollout` has it
     ],
 )
 def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said):

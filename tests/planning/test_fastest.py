@@ -37,10 +37,10 @@ def models(tmp_path_factory) -> Path:
 
 
 def given(stage: Stage, models: Path, *words: object, ranks: int = 1) -> Any:
-    paths = ["--model_name_or_path", models / "actor", "--max_seq_len", 512]
+    paths = ["--model-name-or-path", models / "actor", "--max-seq-len", 512]
     if stage is PPO:
-        paths = ["--actor_model_name_or_path", models / "actor", "--critic_model_name_or_path", models / "critic"]
-    argv = [str(word) for word in (*paths, "--data_path", "none.jsonl", "--output_dir", models / "out", *words)]
+        paths = ["--actor-model-name-or-path", models / "actor", "--critic-model-name-or-path", models / "critic"]
+    argv = [str(word) for word in (*paths, "--data-path", "none.jsonl", "--output-dir", models / "out", *words)]
     return with_ranks(parse(stage.config, argv, section=stage.section), ranks)
 
 
@@ -98,7 +98,7 @@ def test_a_micro_batch_and_checkpointing_as_a_search_by_hand_finds_them(models, 
 
     At a speed of 8.9 they take 2 % longer, which is alike: the larger micro-batch is taken.
     """
-    target, words = gpu(gib * GIB, speed=speed), ("--gradient_accumulation_steps", 2)
+    target, words = gpu(gib * GIB, speed=speed), ("--gradient-accumulation-steps", 2)
     choice = fastest(*stage_planner(SFT, given(SFT, models, *words), target, {}))
     expected = searched(SFT, models, target)
     assert choice.flags == expected
@@ -113,8 +113,8 @@ def test_a_micro_batch_and_checkpointing_as_a_search_by_hand_finds_them(models, 
 @pytest.mark.parametrize(("gib", "released"), [(1.65, False), (1.75, False), (2.0, True), (2.5, False)])
 def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
     target = gpu(gib * GIB)
-    words = ("--max_answer_seq_len", 256, "--release_inference_cache", str(released).lower())
-    choice = fastest(*stage_planner(PPO, given(PPO, models, "--train_batch_size", 32, *words), target, {}))
+    words = ("--max-answer-seq-len", 256, "--release-inference-cache", str(released).lower())
+    choice = fastest(*stage_planner(PPO, given(PPO, models, "--train-batch-size", 32, *words), target, {}))
     others = {"per_device_generation_batch_size": 32, "rollout_batch_size": 32}
     expected = searched(PPO, models, target, *words, **others)
     assert choice.flags == {name: value for name, value in expected.items() if name != "rollout_batch_size"}
@@ -124,18 +124,18 @@ def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
 def test_a_cache_that_will_not_stay_is_given_back_from_the_first_rollout_on():
     """Mistral-7B with LoRA, 80 rows: an update and the cache and copied weights take 62.6 and 21.8 GiB."""
     words = (
-        "--actor_model_name_or_path mistral-7b --critic_model_name_or_path qwen3-0.6b --actor_lora_dim 32 "
-        "--max_prompt_seq_len 320 --max_answer_seq_len 576 --per_device_generation_batch_size 80 --dtype bf16 "
-        "--per_device_train_batch_size 10 --gradient_accumulation_steps 8 --rollout_batch_size 80 "
-        "--actor_gradient_checkpointing false --critic_gradient_checkpointing false"
+        "--actor-model-name-or-path mistral-7b --critic-model-name-or-path qwen3-0.6b --actor-lora-dim 32 "
+        "--max-prompt-seq-len 320 --max-answer-seq-len 576 --per-device-generation-batch-size 80 --dtype bf16 "
+        "--per-device-train-batch-size 10 --gradient-accumulation-steps 8 --rollout-batch-size 80 "
+        "--actor-gradient-checkpointing false --critic-gradient-checkpointing false"
     )
     choices = []
-    for target, rest in (("1xH200", ""), ("1xH100-80GB", ""), ("1xH100-80GB", " --release_inference_cache true")):
+    for target, rest in (("1xH200", ""), ("1xH100-80GB", ""), ("1xH100-80GB", " --release-inference-cache true")):
         choice = fastest(*planner_of("ppo", words + rest, target, StagePlanner))
         choices.append(choice)
         assert not choice.lacks and choice.plan.keeps_rollout == bool(choice.plan.phases["train"].rollout)
     assert [choice.flags.get("release_inference_cache") for choice in choices] == [False, True, None]
-    assert "--release_inference_cache true" in choices[1].line
+    assert "--release-inference-cache true" in choices[1].line
     assert choices[1].plan.phases == choices[2].plan.phases and choices[1].seconds == choices[2].seconds
 
 
@@ -149,7 +149,7 @@ def test_fewer_prompts_at_once_are_tried_as_long_as_they_may_gain(models, monkey
         return of(planner, resolved, flags)
 
     monkeypatch.setattr(Candidate, "of", noted)
-    words = ("--train_batch_size", 32, "--max_answer_seq_len", 256, "--release_inference_cache", str(released).lower())
+    words = ("--train-batch-size", 32, "--max-answer-seq-len", 256, "--release-inference-cache", str(released).lower())
     choice = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(1.75 * GIB), {}))
     assert list(dict.fromkeys(prompts)) == tried
     assert choice.flags["per_device_generation_batch_size"] == 32
@@ -158,7 +158,7 @@ def test_fewer_prompts_at_once_are_tried_as_long_as_they_may_gain(models, monkey
 def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):
     taken = []
     for gib in (2.5, 2.0, 1.7, 1.4, 1.35, 0.5):
-        choice = fastest(*stage_planner(SFT, given(SFT, models, "--train_batch_size", 32), gpu(gib * GIB), {}))
+        choice = fastest(*stage_planner(SFT, given(SFT, models, "--train-batch-size", 32), gpu(gib * GIB), {}))
         taken.append((choice.micro_batch, choice.flags["gradient_checkpointing"], choice.lacks > 0))
     sizes = [(32, False, False), (16, False, False), (8, False, False), (2, False, False), (1, True, False)]
     assert taken[:-1] == sizes and taken[-1][2], "nothing fits into the last one"
@@ -167,7 +167,7 @@ def test_each_smaller_gpu_takes_a_smaller_micro_batch_then_recomputes(models):
 @pytest.mark.parametrize("stage", [SFT, PPO])
 def test_where_times_are_not_known_no_more_is_recomputed_than_has_to_be(models, stage):
     """In fp32, or on a GPU without a data sheet; nor are fewer prompts sampled at once."""
-    words = ("--train_batch_size", 32, *(("--max_answer_seq_len", 256) if stage is PPO else ()))
+    words = ("--train-batch-size", 32, *(("--max-answer-seq-len", 256) if stage is PPO else ()))
     choice = fastest(*stage_planner(stage, given(stage, models, *words), Target("GPU", int(1.7 * GIB)), {}))
     assert not choice.seconds and not choice.lacks and 1 < choice.micro_batch < 32
     assert not any(value for name, value in choice.flags.items() if name.endswith("gradient_checkpointing"))
@@ -180,14 +180,14 @@ def test_a_flag_that_is_given_wins_and_the_word_auto_gives_none(models):
     def chosen(*words: object) -> dict[str, Any]:
         return fastest(*stage_planner(SFT, given(SFT, models, *words), target, {})).flags
 
-    usual = chosen("--gradient_accumulation_steps", 2)
+    usual = chosen("--gradient-accumulation-steps", 2)
     assert (usual["per_device_train_batch_size"], usual["gradient_checkpointing"]) == (32, False)
-    micro = chosen("--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 4)
+    micro = chosen("--gradient-accumulation-steps", 2, "--per-device-train-batch-size", 4)
     assert micro.keys() == usual.keys() - {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    assert "gradient_checkpointing" not in chosen("--gradient_checkpointing", "true")
-    assert "per_device_eval_batch_size" not in chosen("--per_device_eval_batch_size", 3)
-    words = ("--per_device_train_batch_size", "auto", "--gradient_checkpointing", "auto")
-    assert chosen("--gradient_accumulation_steps", 2, *words) == usual
+    assert "gradient_checkpointing" not in chosen("--gradient-checkpointing", "true")
+    assert "per_device_eval_batch_size" not in chosen("--per-device-eval-batch-size", 3)
+    words = ("--per-device-train-batch-size", "auto", "--gradient-checkpointing", "auto")
+    assert chosen("--gradient-accumulation-steps", 2, *words) == usual
 
 
 def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_size(models):
@@ -197,16 +197,16 @@ def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_siz
             "per_device_generation_batch_size"
         )
 
-    assert at_once("--train_batch_size", 32) == 32
-    assert at_once("--train_batch_size", 32, "--num_samples_per_prompt", 4) == 8
-    assert at_once("--train_batch_size", 32, "--rollout_batch_size", 128, ranks=2) == 64
-    assert at_once("--train_batch_size", 32, "--generation_batches", 2) is None, "its product is the rollout"
-    assert at_once("--train_batch_size", 32, "--per_device_generation_batch_size", 8) is None
+    assert at_once("--train-batch-size", 32) == 32
+    assert at_once("--train-batch-size", 32, "--num-samples-per-prompt", 4) == 8
+    assert at_once("--train-batch-size", 32, "--rollout-batch-size", 128, ranks=2) == 64
+    assert at_once("--train-batch-size", 32, "--generation-batches", 2) is None, "its product is the rollout"
+    assert at_once("--train-batch-size", 32, "--per-device-generation-batch-size", 8) is None
 
 
 def test_fewer_than_eight_prompts_are_sampled_at_once_only_where_no_more_fit(models):
     """A group of 64 responses of 2,048 tokens: the KV cache is most of the memory."""
-    words = ("--num_samples_per_prompt", 64, "--max_answer_seq_len", 2048, "--rollout_batch_size", 1024)
+    words = ("--num-samples-per-prompt", 64, "--max-answer-seq-len", 2048, "--rollout-batch-size", 1024)
     for gib, has_fewer in ((6.0, False), (2.6, True)):
         choice = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(gib * GIB), {}))
         assert not choice.lacks and (choice.flags["per_device_generation_batch_size"] < 8) == has_fewer
@@ -216,22 +216,22 @@ def test_fewer_than_eight_prompts_are_sampled_at_once_only_where_no_more_fit(mod
     ("words", "slots", "evaluated"),
     [
         ("", 32, 32),
-        ("--per_device_generation_batch_size 8 --rollout_batch_size 32", 8, 8),
-        ("--per_device_generation_batch_size 2 --rollout_batch_size 32 --num_samples_per_prompt 4", 8, 8),
-        ("--per_device_generation_batch_size 16 --generation_batches 2", 16, 16),
-        ("--per_device_generation_batch_size 8 --generation_batches 4", 8, 8),
-        ("--per_device_generation_batch_size 8 --rollout_batch_size 32 --per_device_eval_batch_size 16", 16, 16),
+        ("--per-device-generation-batch-size 8 --rollout-batch-size 32", 8, 8),
+        ("--per-device-generation-batch-size 2 --rollout-batch-size 32 --num-samples-per-prompt 4", 8, 8),
+        ("--per-device-generation-batch-size 16 --generation-batches 2", 16, 16),
+        ("--per-device-generation-batch-size 8 --generation-batches 4", 8, 8),
+        ("--per-device-generation-batch-size 8 --rollout-batch-size 32 --per-device-eval-batch-size 16", 16, 16),
     ],
 )
 def test_no_more_rows_are_sampled_at_once_than_a_flag_says(models, words, slots, evaluated):
     """An evaluation's rows are sampled in as many slots: it has no more, unless a flag says that too."""
-    words = ["--train_batch_size", 32, "--per_device_train_batch_size", 32, *words.split()]
+    words = ["--train-batch-size", 32, "--per-device-train-batch-size", 32, *words.split()]
     best = fastest(*stage_planner(PPO, given(PPO, models, *words), gpu(8 * GIB), {}))
     assert best.plan.slots == slots and best.resolved.config.optimizer.per_device_eval_batch_size == evaluated
 
 
 def test_rows_that_ranks_do_not_divide_are_cut_to_the_nearest_number(models):
-    choice = fastest(*stage_planner(SFT, given(SFT, models, "--train_batch_size", 64, ranks=6), gpu(4 * GIB, 6), {}))
+    choice = fastest(*stage_planner(SFT, given(SFT, models, "--train-batch-size", 64, ranks=6), gpu(4 * GIB, 6), {}))
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (11, 1)
 
 
@@ -243,8 +243,8 @@ def test_buckets_are_smaller_where_there_are_any(models, tmp_path):
         return fastest(*stage_planner(SFT, given(SFT, models, *words, ranks=ranks), gpu(4 * GIB, ranks), {})).flags
 
     assert not BUCKETS.keys() & chosen(1).keys() and BUCKETS.items() <= chosen(2).items()
-    assert "reduce_bucket_size" not in chosen(2, "--reduce_bucket_size", "5e8")
-    for words in (("--zero_stage", 1, "--offload", "true"), ("--zero_stage", 3)):
+    assert "reduce_bucket_size" not in chosen(2, "--reduce-bucket-size", "5e8")
+    for words in (("--zero-stage", 1, "--offload", "true"), ("--zero-stage", 3)):
         assert BUCKETS.items() <= chosen(1, *words).items()
     assert not BUCKETS.keys() & chosen(1, "--preset", tmp_path / "preset.yaml").keys(), "stage 2 in its place"
 
@@ -258,7 +258,7 @@ def test_nothing_is_chosen_on_a_cpu_or_for_a_gpu_of_unknown_memory(models):
 def test_a_batch_of_a_deepspeed_json_stays_as_it_is_cut(models, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"gradient_accumulation_steps": 2}')
-    choice = fastest(*stage_planner(SFT, given(SFT, models, "--deepspeed_config", file), gpu(4 * GIB), {}))
+    choice = fastest(*stage_planner(SFT, given(SFT, models, "--deepspeed-config", file), gpu(4 * GIB), {}))
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (16, 2)
 
 
@@ -266,7 +266,7 @@ def test_nothing_is_chosen_against_a_deepspeed_json_that_says_the_default_or_wha
     zero = {"stage": 3, "reduce_bucket_size": 5e8}
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": zero}))
     (tmp_path / "preset.yaml").write_text("zero_stage: 3\ntrain_batch_size: 32\n")
-    words = ("--preset", tmp_path / "preset.yaml", "--deepspeed_config", tmp_path / "ds.json")
+    words = ("--preset", tmp_path / "preset.yaml", "--deepspeed-config", tmp_path / "ds.json")
     choice = fastest(*stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {}))
     assert choice.flags.keys() == {"gradient_checkpointing", "per_device_eval_batch_size", "allgather_bucket_size"}
     config = choice.resolved.config
@@ -274,23 +274,23 @@ def test_nothing_is_chosen_against_a_deepspeed_json_that_says_the_default_or_wha
 
 
 def test_a_choice_of_the_defaults_is_said_too(models):
-    words = ("--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 4)
+    words = ("--per-device-train-batch-size", 4, "--per-device-eval-batch-size", 4)
     assert choose(SFT, *stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {})).line.startswith(
         "the defaults ("
     )
 
 
 def test_a_choice_that_does_not_fit_says_so(models):
-    settings = given(SFT, models, "--train_batch_size", 32)
+    settings = given(SFT, models, "--train-batch-size", 32)
     lines = [choose(SFT, *stage_planner(SFT, settings, gpu(gib * GIB), {})).line for gib in (0.6, 8)]
     assert [line.endswith(" GiB by the plan, more than there is)") for line in lines] == [True, False]
 
 
 def test_the_choice_is_said_with_what_it_gives(models):
-    planner, resolved = stage_planner(SFT, given(SFT, models, "--train_batch_size", 32), gpu(4 * GIB), {})
+    planner, resolved = stage_planner(SFT, given(SFT, models, "--train-batch-size", 32), gpu(4 * GIB), {})
     choice = choose(SFT, planner, resolved)
     words = choice_in_words(choice.of(resolved, 1))
-    assert words.startswith("--per_device_train_batch_size 32 --per_device_eval_batch_size 32")
+    assert words.startswith("--per-device-train-batch-size 32 --per-device-eval-batch-size 32")
     assert choice.line.startswith(f"{words} (") and "s a step and" in choice.line and "GiB by the plan" in choice.line
     origins = choice.of(resolved, 1).origins
     assert origins["per_device_train_batch_size"] == "chosen for 1 x GPU, 4.0 GiB each"
@@ -305,10 +305,10 @@ def test_the_choice_is_said_with_what_it_gives(models):
     [
         ((), "", (1,), 8, (2, 2)),
         ((), "", (2,), 8, (3, 3)),
-        (("--actor_zero_stage", 3), "", (1,), 8, (3, 2)),
-        (("--offload_parameters", "true"), "", (1,), 8, (3, 3)),
+        (("--actor-zero-stage", 3), "", (1,), 8, (3, 2)),
+        (("--offload-parameters", "true"), "", (1,), 8, (3, 3)),
         ((), "offload_parameters: true", (1,), 8, (3, 3)),
-        (("--stage3_param_persistence_threshold", 10), "", (1,), 8, (3, 3)),
+        (("--stage3-param-persistence-threshold", 10), "", (1,), 8, (3, 3)),
         ((), "", (1,), 1.0, (2, 2)),
         ((), "", (1,), 0.01, (3, 3)),
     ],
@@ -336,7 +336,7 @@ def test_one_gpu_gathers_no_layers_that_a_preset_partitions(models, tmp_path, wo
 
 def test_the_seconds_are_those_of_one_of_a_rollouts_steps(models):
     """64 responses, two epochs, 32 a step: four steps share a rollout."""
-    words = ("--rollout_batch_size", 64, "--ppo_epochs", 2, "--train_batch_size", 32, "--max_answer_seq_len", 64)
+    words = ("--rollout-batch-size", 64, "--ppo-epochs", 2, "--train-batch-size", 32, "--max-answer-seq-len", 64)
     planner, resolved = stage_planner(PPO, given(PPO, models, *words), gpu(4 * GIB), {})
     choice = fastest(planner, resolved)
     whole = sum(planner.seconds(choice.resolved, choice.plan)[0].values())

@@ -16,10 +16,10 @@ from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, Mem
 from pipeline.planning.page import StagePlanner, fits, host_text
 from pipeline.planning.states import page_locked
 
-WORDS = "--model_name_or_path 125m --per_device_train_batch_size 1 --max_seq_len 64"
+WORDS = "--model-name-or-path 125m --per-device-train-batch-size 1 --max-seq-len 64"
 PPO = (
-    "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --max_answer_seq_len 16"
-    " --max_prompt_seq_len 16 --per_device_train_batch_size 1 --per_device_generation_batch_size 1"
+    "--actor-model-name-or-path 125m --critic-model-name-or-path 125m --max-answer-seq-len 16"
+    " --max-prompt-seq-len 16 --per-device-train-batch-size 1 --per-device-generation-batch-size 1"
 )
 
 
@@ -45,11 +45,11 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     assert plain.host == 0 and plain.per_host == 2
     expected, high = (train.total + PROCESS[place] + HEAP_REST[place] for place in (0, 1))
     assert plain.reserved() == (expected, high) and plain.on_host == (2 * expected, 2 * high)
-    offloaded = memory(tmp_path, f"{WORDS} --zero_stage 2 --offload true", **cpu)
+    offloaded = memory(tmp_path, f"{WORDS} --zero-stage 2 --offload true", **cpu)
     assert offloaded.phases["train"].states == (4 + (4 + 8 + 4 + 4) / 2) * weights and offloaded.host == 0
     told = host_text(offloaded, planned(tmp_path, **cpu)[0].target)
     assert told.endswith(f": {(4 + 8 + 4 + 4) * weights / GIB:.2f} offloaded, 2 processes")
-    unpinned = f"{WORDS} --zero_stage 2 --offload true --dtype fp32 --pin_memory false"
+    unpinned = f"{WORDS} --zero-stage 2 --offload true --dtype fp32 --pin-memory false"
     gpu = memory(tmp_path, unpinned, **cpu | {"name": "mine"})
     assert gpu.host == 2 * (4 + 8 + 4 + 4) / 2 * weights
     assert gpu.on_host == (gpu.host + 2 * PROCESS_BESIDE_GPU[0], gpu.host + 2 * PROCESS_BESIDE_GPU[1])
@@ -57,7 +57,7 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
 
 def test_buckets_on_a_cpu_are_no_larger_than_the_gradients_that_fill_them(tmp_path):
     """A bucket of 500,000,000 elements is page by page given to a process that writes to it, and whole on a GPU."""
-    words = f"{WORDS} --zero_stage 3 --dtype fp32"
+    words = f"{WORDS} --zero-stage 3 --dtype fp32"
     cpu, gpu = (memory(tmp_path, words, name=name, gpus=2, memory_gib=80) for name in ("CPU", "mine"))
     weights = cpu.sizes["model"].weights
     assert cpu.states["model"].buckets == 4 * weights and gpu.states["model"].buckets == 4 * 500_000_000
@@ -67,7 +67,7 @@ def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path
     """In fp32, page-locked: of a million elements, or of all where a sub-group holds them; and gradients in 16 bits."""
     user = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}}
     (tmp_path / "ds.json").write_text(json.dumps(user), encoding="utf-8")
-    words = f"{WORDS} --deepspeed_config {tmp_path / 'ds.json'} --sub_group_size"
+    words = f"{WORDS} --deepspeed-config {tmp_path / 'ds.json'} --sub-group-size"
     few, whole = (memory(tmp_path, f"{words} {size}", gpus=2, memory_gib=80) for size in (10**6, 10**9))
     weights = whole.sizes["model"].weights
     assert few.host == 2 * 4 * 4 * 10**6 + 2 * weights and whole.host == (4 * 4 + 2) * weights
@@ -75,7 +75,7 @@ def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path
 
 def test_the_gradients_of_zero_stage_3_are_twice_on_the_host_while_an_engine_is_made(tmp_path):
     """Page-locked ones are a copy of others, which leave again."""
-    words = f"{WORDS} --zero_stage 3 --offload true --dtype bf16 --pin_memory"
+    words = f"{WORDS} --zero-stage 3 --offload true --dtype bf16 --pin-memory"
     pinned, plain = (memory(tmp_path, f"{words} {way}", memory_gib=80) for way in ("true", "false"))
     weights = plain.sizes["model"].weights
     held = 12 * weights + page_locked(4 * weights) + page_locked(2 * weights)
@@ -88,13 +88,13 @@ BF16_STATES = '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
 @pytest.mark.parametrize(
     "flags, target, each",
     [
-        ("--zero_stage 2", {"gpus": 2}, 12),  # two halves
-        ("--zero_stage 2", {"hosts": 2}, 12 / 2),  # a half on each machine
+        ("--zero-stage 2", {"gpus": 2}, 12),  # two halves
+        ("--zero-stage 2", {"hosts": 2}, 12 / 2),  # a half on each machine
         ("", {"gpus": 2}, 12),  # the first rank writes all
         ("", {"hosts": 2}, 12),
-        ("--zero_stage 2 --deepspeed_config bf16.json", {"gpus": 2}, 2 + 2 + 2),
-        ("--optimizer_states 8bit", {}, 12 + 8),  # moments in fp32, and their copy
-        ("--keep_checkpoints 0", {}, 0),
+        ("--zero-stage 2 --deepspeed-config bf16.json", {"gpus": 2}, 2 + 2 + 2),
+        ("--optimizer-states 8bit", {}, 12 + 8),  # moments in fp32, and their copy
+        ("--keep-checkpoints 0", {}, 0),
     ],
 )
 def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
     Path("bf16.json").write_text(BF16_STATES, encoding="utf-8")
     hardware = {"name": "mine", "memory_gib": 80, "host_memory_gib": 64} | target
     words = f"{WORDS} --dtype bf16 {flags}"
-    planner, resolved = planned(tmp_path, f"{words} --save_in_background true", **hardware)
+    planner, resolved = planned(tmp_path, f"{words} --save-in-background true", **hardware)
     plan, in_turn = planner.memory(resolved), memory(tmp_path, words, **hardware)
     weights = plan.sizes["model"].weights
     assert plan.checkpoint == plan.host == each * weights
@@ -118,8 +118,8 @@ def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
 @pytest.mark.parametrize("critic", ["none", "cpu"])
 def test_engines_are_made_one_after_another(tmp_path, critic):
     """A critic that is offloaded takes more than the room which the actor's gradients left."""
-    ways = f"--actor_offload_optimizer cpu --critic_offload_optimizer {critic} --pin_memory true --dtype bf16"
-    words = f"{PPO} {ways} --actor_zero_stage 3 --critic_zero_stage 3"
+    ways = f"--actor-offload-optimizer cpu --critic-offload-optimizer {critic} --pin-memory true --dtype bf16"
+    words = f"{PPO} {ways} --actor-zero-stage 3 --critic-zero-stage 3"
     (tmp_path / "target.yaml").write_text("memory_gib: 80", encoding="utf-8")
     planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"))
     plan = planner.memory(resolved)
@@ -131,15 +131,15 @@ def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(
     def plan_of(flags: str, **target: object) -> MemoryPlan:
         file = tmp_path / "target.yaml"
         file.write_text(json.dumps({"memory_gib": 80, **target}), encoding="utf-8")
-        planner, resolved = planner_of("ppo", f"{PPO} --enable_ema true {flags}", str(file))
+        planner, resolved = planner_of("ppo", f"{PPO} --enable-ema true {flags}", str(file))
         return planner.memory(resolved)
 
     for stage, averages in ((1, 4), (3, 4 / 2)):  # two machines with a half each, but for what is not partitioned
-        flags = f"--actor_zero_stage {stage} --critic_zero_stage {stage} --save_in_background true"
+        flags = f"--actor-zero-stage {stage} --critic-zero-stage {stage} --save-in-background true"
         plan = plan_of(flags, name="mine", hosts=2)
         actor, critic = (plan.sizes[role].trained for role in ("actor", "critic"))
         assert plan.host == pytest.approx(12 * (actor + critic) / 2 + averages * actor, abs=64)
-    plain, saved = (plan_of(f"--save_in_background {value}", name="CPU") for value in ("false", "true"))
+    plain, saved = (plan_of(f"--save-in-background {value}", name="CPU") for value in ("false", "true"))
     more = saved.phases["train"].states - plain.phases["train"].states
     assert more == saved.checkpoint == 12 * (actor + critic) + 4 * actor and saved.host == 0
 
@@ -147,12 +147,12 @@ def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(
 @pytest.mark.parametrize("stage, averages", [(0, 4), (1, 4), (3, 4 / 2)])
 def test_of_processes_on_a_cpu_each_copies_its_partition_and_the_first_one_what_has_none(tmp_path, stage, averages):
     def plan_of(flags: str) -> MemoryPlan:
-        words = f"{PPO} --enable_ema true --actor_zero_stage {stage} --critic_zero_stage {stage} {flags}"
+        words = f"{PPO} --enable-ema true --actor-zero-stage {stage} --critic-zero-stage {stage} {flags}"
         (tmp_path / "target.yaml").write_text("name: CPU\nmemory_gib: 80\ngpus: 2", encoding="utf-8")
         planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"))
         return planner.memory(resolved)
 
-    plain, saved = (plan_of(f"--save_in_background {value}") for value in ("false", "true"))
+    plain, saved = (plan_of(f"--save-in-background {value}") for value in ("false", "true"))
     actor, critic = (saved.sizes[role].trained for role in ("actor", "critic"))
     copied = 12 * (actor + critic) + 4 * actor
     assert saved.checkpoint == pytest.approx(copied, abs=64)
@@ -171,12 +171,12 @@ def test_gpus_fit_only_where_the_host_has_memory_for_their_processes(tmp_path):
 
 def test_a_host_without_room_for_the_copy_lets_training_wait_for_checkpoints(tmp_path):
     """2 GiB of the process, 1.4 of the copy."""
-    words = f"{WORDS} --dtype bf16 --save_in_background true"
+    words = f"{WORDS} --dtype bf16 --save-in-background true"
     planner, resolved = planned(tmp_path, words, name="mine", memory_gib=80, host_memory_gib=3)
     assert not fits(planner.memory(resolved), planner.target)
     (change,) = Answers.of(planner, resolved).same.changes
     assert str(change) == (
-        "--save_in_background false: gives back 1.4 GiB of the host; cost: training waits for each checkpoint"
+        "--save-in-background false: gives back 1.4 GiB of the host; cost: training waits for each checkpoint"
     )
 
 
@@ -187,8 +187,8 @@ def test_the_plan_of_a_process_on_a_cpu_is_near_what_a_run_measures(tmp_path, mo
     config = opt_config(400, hidden_size=512, word_embed_proj_dim=512, ffn_dim=32768, num_hidden_layers=4)
     OPTForCausalLM(config).save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "wide")
-    words = "--model_name_or_path wide --data_path train.jsonl --data_split none --max_seq_len 48 --max_steps 2 "
-    words += "--output_dir out/sft --run_dir run --keep_checkpoints 0 --per_device_train_batch_size 2"
+    words = "--model-name-or-path wide --data-path train.jsonl --data-split none --max-seq-len 48 --max-steps 2 "
+    words += "--output-dir out/sft --run-dir run --keep-checkpoints 0 --per-device-train-batch-size 2"
     page = run_command("step1_sft", [*words.split(), "--explain"], folder=tmp_path)
     done = run_command("step1_sft", words.split(), folder=tmp_path)
     assert (page.code, done.code) == (0, 0), done.stderr

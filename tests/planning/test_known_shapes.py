@@ -50,7 +50,7 @@ def plan_of_qwen(folder, monkeypatch, capsys, *words):
     """The plan of stage 1 where no hub is reached."""
     monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
     monkeypatch.chdir(folder)
-    model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max_seq_len", "64", "--explain"]
+    model = ["--model", "Qwen/Qwen2.5-0.5B-Instruct", "--target", "1xH100", "--max-seq-len", "64", "--explain"]
     task = {"stages": {"sft": [*model, *words]}, "dry_run": True, "slots": None, "base_of_output": {}}
     assert main(json.dumps(task)) == 0
     return capsys.readouterr().out
@@ -65,8 +65,8 @@ def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
     "words, line",
     [
         ((), "0.92 GiB of models, 1 x 5.52 GiB of checkpoints at most"),
-        (("--save_steps", "10", "--save_dtype", "fp32"), "1.84 GiB of models, 3 x 5.52 GiB of checkpoints at most"),
-        (("--keep_checkpoints", "0"), "0.92 GiB of models, no checkpoint"),
+        (("--save-steps", "10", "--save-dtype", "fp32"), "1.84 GiB of models, 3 x 5.52 GiB of checkpoints at most"),
+        (("--keep-checkpoints", "0"), "0.92 GiB of models, no checkpoint"),
     ],
 )
 def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, monkeypatch, capsys, words, line):
@@ -76,8 +76,8 @@ def test_a_plan_counts_the_disk_of_a_model_whose_weights_are_not_here(tmp_path, 
 
 def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints():
     """Beside 12 bytes of masters and moments a checkpoint has 4 of the average, whose model has a folder of its own."""
-    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --dtype bf16"
-    plain, average = (planner_of("ppo", f"{words} --enable_ema {way}", "1xH100") for way in ("false", "true"))
+    words = "--actor-model-name-or-path 125m --critic-model-name-or-path 125m --dtype bf16"
+    plain, average = (planner_of("ppo", f"{words} --enable-ema {way}", "1xH100") for way in ("false", "true"))
     without, counted = (
         outputs(planner.needs(resolved).models, planner.dtype(resolved), resolved.config.run, saves_adapters=False)
         for planner, resolved in (plain, average)
@@ -89,12 +89,12 @@ def test_the_disk_of_stage_3_has_the_moving_average_in_models_and_checkpoints():
 
 
 def test_one_of_a_thing_is_not_said_in_the_plural():
-    words = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m --per_device_generation_batch_size 1"
+    words = "--actor-model-name-or-path 125m --critic-model-name-or-path 125m --per-device-generation-batch-size 1"
     for batches, said in (
         (1, "1 prompt x 1 sample = 1 response a rollout; 1 prompt at once on a rank"),
         (2, "2 prompts x 1 sample = 2 responses a rollout; 1 prompt at once on a rank"),
     ):
-        more = f"--generation_batches {batches} --per_device_train_batch_size 1"
+        more = f"--generation-batches {batches} --per-device-train-batch-size 1"
         planner, resolved = planner_of("ppo", f"{words} {more}", "1xH100")
         assert planner.needs(resolved).batch[0].startswith(said)
 

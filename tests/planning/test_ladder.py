@@ -21,7 +21,7 @@ from pipeline.planning.summary import NOT_ENOUGH, proposals
 from pipeline.preparation.automatic import with_flags
 from step1_sft.config import SFTConfig
 
-WORDS = "--model_name_or_path 125m --per_device_train_batch_size 8 --dtype bf16"
+WORDS = "--model-name-or-path 125m --per-device-train-batch-size 8 --dtype bf16"
 FITS = "    then it takes "
 CHANGE = re.compile(r"(--.*): gives back ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
 
@@ -77,7 +77,7 @@ def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus
 def test_cheap_changes_come_first_and_go_on_where_a_dearer_one_has_moved_the_peak(tmp_path):
     """At first the step's copies of gradients are the peak, with states over four ranks it is the activations."""
     same = answers(2.26, tmp_path, gpus=4).same
-    assert flags_of(same) == ["--per_device_train_batch_size", "--zero_stage"] and same.is_enough
+    assert flags_of(same) == ["--per-device-train-batch-size", "--zero-stage"] and same.is_enough
     assert same.flags == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "zero_stage": 1}
 
 
@@ -90,7 +90,7 @@ def test_cheap_changes_come_first_and_go_on_where_a_dearer_one_has_moved_the_pea
     ],
 )  # fmt: skip
 def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accumulated, meant, ranks, smaller):
-    """Where --train_batch_size is given, 6 x 16 = 96 rows become the 48 that it means; 9 ranks cannot have its 64."""
+    """Where --train-batch-size is given, 6 x 16 = 96 rows become the 48 that it means; 9 ranks cannot have its 64."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
     found = smaller_micro_batch(
         dict(zip(names, (micro, accumulated, meant), strict=True)), Target("GPU", GIB, (ranks,))
@@ -102,12 +102,12 @@ def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accu
 @pytest.mark.parametrize("micro, meant, gpus, rows", [(3, 0, 1, 3), (6, 48, 16, 48), (5, 64, 9, 45)])
 def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, meant, gpus, rows):
     """The flags of its line, given to a run, make as many rows an optimizer step as the ladder says."""
-    planner, resolved = planned(2.2, tmp_path, gpus=gpus, more=f"--max_seq_len 1024 --train_batch_size {meant}")
+    planner, resolved = planned(2.2, tmp_path, gpus=gpus, more=f"--max-seq-len 1024 --train-batch-size {meant}")
     given = with_flags(resolved, {"per_device_train_batch_size": micro}, gpus)
     line = str(Answers.of(planner, given).same.changes[0])
-    assert line.startswith("--per_device_train_batch_size 1")
+    assert line.startswith("--per-device-train-batch-size 1")
     words = CHANGE.match(line)[1].split()
-    given = [*WORDS.split(), "--train_batch_size", str(meant), *words]
+    given = [*WORDS.split(), "--train-batch-size", str(meant), *words]
     config = with_ranks(parse(SFTConfig, given, section="sft"), gpus).config
     assert batch_sizes(config, gpus)["rows of an optimizer step"] == rows
 
@@ -124,7 +124,7 @@ def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, mea
 def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, on_host, said):
     plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
     change = Change(OTHER[1], {"lora_dim": 16}, None, plan, (gained, on_host))
-    assert str(change) == f"--lora_dim 16: gives back {said}; cost: adapters only"
+    assert str(change) == f"--lora-dim 16: gives back {said}; cost: adapters only"
 
 
 def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_left_out():
@@ -143,7 +143,7 @@ def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless
     """Adapters alone suffice, where the same training halves its micro-batch twice and offloads."""
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
     found = answers(2.6, tmp_path)
-    assert flags_of(found.same) == ["--per_device_train_batch_size", "--offload"]
+    assert flags_of(found.same) == ["--per-device-train-batch-size", "--offload"]
     assert found.same.flags["per_device_train_batch_size"] == 2, "by two steps, told as one"
     assert found.another.flags == {"lora_dim": 16} and found.another.is_enough
     assert found.same.plan.host > found.another.plan.host == 0
@@ -172,7 +172,7 @@ def test_a_plan_that_fits_by_keeping_the_training_has_no_other_answer(tmp_path):
     planner, resolved = planned(4.0, tmp_path)
     assert fits(planner.memory(resolved), planner.target)
     first, _, change, end = page(planner, resolved)
-    assert first.startswith("sft is tight: ") and change.startswith("    --per_device_train_batch_size 4")
+    assert first.startswith("sft is tight: ") and change.startswith("    --per-device-train-batch-size 4")
     assert end.startswith(FITS) and not any(lacking(Answers.of(planner, resolved).same.plan, planner.target, high=True))
 
 
@@ -180,7 +180,7 @@ def test_a_plan_that_fits_by_keeping_the_training_has_no_other_answer(tmp_path):
 def test_moments_in_8_bits_are_another_training_where_bitsandbytes_is(tmp_path, monkeypatch):
     for is_installed in (True, False):
         monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name, found=is_installed: found or None)
-        another = answers(2.8, tmp_path, more="--per_device_train_batch_size 2").another
+        another = answers(2.8, tmp_path, more="--per-device-train-batch-size 2").another
         assert another.flags == ({"optimizer_states": "8bit"} if is_installed else {"lora_dim": 16})
 
 
@@ -202,7 +202,7 @@ def test_a_rollout_is_shared_by_more_gpus_of_one_machine(size, slots, shared):
 
 
 def test_the_page_says_where_the_memory_of_the_host_is_not_known(tmp_path):
-    planner, resolved = planned(80, tmp_path, more="--zero_stage 2 --offload true")
+    planner, resolved = planned(80, tmp_path, more="--zero-stage 2 --offload true")
     needs, plan = planner.needs(resolved), planner.memory(resolved)
     (known, _), (unknown, _) = (
         verdict_lines(needs, plan, target) for target in (planner.target, parse_target("1xH100"))
@@ -238,7 +238,7 @@ def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
     found = Answers.of(planner, resolved)
     assert not found.same.is_enough and found.chosen("true") is None and found.chosen("any") is found.another
     assert found.another.flags == {"lora_dim": 16}
-    assert found.instead == "--auto_fit any would train something else: --lora_dim 16"
+    assert found.instead == "--auto-fit any would train something else: --lora-dim 16"
     line = page(planner, resolved)[1]
     assert line.startswith("  the same training does not fit by any changes of flags: ")
     assert line.endswith("GiB of a GPU, and 4.2 to 6.7 of the host, of its 3.0")
@@ -247,7 +247,7 @@ def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
 @pytest.mark.slow
 def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
     """20 bytes for each of 85 million weights of adapters are in no memory, but for four buffers of a sub-group."""
-    more = "--zero_stage 3 --offload true --lora_dim 512 --sub_group_size 10000000"
+    more = "--zero-stage 3 --offload true --lora-dim 512 --sub-group-size 10000000"
     *_, head, takes, line = page(*planned(8, tmp_path, host_gib=3.2, more=more))
     assert head == "  the same training fits with these changes, each planned with those before it:"
     assert takes.endswith(" of the host, of its 3.2")
@@ -260,7 +260,7 @@ def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
 def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path):
     """A rollout copies 12.6 GiB of Llama-7B's weights beside the states of both models."""
     file = tmp_path / "target.yaml"
-    checkpointing = "--actor_gradient_checkpointing true --critic_gradient_checkpointing true"
+    checkpointing = "--actor-gradient-checkpointing true --critic-gradient-checkpointing true"
     file.write_text("gpus: 4\nmemory_gib: 52\nhost_memory_gib: 400", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file))
     assert planner.memory(resolved).worst == "generate"

@@ -87,7 +87,7 @@ def test_page_locked_blocks_are_rounded_up_to_powers_of_two():
 
 
 def test_a_pass_without_gradients_holds_a_layer_and_embeddings_at_zero_stage_3():
-    """Of 100 billion weights in layers of 2 billion, no billion is whole until it is wanted again."""
+    """Of 100 billion weights in layers of 2 billion, no billion is whole until it is expected again."""
     large = replace(SIZE, weights=100 * N, trained=100 * N, num_bytes=200 * N, layer=2 * 10**8)
     held = states(3, 8, large)
     assert (held.gathered, held.passing) == (2 * N, 2 * (2 * 10**8 + 10**8))
@@ -161,7 +161,7 @@ def plan_of(words: str, target: str):
 def test_the_flag_alone_says_that_moments_have_8_bits(tmp_path):
     """DeepSpeed's key that lets it take such an optimizer is not the sign of one: a user's file may hold it, too."""
     (tmp_path / "ds.json").write_text('{"zero_allow_untested_optimizer": true}')
-    words = ("", f"--deepspeed_config {tmp_path / 'ds.json'}", "--optimizer_states 8bit")
+    words = ("", f"--deepspeed-config {tmp_path / 'ds.json'}", "--optimizer-states 8bit")
     plain, file, rounded = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200") for more in words)
     assert file == plain
     for role, held in rounded.states.items():
@@ -176,7 +176,7 @@ def test_what_makes_room_for_what():
     assert whole.phases["train"].rollout == 6 * GIB and whole.slots == 64
     small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB")  # less than a third of it is free beside the cache
     assert not small.keeps_rollout and small.phases["train"].rollout == 0 and small.phases["generate"].rollout > 0
-    away = plan_of(ppo(OPT, 16, 4, 2, "--offload_optimizer_during_rollout true"), "1xH200")
+    away = plan_of(ppo(OPT, 16, 4, 2, "--offload-optimizer-during-rollout true"), "1xH200")
     states = sum(held.optimizer for held in away.states.values())
     assert whole.phases["generate"].states - away.phases["generate"].states == states == away.host
     assert away.phases["train"].states == whole.phases["train"].states
@@ -187,7 +187,7 @@ def test_what_makes_room_for_what():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(stage):
     """Of gradients too: at the peak of training, buckets among them. The moving average is 4 bytes a weight."""
-    plan = plan_of(ppo(OPT, 16, 4, stage, "--enable_ema true"), FOUR)
+    plan = plan_of(ppo(OPT, 16, 4, stage, "--enable-ema true"), FOUR)
     lines = [line.replace(" -", " 0") for line in model_lines(plan)[5:]]
     cells = {line[2:19].rstrip(): [float(cell) for cell in line[19:].split()] for line in lines}
     shares = 4 if stage == 3 else 1
@@ -199,18 +199,18 @@ def test_the_columns_of_the_models_add_up_to_the_states_of_a_phase(stage):
 
 
 def test_epochs_have_their_plural():
-    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2, "--ppo_epochs 2 --old_log_probs trainer"), "1xH200")
+    planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2, "--ppo-epochs 2 --old-log-probs trainer"), "1xH200")
     assert planner.needs(resolved).batch[2] == "64 responses x 2 epochs / 64 rows = 2 optimizer steps a rollout"
 
 
 def test_a_moving_average_is_where_the_weights_are():
     """A rank has its share of both at ZeRO stage 3, in host memory where the weights are offloaded."""
-    words = "--enable_ema true --actor_offload_weights cpu"
+    words = "--enable-ema true --actor-offload-weights cpu"
     whole, shared, away = (
         plan_of(ppo(OPT, 16, 4, stage, more), FOUR)
-        for stage, more in ((2, "--enable_ema true"), (3, "--enable_ema true"), (3, words))
+        for stage, more in ((2, "--enable-ema true"), (3, "--enable-ema true"), (3, words))
     )
-    bare = plan_of(ppo(OPT, 16, 4, 3, "--actor_offload_weights cpu"), FOUR)
+    bare = plan_of(ppo(OPT, 16, 4, 3, "--actor-offload-weights cpu"), FOUR)
     size = 4 * whole.sizes["actor"].trained
     assert (whole.states["actor"].average, shared.states["actor"].average) == (size, size // 4)
     assert away.states["actor"].average == 0 and away.host - bare.host == 4 * (size // 4)
@@ -218,7 +218,7 @@ def test_a_moving_average_is_where_the_weights_are():
 
 def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor():
     """64 rows of 50,272 logits in bf16, 6.1 MiB, 24 bytes each where the nucleus is drawn from; 2.8 MiB of a layer."""
-    plain, nucleus = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200") for more in ("", "--top_p 0.9"))
+    plain, nucleus = (plan_of(ppo(OPT, 16, 4, 2, more), "1xH200") for more in ("", "--top-p 0.9"))
     small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB")  # whose cache is given back
     assert {name: phase.graph // 2**20 for name, phase in plain.phases.items()} == dict.fromkeys(plain.phases, 20)
     assert {name: phase.graph // 2**20 for name, phase in small.phases.items()} == {

@@ -103,8 +103,8 @@ def adapter_start(folder: Path, zero_stage: int, *, reward: str = "") -> PPOConf
         (folder / name).mkdir(exist_ok=True)
         adapter = {"base_model_name_or_path": str(folder / "llama-tiny"), "peft_type": "LORA", "r": 2}
         (folder / name / "adapter_config.json").write_text(json.dumps(adapter))
-    words = f"--actor_model_name_or_path {folder}/actor --critic_model_name_or_path {folder}/critic --dtype bf16"
-    words += f" --actor_lora_dim 2 --critic_lora_dim 2 --actor_zero_stage {zero_stage} --critic_zero_stage {zero_stage}"
+    words = f"--actor-model-name-or-path {folder}/actor --critic-model-name-or-path {folder}/critic --dtype bf16"
+    words += f" --actor-lora-dim 2 --critic-lora-dim 2 --actor-zero-stage {zero_stage} --critic-zero-stage {zero_stage}"
     return parse(PPOConfig, [*words.split(), *reward.split()], section="ppo").config
 
 
@@ -117,7 +117,7 @@ def test_start_adapters_under_zero_3_leave_reference_and_reward_model_of_their_o
 
 
 def test_a_reward_model_of_its_own_folder_is_held_beside_the_critic(tmp_path):
-    config = adapter_start(tmp_path, 2, reward=f"--reward_model_name_or_path {tmp_path}/llama-tiny")
+    config = adapter_start(tmp_path, 2, reward=f"--reward-model-name-or-path {tmp_path}/llama-tiny")
     assert [role.name for role in config.held_roles] == ["actor", "critic", "reward"]
     assert config.start_of(config.held_roles[-1]) == f"{tmp_path}/llama-tiny"
     use = needs(config, {f"{tmp_path}/llama-tiny": f"{tmp_path}/tiny"}, "bf16", 1).models[-1]
@@ -165,7 +165,7 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
         page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
-        assert "  steps    70 optimizer steps in 10 rollouts (about; --num_train_epochs 1)" in page
+        assert "  steps    70 optimizer steps in 10 rollouts (about; --num-train-epochs 1)" in page
     with monkeypatch.context() as patch:
         patch.setattr(
             step3_ppo.models.needs,
@@ -239,7 +239,7 @@ def test_streamed_weights_take_a_slice_of_each_rank(tmp_path):
     assert few.replicated_bytes == many.replicated_bytes > 0
 
 
-SMALL = "--actor_model_name_or_path 125m --critic_model_name_or_path 125m"
+SMALL = "--actor-model-name-or-path 125m --critic-model-name-or-path 125m"
 
 
 @pytest.mark.parametrize("fit", slow_but([False], [False, True]))
@@ -265,7 +265,7 @@ def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(m
     assert (exchanged["generate"] > seconds["generate"] / 4) != fit, "layers are gathered at each step"
 
 
-@pytest.mark.parametrize("words", ["--inference_tp_size 2", "--generation_engine static"])
+@pytest.mark.parametrize("words", ["--inference-tp-size 2", "--generation-engine static"])
 def test_weights_that_a_run_cannot_stream_are_planned_whole(words):
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, words), "2xH200")
     rollout = planner.needs(resolved).rollout
@@ -288,6 +288,6 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
 
 def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan():
     """12 heads; a run would refuse it, and the ladder proposes it to nobody."""
-    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference_tp_size 5"), "5xH200")
+    planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference-tp-size 5"), "5xH200")
     with pytest.raises(InputError, match="inference_tp_size 5: must divide the 12 heads of keys and values"):
         planner.needs(resolved)

@@ -67,15 +67,15 @@ SHAPES = {
     "qwen3-32b": Shape(64, 5120, 1024, 25600, 151936, False),
 }
 CARDS = ("16GB", "24GB", "RTX5090", "A6000", "H100")
-ROWS = "--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --dtype bf16"
-PROMPTS = "--per_device_generation_batch_size 8 --max_prompt_seq_len 512 --max_answer_seq_len 512 --num_warmup_steps 0"
+ROWS = "--per-device-train-batch-size 8 --gradient-accumulation-steps 1 --dtype bf16"
+PROMPTS = "--per-device-generation-batch-size 8 --max-prompt-seq-len 512 --max-answer-seq-len 512 --num-warmup-steps 0"
 METHODS = {
-    "sft": ("sft", f"--model_name_or_path MODEL --max_seq_len 2048 {ROWS}"),
-    "reward": ("reward", f"--model_name_or_path MODEL --max_seq_len 1024 {ROWS}"),
-    "dpo": ("dpo", f"--model_name_or_path MODEL --max_seq_len 1024 {ROWS}"),
-    "grpo": ("ppo", f"--method grpo --reward_function repetition --actor_model_name_or_path MODEL {ROWS} {PROMPTS} "
-             "--num_samples_per_prompt 8"),
-    "ppo": ("ppo", f"--actor_model_name_or_path MODEL --critic_model_name_or_path MODEL {ROWS} {PROMPTS}"),
+    "sft": ("sft", f"--model-name-or-path MODEL --max-seq-len 2048 {ROWS}"),
+    "reward": ("reward", f"--model-name-or-path MODEL --max-seq-len 1024 {ROWS}"),
+    "dpo": ("dpo", f"--model-name-or-path MODEL --max-seq-len 1024 {ROWS}"),
+    "grpo": ("ppo", f"--method grpo --reward-function repetition --actor-model-name-or-path MODEL {ROWS} {PROMPTS} "
+             "--num-samples-per-prompt 8"),
+    "ppo": ("ppo", f"--actor-model-name-or-path MODEL --critic-model-name-or-path MODEL {ROWS} {PROMPTS}"),
 }  # fmt: skip
 Case = tuple[str, str, str]
 BUFFERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
@@ -247,7 +247,7 @@ def test_a_verdict_is_that_of_an_exhaustive_search(case, does_fit):
 
 def test_two_prompts_at_once_and_an_int8_base_are_found_behind_a_cache_that_fills_what_is_left():
     """Neither frees memory of a rollout by itself until the cache has all the rows that it wants."""
-    planner, resolved = planned(("qwen3-8b", "24GB", "grpo"), "--actor_lora_dim 16")
+    planner, resolved = planned(("qwen3-8b", "24GB", "grpo"), "--actor-lora-dim 16")
     another = Answers.of(planner, resolved).another
     assert another is not None and another.is_enough
     assert another.flags["actor_quantization"] == "int8"
@@ -256,7 +256,7 @@ def test_two_prompts_at_once_and_an_int8_base_are_found_behind_a_cache_that_fill
 
 def test_a_backend_without_copies_gathers_all_weights_that_are_on_the_host():
     for backend, is_whole in (("static", True), ("auto", False)):
-        more = f"--actor_zero_stage 3 --actor_offload_weights cpu --generation_engine {backend}"
+        more = f"--actor-zero-stage 3 --actor-offload-weights cpu --generation-engine {backend}"
         planner, resolved = planned(("qwen3-8b", "H100", "grpo"), more)
         plan = planner.memory(resolved)
         assert plan.phases["generate"].gathered == (plan.sizes["actor"].num_bytes if is_whole else 0)
@@ -264,12 +264,12 @@ def test_a_backend_without_copies_gathers_all_weights_that_are_on_the_host():
 
 @pytest.mark.parametrize("prompts, more, smaller", [
     (8, "", {"per_device_generation_batch_size": 4, "generation_batches": 2}), (1, "", {}),
-    (6, "--rollout_batch_size 144 --per_device_train_batch_size 18", {"per_device_generation_batch_size": 3}),
-    (8, "--generation_batches 3", {"per_device_generation_batch_size": 4, "generation_batches": 6}),
+    (6, "--rollout-batch-size 144 --per-device-train-batch-size 18", {"per_device_generation_batch_size": 3}),
+    (8, "--generation-batches 3", {"per_device_generation_batch_size": 4, "generation_batches": 6}),
 ])  # fmt: skip
 def test_prompts_at_once_are_halved_to_a_divisor_of_those_of_a_rollout(prompts, more, smaller):
     """18 prompts are 6 x 3: 3 at once leave as many."""
-    _, resolved = planned(("qwen3-0.6b", "24GB", "grpo"), f"{more} --per_device_generation_batch_size {prompts}")
+    _, resolved = planned(("qwen3-0.6b", "24GB", "grpo"), f"{more} --per-device-generation-batch-size {prompts}")
     before = resolved.config.rollout_size(1)
     found = fewer_prompts_at_once(dict(flat_items(resolved.config)), parse_target("24GB"))
     assert found == smaller

@@ -20,8 +20,8 @@ MODEL = "facebook/opt-125m"  # its shape is known without a hub
 
 @pytest.mark.slow
 def test_stage_3_is_planned_without_triton(tmp_path):
-    words = ("--dry_run", "--actor_model_name_or_path", MODEL, "--critic_model_name_or_path", MODEL)
-    command = [sys.executable, "-c", PROGRAM, *words, "--data_path", "org/rows", "--target", "1xH100"]
+    words = ("--dry-run", "--actor-model-name-or-path", MODEL, "--critic-model-name-or-path", MODEL)
+    command = [sys.executable, "-c", PROGRAM, *words, "--data-path", "org/rows", "--target", "1xH100"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False

@@ -39,9 +39,9 @@ def settings(folder: Path, *more: object, micro: int = 8, steps: int = 1) -> Any
     """SFT of OPT-125M's shape."""
     if not (folder / "125m").is_dir():
         config_of("125m").save_pretrained(folder / "125m")
-    words = ["--model_name_or_path", folder / "125m", "--per_device_train_batch_size", micro, "--dtype", "bf16",
-             "--gradient_accumulation_steps", steps, "--data_output_path", folder / "cache",
-             "--output_dir", folder / "out/sft", *more]  # fmt: skip
+    words = ["--model-name-or-path", folder / "125m", "--per-device-train-batch-size", micro, "--dtype", "bf16",
+             "--gradient-accumulation-steps", steps, "--data-output-path", folder / "cache",
+             "--output-dir", folder / "out/sft", *more]  # fmt: skip
     return parse(SFTConfig, [str(word) for word in words], section="sft")
 
 
@@ -76,9 +76,9 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
         f["gradient_accumulation_steps"] == 24 // s for f, s in zip(tried, sizes, strict=True)
     )
     count = len(tried)
-    assert found(settings(tmp_path, "--learning_rate", 1, "--seed", 2, micro=24)) == six and len(tried) == count
-    assert "--per_device_train_batch_size 6 --gradient_accumulation_steps 4, as found before" in capsys.readouterr().err
-    for other in (("--max_seq_len", 64), ("--gradient_checkpointing", "true"), ("--zero_stage", 1)):
+    assert found(settings(tmp_path, "--learning-rate", 1, "--seed", 2, micro=24)) == six and len(tried) == count
+    assert "--per-device-train-batch-size 6 --gradient-accumulation-steps 4, as found before" in capsys.readouterr().err
+    for other in (("--max-seq-len", 64), ("--gradient-checkpointing", "true"), ("--zero-stage", 1)):
         found(settings(tmp_path, *other, micro=24))
     found(settings(tmp_path, micro=24), gpus=2)
     found(settings(tmp_path, micro=24), name="A100")
@@ -87,7 +87,7 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
     assert found(settings(tmp_path, micro=24)) == six and len(tried) == count, "others were found meanwhile"
     assert found(settings(tmp_path, micro=30)) == six | {"gradient_accumulation_steps": 5}, "of another step's rows"
     assert len(tried) > count
-    follows = with_ranks(settings(tmp_path, "--train_batch_size", 48, micro=24), 2)
+    follows = with_ranks(settings(tmp_path, "--train-batch-size", 48, micro=24), 2)
     assert found(follows, gpus=2) == {"per_device_train_batch_size": 6}, "accumulation follows"
 
 
@@ -100,7 +100,7 @@ def test_a_single_row_without_memory_is_an_error(tmp_path):
 @pytest.mark.slow
 def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
-    given = settings(tmp_path, "--auto_fit")
+    given = settings(tmp_path, "--auto-fit")
     assert flags_that_fit(SFT, given, Target("GPU", 80 * GIB)) == {}
     flags = flags_that_fit(SFT, given, Target("GPU", int(2.6 * GIB)))
     said = [line for line in capsys.readouterr().err.splitlines() if "gives back" in line]
@@ -110,7 +110,7 @@ def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, 
     assert len(said) == 1 and all(re.search(r"^auto_fit: --.*gives back .* GiB .*; cost: ", line) for line in said)
     planner, changed = stage_planner(SFT, settings(tmp_path, *flag_words(flags)), Target("GPU", int(2.6 * GIB)), {})
     assert fits(planner.memory(choose(SFT, planner, changed).of(changed, 1)), planner.target)
-    with pytest.raises(EnvironmentFault, match="--auto_fit: does not fit: .*take more GPUs"):
+    with pytest.raises(EnvironmentFault, match="--auto-fit: does not fit: .*take more GPUs"):
         flags_that_fit(SFT, given, Target("GPU", GIB // 2))
 
 
@@ -122,13 +122,13 @@ LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_RO
 def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks, also):
     """Of a GPU with so little memory, or a host without room for an optimizer."""
     target, flags = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB), {"lora_dim": 16} | also
-    with pytest.raises(EnvironmentFault, match=f"--auto_fit: does not fit: .*{lacks}") as fault:
-        flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "true"), target)
-    assert str(fault.value).endswith(f"; --auto_fit any would train something else: {' '.join(flag_words(flags))}")
-    assert flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "any"), target) == flags
-    assert "auto_fit: --lora_dim 16: gives back " in capsys.readouterr().err
+    with pytest.raises(EnvironmentFault, match=f"--auto-fit: does not fit: .*{lacks}") as fault:
+        flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "true"), target)
+    assert str(fault.value).endswith(f"; --auto-fit any would train something else: {' '.join(flag_words(flags))}")
+    assert flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), target) == flags
+    assert "auto_fit: --lora-dim 16: gives back " in capsys.readouterr().err
     enough = Target("GPU", int(2.6 * GIB), host_memory=64 * GIB)
-    assert "lora_dim" not in flags_that_fit(SFT, settings(tmp_path, "--auto_fit", "any"), enough), "the first suffices"
+    assert "lora_dim" not in flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), enough), "the first suffices"
 
 
 def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.CompletedProcess[str]:
@@ -145,9 +145,9 @@ def launched(folder: Path, *words: object, memory_mib: int) -> subprocess.Comple
 @pytest.mark.slow
 def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed(tmp_path):
     settings(tmp_path)  # makes the model
-    words = ["--model_name_or_path", tmp_path / "125m", "--per_device_train_batch_size", 8, "--dtype", "bf16",
-             "--auto_fit", "--output_dir", tmp_path / "out/sft", "--gradient_checkpointing", "false",
-             "--per_device_eval_batch_size", 16]  # fmt: skip
+    words = ["--model-name-or-path", tmp_path / "125m", "--per-device-train-batch-size", 8, "--dtype", "bf16",
+             "--auto-fit", "--output-dir", tmp_path / "out/sft", "--gradient-checkpointing", "false",
+             "--per-device-eval-batch-size", 16]  # fmt: skip
     done = launched(tmp_path, *words, memory_mib=2450)
     assert done.returncode == 0, done.stderr
     preset = tmp_path / "out/runs/sft/automatic.yaml"
@@ -161,10 +161,10 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     assert automatic_words(finished, preset.parent) == flag_words(chosen), "the run is finished here"
     assert automatic_words(parse(SFTConfig, [*map(str, words), "--overwrite"], section="sft"), preset.parent) is None
     again = launched(tmp_path, *words, memory_mib=80000)
-    assert f"as chosen before ({preset}): --per_device_train_batch_size 1 " in again.stderr
+    assert f"as chosen before ({preset}): --per-device-train-batch-size 1 " in again.stderr
     assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
     lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
-    assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto_fit: does not fit: ")
+    assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto-fit: does not fit: ")
     assert len(started(tmp_path)) == 2
     assert launched(tmp_path, *words, "--overwrite", memory_mib=80000).returncode == 0 and not preset.exists()
 
@@ -180,9 +180,9 @@ def write_earlier(folder: Path) -> None:
 def test_what_was_chosen_hides_no_other_batch(tmp_path):
     """A finished run of 8 rows a step is not the one that 16 are asked of: the caller is to see the difference."""
     write_earlier(tmp_path)
-    chosen = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4", "--zero_stage", "1"]
+    chosen = ["--per-device-train-batch-size", "2", "--gradient-accumulation-steps", "4", "--zero-stage", "1"]
     for steps, words in ((1, chosen), (2, None)):
-        assert automatic_words(settings(tmp_path, "--auto_batch", steps=steps), tmp_path) == words
+        assert automatic_words(settings(tmp_path, "--auto-batch", steps=steps), tmp_path) == words
 
 
 def write_earlier_run(folder: Path) -> None:
@@ -197,19 +197,19 @@ def write_earlier_run(folder: Path) -> None:
 
 def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
     write_earlier_run(tmp_path)
-    words = ["--model_name_or_path", tmp_path / "125m", "--dtype", "bf16", "--auto_fit",
-             "--output_dir", tmp_path / "out/sft"]  # fmt: skip
+    words = ["--model-name-or-path", tmp_path / "125m", "--dtype", "bf16", "--auto-fit",
+             "--output-dir", tmp_path / "out/sft"]  # fmt: skip
 
     def resumed(*more: object) -> str:
         done = launched(tmp_path, *words, *more, memory_mib=80000)
         return done.stderr + " ".join(started(tmp_path)[-1] if done.returncode == 0 else ())
 
-    assert "sft/automatic.yaml): --per_device_train_batch_size 2 --gradient_accumulation_steps 4\n" in (
-        text := resumed("--per_device_train_batch_size", 8, "--zero_stage", 0)
+    assert "sft/automatic.yaml): --per-device-train-batch-size 2 --gradient-accumulation-steps 4\n" in (
+        text := resumed("--per-device-train-batch-size", 8, "--zero-stage", 0)
     ), text
-    assert "--zero_stage 1" not in text
-    text = resumed("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2)
-    assert text.endswith("--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --zero_stage 1"), text
+    assert "--zero-stage 1" not in text
+    text = resumed("--per-device-train-batch-size", 4, "--gradient-accumulation-steps", 2)
+    assert text.endswith("--per-device-train-batch-size 4 --gradient-accumulation-steps 2 --zero-stage 1"), text
 
 
 def test_a_port_that_the_ranks_of_a_search_still_hold_is_waited_for(tmp_path, monkeypatch):
@@ -217,22 +217,22 @@ def test_a_port_that_the_ranks_of_a_search_still_hold_is_waited_for(tmp_path, mo
     write_earlier_run(tmp_path)
     for name in ("PYTHONPATH", "STUB_LOG"):
         monkeypatch.setenv(name, stub_environment(tmp_path)[name])
-    words = ["--model_name_or_path", str(tmp_path / "125m"), "--per_device_train_batch_size", "8", "--auto_batch",
-             "--output_dir", str(tmp_path / "out/sft")]  # fmt: skip
+    words = ["--model-name-or-path", str(tmp_path / "125m"), "--per-device-train-batch-size", "8", "--auto-batch",
+             "--output-dir", str(tmp_path / "out/sft")]  # fmt: skip
     signals: Any = SimpleNamespace(first=None, second=None)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = str(held.getsockname()[1])
         threading.Timer(0.3, held.close).start()
-        request = parse_request("single_gpu", ["--master_port", port, "1", *words])
+        request = parse_request("single_gpu", ["--master-port", port, "1", *words])
         assert run_job(SFT, request, signals) == 1, "and no EnvironmentFault for the port"
 
 
 def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
-    assert sft_main(["--model_name_or_path", "base", "--data_path", "a.jsonl", "--auto_batch"]) == 2
+    assert sft_main(["--model-name-or-path", "base", "--data-path", "a.jsonl", "--auto-batch"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: --auto_batch: flags are chosen before ranks start: give it to `rlhf"
+        "error: --auto-batch: flags are chosen before ranks start: give it to `rlhf"
     )
 
 
@@ -242,7 +242,7 @@ LACKING = """
 import json, os, socket, sys, time
 from pathlib import Path
 
-folder = Path(sys.argv[sys.argv.index("--run_dir") + 1])
+folder = Path(sys.argv[sys.argv.index("--run-dir") + 1])
 lacking = {phase: [16, 8] for phase in os.environ["LACKING"].split()}
 halved = {part.split(":")[0] for part in os.environ["PYTHON_RUN_HALVED"].split(",") if part}
 missing = [phase for phase in lacking if phase not in halved][:1]
@@ -270,7 +270,7 @@ def test_a_micro_batch_is_not_to_blame_where_another_phase_of_several_ranks_lack
     write_program(tmp_path / "lacking/main.py", LACKING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("LACKING", lacking)
-    assert tried_four(tmp_path, "--critic_warmup_steps", "5") == fits
+    assert tried_four(tmp_path, "--critic-warmup-steps", "5") == fits
     last = dict(scan(json.loads((tmp_path / "lacking/words.json").read_text())[1:]))
     assert last["critic_warmup_steps"] == ["0"], "each of the three steps updates the actor, too"
     said = "fits, 1 s a step" if fits else "out of memory"
@@ -293,7 +293,7 @@ def test_a_try_that_fails_otherwise_says_why_and_keeps_its_output(tmp_path, monk
     with pytest.raises(RunError) as failed:
         tried_four(tmp_path)
     first, *others = str(failed.value).splitlines()
-    assert re.fullmatch(r"--auto_batch: a micro-batch of 4: rank 0 on .*: a fault", first)
+    assert re.fullmatch(r"--auto-batch: a micro-batch of 4: rank 0 on .*: a fault", first)
     assert not any(line.startswith("error: ") for line in others)
     assert str(failed.value).endswith(f"; its output: {tmp_path / 'try/output.txt'}") and (tmp_path / "try").is_dir()
 
@@ -305,9 +305,9 @@ def test_micro_batches_are_tried_by_real_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("OUT_OF_MEMORY", "0:2:1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/faults/site"))
-    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_seq_len",
-             "96", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "8", "--max_steps", "2",
-             "--dtype", "fp32", "--data_output_path", "cache", "--output_dir", "out/sft", "--auto_batch"]  # fmt: skip
+    words = ["--model-name-or-path", "base", "--data-path", "train.jsonl", "--data-split", "none", "--max-seq-len",
+             "96", "--per-device-train-batch-size", "1", "--gradient-accumulation-steps", "8", "--max-steps", "2",
+             "--dtype", "fp32", "--data-output-path", "cache", "--output-dir", "out/sft", "--auto-batch"]  # fmt: skip
     command = ["bash", str(ROOT / "launch/single_gpu.sh"), "1", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr

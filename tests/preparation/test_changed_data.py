@@ -23,16 +23,16 @@ from rlhf.stages import STAGES
 
 SFT, REWARD, PPO, DPO = STAGES
 STARTS = {
-    SFT: "--model_name_or_path base --output_dir out/sft --max_seq_len 96",
-    REWARD: "--model_name_or_path base --output_dir out/reward --max_seq_len 96",
-    DPO: "--model_name_or_path base --output_dir out/actor --max_seq_len 96",
-    PPO: "--actor_model_name_or_path base --critic_model_name_or_path scorer --output_dir out --max_prompt_seq_len 64 "
-    "--max_answer_seq_len 32 --unsupervised_data_path text.jsonl",
+    SFT: "--model-name-or-path base --output-dir out/sft --max-seq-len 96",
+    REWARD: "--model-name-or-path base --output-dir out/reward --max-seq-len 96",
+    DPO: "--model-name-or-path base --output-dir out/actor --max-seq-len 96",
+    PPO: "--actor-model-name-or-path base --critic-model-name-or-path scorer --output-dir out --max-prompt-seq-len 64 "
+    "--max-answer-seq-len 32 --unsupervised-data-path text.jsonl",
 }
 
 
 def configuration(stage: Stage, *more: str) -> Any:
-    words = f"{STARTS[stage]} --data_path train.jsonl --data_split none --data_output_path cache".split()
+    words = f"{STARTS[stage]} --data-path train.jsonl --data-split none --data-output-path cache".split()
     return parse(stage.config, [*words, *more], section=stage.section).config
 
 
@@ -75,7 +75,7 @@ def change(file: str, **changed: str) -> None:
 @pytest.mark.parametrize("stage", STAGES, ids=[stage.section for stage in STAGES])
 def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
     config = begun(stage)
-    plan = {SFT: configuration(SFT, "--output_dir", "before"), stage: config}
+    plan = {SFT: configuration(SFT, "--output-dir", "before"), stage: config}
 
     def look() -> list[str]:
         return look_before_start(plan, dry_run=dry_run, named_by_section=True)
@@ -91,7 +91,7 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
     assert changed == f"{flag}: the content of train.jsonl is not what the checkpoint was made of"
     assert hint.startswith(f"{stage.section}: {folder}: resume with the same flags, data,")
     assert hint.endswith(f"; --{stage.section}.force-resume goes on nevertheless")
-    for more in (("--force_resume",), ("--overwrite",), ("--resume", "never")):
+    for more in (("--force-resume",), ("--overwrite",), ("--resume", "never")):
         plan[stage] = configuration(stage, *more)
         assert look() == []
 
@@ -99,12 +99,12 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
 def test_changed_text_of_the_ptx_loss_is_found(begun):
     plan = {PPO: begun(PPO)}
     change("text.jsonl", text="Something else.")
-    with pytest.raises(InputError, match=r"^--unsupervised_data_path: the content of text.jsonl is not what the chec"):
+    with pytest.raises(InputError, match=r"^--unsupervised-data-path: the content of text.jsonl is not what the chec"):
         look_before_start(plan, dry_run=True)
 
 
 def test_sources_that_a_dry_run_does_not_read_are_not_compared(begun):
     """A hub id in place of a file: whether its rows are the same is found when it is downloaded."""
     begun(SFT)
-    plan = {SFT: configuration(SFT, "--data_path", "train.jsonl", "org/rows")}
+    plan = {SFT: configuration(SFT, "--data-path", "train.jsonl", "org/rows")}
     assert look_before_start(plan, dry_run=True) == ["not looked at (no network): org/rows"]

@@ -1,4 +1,4 @@
-"""`--show_data N`, by a stage's own command and by train.py."""
+"""`--show-data N`, by a stage's own command and by train.py."""
 
 import re
 import subprocess
@@ -34,13 +34,13 @@ def refuse_weights() -> None:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    data = ["--data_path", "rows.jsonl", "--eval_fraction", "0", "--data_output_path", str(folder / "cache")]
-    return ["--model_name_or_path", "base", *data, "--output_dir", "out/sft", *more]
+    data = ["--data-path", "rows.jsonl", "--eval-fraction", "0", "--data-output-path", str(folder / "cache")]
+    return ["--model-name-or-path", "base", *data, "--output-dir", "out/sft", *more]
 
 
 def test_a_page_of_a_stage_loads_no_weights_and_starts_nothing(folder):
     before = {path.name for path in folder.iterdir()}
-    command = words(folder, "--max_seq_len", "60", "--show_data", "3")
+    command = words(folder, "--max-seq-len", "60", "--show-data", "3")
     done = run_command("step1_sft", command, folder=folder, first=refuse_weights)
     assert done.code == 0, done.stderr
     text = " ".join(done.stdout.split())
@@ -56,7 +56,7 @@ def test_a_page_of_a_stage_loads_no_weights_and_starts_nothing(folder):
 
 
 def test_colour_changes_no_other_byte(folder):
-    command = words(folder, "--show_data", "2")
+    command = words(folder, "--show-data", "2")
     plain, coloured = (run_command("step1_sft", command, folder=folder, FORCE_COLOR=on) for on in ("", "1"))
     assert CODES.search(coloured.stdout) and CODES.sub("", coloured.stdout) == plain.stdout
     never = run_command("step1_sft", command, folder=folder, FORCE_COLOR="1", NO_COLOR="1")

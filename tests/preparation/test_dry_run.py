@@ -12,9 +12,9 @@ from support.tiny_run import make_folder
 
 PACKAGES = {1: "step1_sft", 2: "step2_reward", 3: "step3_ppo"}
 ON_THE_HUB = {
-    1: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
-    2: ("--model_name_or_path", "org/model", "--data_path", "org/rows"),
-    3: ("--actor_model_name_or_path", "org/a", "--critic_model_name_or_path", "org/c", "--data_path", "org/rows"),
+    1: ("--model-name-or-path", "org/model", "--data-path", "org/rows"),
+    2: ("--model-name-or-path", "org/model", "--data-path", "org/rows"),
+    3: ("--actor-model-name-or-path", "org/a", "--critic-model-name-or-path", "org/c", "--data-path", "org/rows"),
 }
 ENGINES = {1: ["model"], 2: ["model"], 3: ["actor", "critic", "reference", "reward model"]}
 
@@ -42,7 +42,7 @@ def engine_jsons(output: str) -> dict[str, dict[str, object]]:
 def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step):
     section = ("sft", "reward", "ppo")[step - 1]
     preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
-    zero = "--actor_zero_stage" if step == 3 else "--zero_stage"
+    zero = "--actor-zero-stage" if step == 3 else "--zero-stage"
     words = ["--preset", preset, "--explain", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
     done = stage_dry_run(tmp_path / "empty", step, *words, WORLD_SIZE="4")
     assert done.code == 3 and ": not planned: org/" in done.stderr, "a model that a start could not fetch either"
@@ -64,7 +64,7 @@ def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step
 def test_a_rank_of_several_hosts_plans_all_of_them_and_says_so(tmp_path, ranks, machines, hardware):
     """It sees its own machine alone; torchrun tells how many ranks there are here, and in all."""
     folder = make_folder(tmp_path, num_train=8, num_test=4, num_documents=2)
-    words = "--model_name_or_path base --data_path train.jsonl --max_seq_len 96 --output_dir out --explain".split()
+    words = "--model-name-or-path base --data-path train.jsonl --max-seq-len 96 --output-dir out --explain".split()
     given = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     done = run_command("step1_sft", words, folder=folder, **given)
     assert f"\nplan of sft, on {hardware}, " in f"\n{done.stdout}" and f" x {ranks} ranks = " in done.stdout, (
@@ -76,7 +76,7 @@ def test_a_rank_of_several_hosts_plans_all_of_them_and_says_so(tmp_path, ranks, 
 
 @pytest.mark.slow
 def test_a_launch_script_starts_no_rank(tmp_path):
-    words = ["--num_gpus", "2", "3", "--explain", "--actor_zero_stage", "1", *ON_THE_HUB[3]]
+    words = ["--num-gpus", "2", "3", "--explain", "--actor-zero-stage", "1", *ON_THE_HUB[3]]
     done = dry_run(tmp_path / "empty", "bash", str(ROOT / "launch/single_node.sh"), *words)
     assert done.returncode == 3 and list(engine_jsons(done.stdout)) == ENGINES[3], done.stderr
     assert started(tmp_path) == [] and not list((tmp_path / "empty").iterdir())
@@ -101,7 +101,7 @@ def test_train_prints_the_same_for_each_stage(tmp_path):
     commands_in_one_line = short.stdout.replace("\\\n", "")
     assert short.stdout.count("== stage ") == 3 and len(commands_in_one_line.splitlines()) < 12
     assert short.stdout.count("--dry-run") == short.stdout.count("--explain") == 0  # its commands start the stages
-    asked_of_a_stage = train(tmp_path, *TINY, "--sft.dry_run")
+    asked_of_a_stage = train(tmp_path, *TINY, "--sft.dry-run")
     assert asked_of_a_stage.stdout.endswith("dry run: nothing was started\n") and started(tmp_path) == []
 
 

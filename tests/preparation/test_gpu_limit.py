@@ -1,4 +1,4 @@
-"""`--gpu_memory_gib`: plans of a GPU of which a run may take a part, by the real command line."""
+"""`--gpu-memory-gib`: plans of a GPU of which a run may take a part, by the real command line."""
 
 import re
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from step1_sft.stage import STAGE as SFT
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
-COMMON = ["--data_path", "train.jsonl", "--data_split", "none"]
+COMMON = ["--data-path", "train.jsonl", "--data-split", "none"]
 MAINS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "sft": (sft_main, "--model_name_or_path base --max_seq_len 96"),
-    "reward": (reward_main, "--model_name_or_path base --max_seq_len 96"),
+    "sft": (sft_main, "--model-name-or-path base --max-seq-len 96"),
+    "reward": (reward_main, "--model-name-or-path base --max-seq-len 96"),
     "ppo": (
         ppo_main,
-        "--actor_model_name_or_path base --critic_model_name_or_path scorer "
-        "--max_prompt_seq_len 64 --max_answer_seq_len 32",
+        "--actor-model-name-or-path base --critic-model-name-or-path scorer "
+        "--max-prompt-seq-len 64 --max-answer-seq-len 32",
     ),
 }
 
@@ -76,18 +76,18 @@ def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.parametrize("section", MAINS)
 def test_a_plan_is_that_of_a_gpu_of_so_many_gib(planned, section):
     limited, small = (planned(section, *words) for words in (
-        ["--target", "1xH100-80GB", "--gpu_memory_gib", "24"], ["--target", "24.yaml"]
+        ["--target", "1xH100-80GB", "--gpu-memory-gib", "24"], ["--target", "24.yaml"]
     ))  # fmt: skip
     assert limited.code == small.code == 0
-    assert f"plan of {section}, on 1 x H100-80GB, 24.0 GiB (--gpu_memory_gib) each (described)" in limited.page
-    assert limited.page.replace(" (--gpu_memory_gib)", "") == small.page
+    assert f"plan of {section}, on 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib) each (described)" in limited.page
+    assert limited.page.replace(" (--gpu-memory-gib)", "") == small.page
 
 
 def test_the_parts_of_a_plan_name_the_flag_beside_the_size(planned):
-    page = planned("sft", "--target", "1xH100-80GB", "--gpu_memory_gib", "24", "--explain").page
-    assert re.search(r" verdict fits: [\d.]+ to [\d.]+ of 24\.00 GiB \(--gpu_memory_gib\) in phase \w+, ", page)
-    whole = planned("sft", "--target", "1xH100-80GB", "--gpu_memory_gib", "0", "--explain").page
-    assert " of 78.80 GiB in phase " in whole and "(--gpu_memory_gib)" not in whole
+    page = planned("sft", "--target", "1xH100-80GB", "--gpu-memory-gib", "24", "--explain").page
+    assert re.search(r" verdict fits: [\d.]+ to [\d.]+ of 24\.00 GiB \(--gpu-memory-gib\) in phase \w+, ", page)
+    whole = planned("sft", "--target", "1xH100-80GB", "--gpu-memory-gib", "0", "--explain").page
+    assert " of 78.80 GiB in phase " in whole and "(--gpu-memory-gib)" not in whole
 
 
 @pytest.mark.slow
@@ -101,26 +101,26 @@ def test_rows_of_the_cache_and_whether_it_stays_follow_the_limit():
     plans = [one.memory(limited) for one in (found, small, planner)]
     assert plans[0] == plans[1] and plans[0].keeps_rollout != plans[2].keeps_rollout
     page, other = (stage_page(StagePlan.of(one, limited, 0)) for one in (found, small))
-    assert [line.replace(" (--gpu_memory_gib)", "") for line in page] == other
+    assert [line.replace(" (--gpu-memory-gib)", "") for line in page] == other
 
 
 def test_what_does_not_fit_within_the_limit_is_changed_until_it_does(planned):
-    little = ["--target", "1xH100-80GB", "--gpu_memory_gib", "0.7", "--per_device_train_batch_size", "4096"]
+    little = ["--target", "1xH100-80GB", "--gpu-memory-gib", "0.7", "--per-device-train-batch-size", "4096"]
     lacking = planned("sft", *little)
     (line,) = lacking.errors
-    assert lacking.code == 3 and " of 0.70 GiB (--gpu_memory_gib) in phase train (1 x H100-80GB, " in line
-    fitted = planned("sft", *little, "--auto_fit", "true")
-    assert fitted.code == 0 and " --auto_fit true makes it fit " in fitted.page
+    assert lacking.code == 3 and " of 0.70 GiB (--gpu-memory-gib) in phase train (1 x H100-80GB, " in line
+    fitted = planned("sft", *little, "--auto-fit", "true")
+    assert fitted.code == 0 and " --auto-fit true makes it fit " in fitted.page
 
 
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        ("--gpu_memory_gib 79", 3, "--gpu_memory_gib 79: H100-80GB has 78.80 GiB; give less, or 0 for all of it"),
-        ("--gpu_memory_gib -1", 2, "--gpu_memory_gib: found '-1'"),
-        ("--gpu_memory_gib nan", 2, "--gpu_memory_gib: found 'nan'"),
-        ("--gpu_memory_gib inf", 2, "--gpu_memory_gib: found 'inf'"),
-        ("--gpu_memory_gib 24G", 2, "--gpu_memory_gib: found '24G'"),
+        ("--gpu-memory-gib 79", 3, "--gpu-memory-gib 79: H100-80GB has 78.80 GiB; give less, or 0 for all of it"),
+        ("--gpu-memory-gib -1", 2, "--gpu-memory-gib: got '-1'"),
+        ("--gpu-memory-gib nan", 2, "--gpu-memory-gib: got 'nan'"),
+        ("--gpu-memory-gib inf", 2, "--gpu-memory-gib: got 'inf'"),
+        ("--gpu-memory-gib 24G", 2, "--gpu-memory-gib: got '24G'"),
     ],
 )
 def test_what_no_gpu_can_give_is_refused_in_one_line(planned, words, code, line):
@@ -130,12 +130,12 @@ def test_what_no_gpu_can_give_is_refused_in_one_line(planned, words, code, line)
 
 
 def test_the_whole_of_a_gpu_may_be_named(planned):
-    assert planned("sft", "--target", "1xH100-80GB", "--gpu_memory_gib", "78.8").code == 0
+    assert planned("sft", "--target", "1xH100-80GB", "--gpu-memory-gib", "78.8").code == 0
     assert with_limit(Target("GPU", 0), 24.0).memory == 24 * GIB, "where its memory is not known"
 
 
 def test_a_plan_for_a_cpu_has_its_memory(planned):
-    assert planned("sft", "--dry_run", "--gpu_memory_gib", "0.1") == planned("sft", "--dry_run")
+    assert planned("sft", "--dry-run", "--gpu-memory-gib", "0.1") == planned("sft", "--dry-run")
 
 
 def test_train_gives_it_to_each_stage(inputs, monkeypatch, capsys):
@@ -146,40 +146,40 @@ def test_train_gives_it_to_each_stage(inputs, monkeypatch, capsys):
         return SimpleNamespace(returncode=preflight.main(command[-1]))
 
     monkeypatch.setattr(preflight.subprocess, "run", here)
-    words = "--actor-model base --reward-model base --data_path train.jsonl --target 1xH100-80GB --sft.max_seq_len 96"
-    words += " --reward.max_seq_len 96 --ppo.max_prompt_seq_len 64 --ppo.max_answer_seq_len 32"
-    words += " --gpu_memory_gib 24 --ppo.gpu_memory_gib 30"
+    words = "--actor-model base --reward-model base --data-path train.jsonl --target 1xH100-80GB --sft.max-seq-len 96"
+    words += " --reward.max-seq-len 96 --ppo.max-prompt-seq-len 64 --ppo.max-answer-seq-len 32"
+    words += " --gpu-memory-gib 24 --ppo.gpu-memory-gib 30"
     assert train.main(words.split()) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "plan of sft, reward, on 1 x H100-80GB, 24.0 GiB (--gpu_memory_gib) each" in page
-    assert "plan of ppo, on 1 x H100-80GB, 30.0 GiB (--gpu_memory_gib) each" in page
+    assert "plan of sft, reward, on 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib) each" in page
+    assert "plan of ppo, on 1 x H100-80GB, 30.0 GiB (--gpu-memory-gib) each" in page
 
 
 @pytest.mark.parametrize("kind", ["preset", "config"])
 def test_a_file_of_flags_gives_it(planned, inputs, kind):
     (inputs / "flags.yaml").write_text("gpu_memory_gib: 24\n", encoding="utf-8")
     page = planned("reward", "--target", "1xH100-80GB", f"--{kind}", "flags.yaml").page
-    assert "24.0 GiB (--gpu_memory_gib) each" in page
+    assert "24.0 GiB (--gpu-memory-gib) each" in page
 
 
 def settings(folder: Path, *words: str) -> Any:
-    own = f"--model_name_or_path {folder}/base --max_seq_len 96 --auto_fit true"
+    own = f"--model-name-or-path {folder}/base --max-seq-len 96 --auto-fit true"
     return parse(SFTConfig, [*own.split(), *words], section="sft")
 
 
 def test_a_job_is_fitted_to_the_limit_of_this_machines_measured_gpu(inputs, monkeypatch):
     kept = DeviceConstants("NVIDIA H100", "2026-11-22", 79 * GIB, 700.0, 3.0, 50.0)
     monkeypatch.setattr(target, "kept_constants", lambda: kept)
-    here, rows = Target("NVIDIA H100", 78 * GIB, described=False), ("--per_device_train_batch_size", "4096")
+    here, rows = Target("NVIDIA H100", 78 * GIB, described=False), ("--per-device-train-batch-size", "4096")
     assert flags_that_fit(SFT, settings(inputs, *rows), here) == {}
-    changed = flags_that_fit(SFT, settings(inputs, *rows, "--gpu_memory_gib", "0.7"), here)
+    changed = flags_that_fit(SFT, settings(inputs, *rows, "--gpu-memory-gib", "0.7"), here)
     assert changed["per_device_train_batch_size"] < 4096
-    with pytest.raises(EnvironmentFault, match=r"--gpu_memory_gib 80: NVIDIA H100 has 79\.00 GiB"):
-        flags_that_fit(SFT, settings(inputs, "--gpu_memory_gib", "80"), here)
+    with pytest.raises(EnvironmentFault, match=r"--gpu-memory-gib 80: NVIDIA H100 has 79\.00 GiB"):
+        flags_that_fit(SFT, settings(inputs, "--gpu-memory-gib", "80"), here)
 
 
 def settings_of(section: str, gib: str) -> Any:
-    words = [*MAINS[section][1].split(), *COMMON, "--gpu_memory_gib", gib, "--output_dir", f"out/{section}"]
+    words = [*MAINS[section][1].split(), *COMMON, "--gpu-memory-gib", gib, "--output-dir", f"out/{section}"]
     return parse(stage_of(section).config, words, section=section)
 
 
@@ -189,7 +189,7 @@ def test_a_limit_of_a_later_stage_is_looked_at_before_the_first_one_starts(input
     configs = {stage_of(name): settings_of(name, gib).config for name, gib in (("sft", "24"), ("reward", "25"))}
     with pytest.raises(EnvironmentFault) as refused:
         look_before_start(configs, dry_run=False, named_by_section=True)
-    line = "--reward.gpu_memory_gib 25: X has 24.00 GiB; give less, or 0 for all of it"
+    line = "--reward.gpu-memory-gib 25: X has 24.00 GiB; give less, or 0 for all of it"
     assert str(refused.value) == line
     monkeypatch.setattr("pipeline.preparation.preflight.this_machine", lambda *slots: Target("CPU", GIB))
     assert look_before_start(configs, dry_run=False, named_by_section=True) == []
@@ -199,7 +199,7 @@ def test_a_micro_batch_is_remembered_for_its_limit(inputs, tmp_path):
     here, file = Target("X", 80 * GIB), tmp_path / "micro_batches.json"
 
     def found(gib: str, largest: int) -> int:
-        given = settings(inputs, "--gpu_memory_gib", gib, "--per_device_train_batch_size", "8")
+        given = settings(inputs, "--gpu-memory-gib", gib, "--per-device-train-batch-size", "8")
 
         def tries(resolved: Any, flags: dict[str, Any]) -> bool:
             return bool(flags["per_device_train_batch_size"] <= largest)

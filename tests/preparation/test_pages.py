@@ -18,16 +18,16 @@ CARD = "card.yaml"
 CASES = {
     "fits": "--actor-model 125m --target 1xRTX4090 --max-steps 500",
     "explained": "--actor-model 125m --step 3 --explain --target 2xRTX4090 --max-steps 500",
-    "optimizer_step": "--actor-model 350m --step 1 --explain --target 1xRTX4090 --sft.gradient_checkpointing true "
-    "--sft.per_device_train_batch_size 1",
-    "streamed": "--actor-model 13b --step 3 --target 8xRTX4090 --ppo.inference_tp_size 1",
-    "whole": "--actor-model 13b --step 3 --target 8xRTX4090 --ppo.inference_tp_size 1 --ppo.rollout_weights whole",
+    "optimizer_step": "--actor-model 350m --step 1 --explain --target 1xRTX4090 --sft.gradient-checkpointing true "
+    "--sft.per-device-train-batch-size 1",
+    "streamed": "--actor-model 13b --step 3 --target 8xRTX4090 --ppo.inference-tp-size 1",
+    "whole": "--actor-model 13b --step 3 --target 8xRTX4090 --ppo.inference-tp-size 1 --ppo.rollout-weights whole",
     "smaller": "--actor-model 66b --step 3 --target 2x8xA100-40GB",
     "gives_way": "--actor-model qwen3-8b --lora-dim 16 --quantization int8 --target 1xRTX4090",
     "asked_for": "--actor-model qwen3-8b --lora-dim 16 --quantization int8 --actor-zero-stage 3 --target 1xRTX4090",
     "another_training": f"--actor-model qwen3-8b --step 3 --target {CARD}",
-    "auto_fit": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto_fit",
-    "auto_fit_any": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto_fit any",
+    "auto_fit": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto-fit",
+    "auto_fit_any": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto-fit any",
 }
 QUICK = ("fits", "asked_for")
 

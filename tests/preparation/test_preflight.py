@@ -65,16 +65,16 @@ def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
     monkeypatch.setattr(preflight, "is_reachable", lambda: False)
 
 
-SPLIT = "--data_split 2,4,4"  # as `train.py` hands it to its stages
+SPLIT = "--data-split 2,4,4"  # as `train.py` hands it to its stages
 
 
 def configs(**changed: str) -> dict[Stage, Any]:
     """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
     words = {
-        "sft": "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96",
-        "reward": "--model_name_or_path base --data_path train.jsonl --output_dir out/reward --max_seq_len 96",
-        "ppo": "--actor_model_name_or_path out/sft --critic_model_name_or_path out/reward --data_path train.jsonl "
-        "--output_dir out --max_prompt_seq_len 64 --max_answer_seq_len 32",
+        "sft": "--model-name-or-path base --data-path train.jsonl --output-dir out/sft --max-seq-len 96",
+        "reward": "--model-name-or-path base --data-path train.jsonl --output-dir out/reward --max-seq-len 96",
+        "ppo": "--actor-model-name-or-path out/sft --critic-model-name-or-path out/reward --data-path train.jsonl "
+        "--output-dir out --max-prompt-seq-len 64 --max-answer-seq-len 32",
     }
     return {
         stage_of(stage): parse(CLASSES[stage], f"{line} {SPLIT} {changed.get(stage, '')}".split(), section=stage).config
@@ -95,53 +95,53 @@ def test_a_plan_that_can_run_has_no_problem_and_nothing_is_written(inputs):
 
 
 CASES = {
-    "data of the last stage": ({"ppo": "--data_path ./gone.jsonl"}, "--ppo.data_path: data path './gone.jsonl'"),
-    "evaluation data": ({"sft": "--eval_data_path ./gone.jsonl"}, "--sft.eval_data_path: data path './gone.jsonl'"),
-    "text of the ptx loss": ({"ppo": "--unsupervised_data_path ./x.txt"}, "--ppo.unsupervised_data_path: data path"),
-    "columns": ({"reward": "--data_path other.jsonl"}, "--reward.data_path: other.jsonl:1: "),
-    "a map without a column": ({"reward": "--column_map prompt"}, "--reward.column_map prompt: "),
-    "a map to no column": ({"ppo": "--column_map promt=prompt"}, "--ppo.column_map promt=prompt: no col"),
+    "data of the last stage": ({"ppo": "--data-path ./gone.jsonl"}, "--ppo.data-path: data path './gone.jsonl'"),
+    "evaluation data": ({"sft": "--eval-data-path ./gone.jsonl"}, "--sft.eval-data-path: data path './gone.jsonl'"),
+    "text of the ptx loss": ({"ppo": "--unsupervised-data-path ./x.txt"}, "--ppo.unsupervised-data-path: data path"),
+    "columns": ({"reward": "--data-path other.jsonl"}, "--reward.data-path: other.jsonl:1: "),
+    "a map without a column": ({"reward": "--column-map prompt"}, "--reward.column-map prompt: "),
+    "a map to no column": ({"ppo": "--column-map promt=prompt"}, "--ppo.column-map promt=prompt: no col"),
     "rows without a pair": (
-        {"reward": "--data_path chats.jsonl"},
-        "--reward.data_path: chats.jsonl: no row that stage reward can use: 1 dropped: no pair: columns chosen and "
-        "rejected are needed, with prompt or messages (first: chats.jsonl:1, found 'messages')",
+        {"reward": "--data-path chats.jsonl"},
+        "--reward.data-path: chats.jsonl: no row that stage reward can use: 1 dropped: no pair: columns chosen and "
+        "rejected are needed, with prompt or messages (first: chats.jsonl:1, got 'messages')",
     ),
-    "turns": ({"sft": "--data_path odd.jsonl"}, "--sft.data_path: odd.jsonl: no usable row: "),
-    "a model": ({"reward": "--model_name_or_path ./bas"}, "--reward.model_name_or_path: ./bas: no such folder"),
-    "no model": ({"sft": "--model_name_or_path="}, "--sft.model_name_or_path: no model is named"),
-    "a reward model as start": ({"sft": "--model_name_or_path scorer"}, "--sft.model_name_or_path: scorer is a reward"),
-    "the reward model": ({"ppo": "--reward_model_name_or_path ./x"}, "--ppo.reward_model_name_or_path: ./x: no such"),
-    "positions": ({"sft": "--max_seq_len 1000"}, "--sft.max_seq_len 1000: the model base has 128 positions"),
-    "positions of the last": ({"ppo": "--max_prompt_seq_len 100"}, "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_"),
-    "layers": ({"reward": "--lora_dim 8 --lora_module_name foo"}, "--reward.lora_module_name foo: matches no linear"),
+    "turns": ({"sft": "--data-path odd.jsonl"}, "--sft.data-path: odd.jsonl: no usable row: "),
+    "a model": ({"reward": "--model-name-or-path ./bas"}, "--reward.model-name-or-path: ./bas: no such folder"),
+    "no model": ({"sft": "--model-name-or-path="}, "--sft.model-name-or-path: no model is named"),
+    "a reward model as start": ({"sft": "--model-name-or-path scorer"}, "--sft.model-name-or-path: scorer is a reward"),
+    "the reward model": ({"ppo": "--reward-model-name-or-path ./x"}, "--ppo.reward-model-name-or-path: ./x: no such"),
+    "positions": ({"sft": "--max-seq-len 1000"}, "--sft.max-seq-len 1000: the model base has 128 positions"),
+    "positions of the last": ({"ppo": "--max-prompt-seq-len 100"}, "--ppo.max-prompt-seq-len + --ppo.max-answer-seq-"),
+    "layers": ({"reward": "--lora-dim 8 --lora-module-name foo"}, "--reward.lora-module-name foo: matches no linear"),
     "an actor's layers": (
-        {"ppo": "--actor_lora_dim 8 --actor_lora_module_name foo"}, "--ppo.actor_lora_module_name foo: matches"
+        {"ppo": "--actor-lora-dim 8 --actor-lora-module-name foo"}, "--ppo.actor-lora-module-name foo: matches"
     ),
     "a critic's tokenizer": (
-        {"reward": "--model_name_or_path stranger"}, "--ppo.critic_model_name_or_path stranger: its tokenizer is not"
+        {"reward": "--model-name-or-path stranger"}, "--ppo.critic-model-name-or-path stranger: its tokenizer is not"
     ),
     "a critic without a head": (
-        {"ppo": "--critic_model_name_or_path base"},
-        "--ppo.critic_model_name_or_path: base has no reward head (OPTForCausalLM); give the output of stage 2",
+        {"ppo": "--critic-model-name-or-path base"},
+        "--ppo.critic-model-name-or-path: base has no reward head (OPTForCausalLM); give the output of stage 2",
     ),
     "soft caps": (
-        {"sft": "--model_name_or_path capped --attn_implementation sdpa"}, "--sft.attn_implementation sdpa: capped caps"
+        {"sft": "--model-name-or-path capped --attn-implementation sdpa"}, "--sft.attn-implementation sdpa: capped caps"
     ),
     "positions that change with the length": (
-        {"sft": "--model_name_or_path long", "ppo": "--max_answer_seq_len 33"},
-        "--ppo.max_prompt_seq_len + --ppo.max_answer_seq_len 97: the model long has other rotary positions (longrope) "
+        {"sft": "--model-name-or-path long", "ppo": "--max-answer-seq-len 33"},
+        "--ppo.max-prompt-seq-len + --ppo.max-answer-seq-len 97: the model long has other rotary positions (longrope) "
         "above 96 tokens",
     ),
     "experts in stage 3": (
-        {"sft": "--model_name_or_path experts", "ppo": "--actor_zero_stage 3"},
-        "--ppo.actor_model_name_or_path: experts: a mixture of 4 experts under ZeRO stage 3",
+        {"sft": "--model-name-or-path experts", "ppo": "--actor-zero-stage 3"},
+        "--ppo.actor-model-name-or-path: experts: a mixture of 4 experts under ZeRO stage 3",
     ),
     "an actor without keys and values": (
-        {"sft": "--model_name_or_path cacheless"},
-        "--ppo.actor_model_name_or_path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
+        {"sft": "--model-name-or-path cacheless"},
+        "--ppo.actor-model-name-or-path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
         "stage 1 trains it",
     ),
-    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; wanted auto, never, or a check"),
+    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; expected auto, never, or a check"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip
 
@@ -154,23 +154,23 @@ def test_what_would_end_a_later_stage_is_found_before_the_first(name):
 
 
 def test_an_untested_type_is_called_so_only_where_nothing_is_refused(caplog):
-    assert problems(sft="--model_name_or_path untested --max_seq_len 1000") and not caplog.messages
-    look_before_start(configs(sft="--model_name_or_path untested"), dry_run=True, named_by_section=True)
+    assert problems(sft="--model-name-or-path untested --max-seq-len 1000") and not caplog.messages
+    look_before_start(configs(sft="--model-name-or-path untested"), dry_run=True, named_by_section=True)
     assert [line.partition(" here")[0] for line in caplog.messages] == ["untested: model type stablelm is untested"]
 
 
 RATES = {  # flags of a stage -> what is said of them
-    "sft --learning_rate 1.1e-3": "base: --learning_rate 0.0011 is above 0.001",
-    "sft --learning_rate 1e-3 --lora_learning_rate 1": "",
-    "sft --learning_rate 1 --lora_dim 2 --lora_learning_rate 1e-2": "",
-    "reward --learning_rate 1 --lora_dim 2 --lora_learning_rate 2e-2": "base: --lora_learning_rate 0.02 is above 0.01",
-    "sft --learning_rate 2e-3 --lora_dim 2 --only_optimize_lora false": "base: --learning_rate 0.002 is above 0.001",
-    "reward --learning_rate 2e-3 --lora_dim 2 --only_optimize_lora false": "base: --learning_rate 0.002 is above 0.001",
-    "ppo --critic_learning_rate 1 --critic_lora_dim 2": "",
-    "ppo --critic_learning_rate 1 --critic_lora_dim 2 --only_optimize_lora false": (
-        "base: --critic_learning_rate 1 is above 0.001"
+    "sft --learning-rate 1.1e-3": "base: --learning-rate 0.0011 is above 0.001",
+    "sft --learning-rate 1e-3 --lora-learning-rate 1": "",
+    "sft --learning-rate 1 --lora-dim 2 --lora-learning-rate 1e-2": "",
+    "reward --learning-rate 1 --lora-dim 2 --lora-learning-rate 2e-2": "base: --lora-learning-rate 0.02 is above 0.01",
+    "sft --learning-rate 2e-3 --lora-dim 2 --only-optimize-lora false": "base: --learning-rate 0.002 is above 0.001",
+    "reward --learning-rate 2e-3 --lora-dim 2 --only-optimize-lora false": "base: --learning-rate 0.002 is above 0.001",
+    "ppo --critic-learning-rate 1 --critic-lora-dim 2": "",
+    "ppo --critic-learning-rate 1 --critic-lora-dim 2 --only-optimize-lora false": (
+        "base: --critic-learning-rate 1 is above 0.001"
     ),
-    "ppo --critic_learning_rate 1": "base: --critic_learning_rate 1 is above 0.001",
+    "ppo --critic-learning-rate 1": "base: --critic-learning-rate 1 is above 0.001",
 }
 
 
@@ -189,16 +189,16 @@ def test_a_learning_rate_out_of_range_is_warned_of_but_not_of_a_small_model(capl
 
 def test_what_is_not_trained_in_a_mixture_of_experts_is_said(caplog):
     warn_once.cache_clear()  # a case above starts from the same folder
-    look_before_start(configs(sft="--model_name_or_path experts"), dry_run=True)
+    look_before_start(configs(sft="--model-name-or-path experts"), dry_run=True)
     text = "mixture of experts: the router's auxiliary loss is not added, and experts get no LoRA"
     assert caplog.messages == [f"experts: {text}"]
 
 
 def test_a_family_without_a_class_for_scores_is_an_actor_and_no_reward_model():
-    actor = "--model_name_or_path headless"
+    actor = "--model-name-or-path headless"
     assert look_before_start(configs(sft=actor), dry_run=True) == []
     line = "headless: transformers has no sequence classification class for olmoe, which a reward model needs"
-    assert problems(sft=actor, reward=actor) == [f"--reward.model_name_or_path: {line}; take another"]
+    assert problems(sft=actor, reward=actor) == [f"--reward.model-name-or-path: {line}; take another"]
 
 
 def test_a_stage_alone_may_take_earlier_ones_as_made():
@@ -210,7 +210,7 @@ def test_a_stage_alone_may_take_earlier_ones_as_made():
             alone, dry_run=True, named_by_section=True, base_of_output={"out/sft": "bare", "out/reward": "base"}
         )
     missing = "bare holds no weights (no model.safetensors)"
-    assert str(refused.value) == f"--ppo.actor_model_name_or_path: {missing}"
+    assert str(refused.value) == f"--ppo.actor-model-name-or-path: {missing}"
     note = "not looked at (no network): org/model"
     assert look_before_start(
         alone, dry_run=True, base_of_output=dict.fromkeys(("out/sft", "out/reward"), "org/model")
@@ -218,30 +218,30 @@ def test_a_stage_alone_may_take_earlier_ones_as_made():
 
 
 def test_all_problems_of_all_stages_are_told_together():
-    lines = problems(sft="--data_path ./a.jsonl", reward="--model_name_or_path ./b", ppo="--data_path ./c.jsonl")
+    lines = problems(sft="--data-path ./a.jsonl", reward="--model-name-or-path ./b", ppo="--data-path ./c.jsonl")
     assert [line.split(":")[0] for line in lines] == [
-        "--sft.data_path", "--reward.model_name_or_path", "--ppo.data_path"
+        "--sft.data-path", "--reward.model-name-or-path", "--ppo.data-path"
     ]  # fmt: skip
 
 
 def test_columns_are_looked_at_although_the_model_cannot_be_used():
-    lines = problems(sft="--model_name_or_path ./gone --data_path other.jsonl")
-    assert [line.split(":")[0] for line in lines] == ["--sft.model_name_or_path", "--sft.data_path"]
+    lines = problems(sft="--model-name-or-path ./gone --data-path other.jsonl")
+    assert [line.split(":")[0] for line in lines] == ["--sft.model-name-or-path", "--sft.data-path"]
 
 
 def test_the_dry_run_says_what_it_could_not_reach_and_that_is_no_error():
     """In one line, however many flags name the same."""
     stages = configs(
-        sft="--model_name_or_path org/model --data_path org/rows:0.5 train.jsonl",
-        reward="--model_name_or_path org/model --data_path org/rows org/more",
+        sft="--model-name-or-path org/model --data-path org/rows:0.5 train.jsonl",
+        reward="--model-name-or-path org/model --data-path org/rows org/more",
     )
     assert look_before_start(stages, dry_run=True) == ["not looked at (no network): org/model, org/rows, org/more"]
 
 
 def test_a_start_without_network_ends_where_its_hub_ids_are_not_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
-    (line,) = problems(EnvironmentFault, dry_run=False, sft="--model_name_or_path org/no-such-model")
-    assert line.startswith("--sft.model_name_or_path: org/no-such-model: cannot be fetched")
+    (line,) = problems(EnvironmentFault, dry_run=False, sft="--model-name-or-path org/no-such-model")
+    assert line.startswith("--sft.model-name-or-path: org/no-such-model: cannot be fetched")
 
 
 def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monkeypatch, capsys, inputs):
@@ -257,15 +257,15 @@ def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monke
 
     hint = "run `hf download org/model` on a machine with a network, or give a local folder"
     line = f"not planned: org/model: cannot be fetched without a network; {hint}"
-    assert faults(sft="--model_name_or_path org/model") == f"sft, ppo: {line}"
+    assert faults(sft="--model-name-or-path org/model") == f"sft, ppo: {line}"
     assert "plan of reward, on 1 x CPU" in capsys.readouterr().out
-    whole = dict.fromkeys(("sft", "reward"), "--model_name_or_path org/model")
+    whole = dict.fromkeys(("sft", "reward"), "--model-name-or-path org/model")
     assert faults(**whole) == f"sft, reward, ppo: {line}"
     broken = inputs / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr("pipeline.preparation.dry_run.look_before_start", lambda *args, **more: [])
-    stages = {SFT: Resolved(configs(sft="--model_name_or_path broken")[SFT], {})}
+    stages = {SFT: Resolved(configs(sft="--model-name-or-path broken")[SFT], {})}
     with pytest.raises(InputError, match="^sft: not planned: broken: "):
         look_and_plan(stages, slots=[1])
 
@@ -285,7 +285,7 @@ def test_a_dry_run_downloads_no_rows_and_samples_those_of_the_cache(monkeypatch)
         return {"train": datasets.Dataset.from_list([{"prompt": "a?", "chosen": "good", "rejected": "bad"}] * 3)}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    plan = configs(reward="--data_path org/rows org/cached")
+    plan = configs(reward="--data-path org/rows org/cached")
     assert look_before_start(plan, dry_run=True) == ["not looked at (a dry run downloads no rows): org/rows"]
     samples = [sample.line for sample in preflight.sample_sources(REWARD, plan[REWARD], "base")]
     assert samples[0] == "" and samples[1].startswith("org/cached: 3 rows of ")
@@ -308,23 +308,23 @@ def test_free_room_is_compared_with_the_models_and_checkpoints_of_all_stages(mon
     classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
     policy, values = (sum(w.numel() for w in of.from_pretrained("base", num_labels=1).parameters()) for of in classes)
     needed = 2 * (4 + 12) * (policy + values) + (averaged and (4 + 4) * policy)
-    flags = {"ppo": "--enable_ema"} if averaged else {}
+    flags = {"ppo": "--enable-ema"} if averaged else {}
     for share, fits in ((1.0001, True), (0.9999, False)):
         monkeypatch.setattr(preflight, "free_bytes", lambda folder, share=share: share * needed)
         if fits:
             assert look_before_start(configs(**flags), dry_run=True) == []
     (line,) = problems(EnvironmentFault, **flags)
     assert ": the outputs need " in line and " GiB are free; " in line
-    few = {stage: f"--keep_checkpoints 0 {flags.get(stage, '')}" for stage in CLASSES}
+    few = {stage: f"--keep-checkpoints 0 {flags.get(stage, '')}" for stage in CLASSES}
     assert look_before_start(configs(**few), dry_run=True) == []
-    adapters = {stage: f"--lora_dim 2 {flags.get(stage, '')}" for stage in ("sft", "reward")}
-    lora = {"ppo": f"--actor_lora_dim 2 --critic_lora_dim 2 {flags.get('ppo', '')}"}
+    adapters = {stage: f"--lora-dim 2 {flags.get(stage, '')}" for stage in ("sft", "reward")}
+    lora = {"ppo": f"--actor-lora-dim 2 --critic-lora-dim 2 {flags.get('ppo', '')}"}
     assert look_before_start(configs(**adapters, **lora), dry_run=True) == [], "a checkpoint holds what is trained"
 
 
 def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, capsys):
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 1)
-    words = f"--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96 {SPLIT}"
+    words = f"--model-name-or-path base --data-path train.jsonl --output-dir out/sft --max-seq-len 96 {SPLIT}"
     with pytest.raises(EnvironmentFault, match=r"^out/runs/sft: the outputs need .* are free"):
         dry_run_stage(SFT, parse(SFTConfig, words.split(), section="sft"), slots=[1])
     plan = capsys.readouterr().out
@@ -332,24 +332,24 @@ def test_a_dry_run_prints_its_plan_where_the_disk_is_too_small(monkeypatch, caps
 
 
 def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
-    words = f"--model_name_or_path base --data_path train.jsonl --max_seq_len 96 --run_dir {tmp_path} {SPLIT}"
+    words = f"--model-name-or-path base --data-path train.jsonl --max-seq-len 96 --run-dir {tmp_path} {SPLIT}"
     resolved = parse(SFTConfig, words.split(), section="sft")
     settings = values_by_rule(resolved.config, "same") | {"seed": 7}
     folder = tmp_path / "checkpoints/step-3"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(json.dumps({"settings": settings, "sizes": {}}))
     write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
-    with pytest.raises(InputError, match=r"^--seed: found 1234, the checkpoint has 7\n"):
+    with pytest.raises(InputError, match=r"^--seed: got 1234, the checkpoint has 7\n"):
         dry_run_stage(SFT, resolved, slots=None)
-    fitted = parse(SFTConfig, [*words.split(), "--auto_fit"], section="sft")
+    fitted = parse(SFTConfig, [*words.split(), "--auto-fit"], section="sft")
     dry_run_stage(SFT, fitted, slots=None)  # the run adds what was chosen before
 
 
 HELD_OUT = {
-    "no fraction": ("--eval_fraction 0", False),
-    "a fraction": ("--eval_fraction 0.5", True),
-    "evaluation rows": ("--eval_fraction 0 --eval_data_path test.jsonl", True),
-    "test rows of a source": ("--eval_fraction 0 --data_path train.jsonl marked.jsonl", True),
+    "no fraction": ("--eval-fraction 0", False),
+    "a fraction": ("--eval-fraction 0.5", True),
+    "evaluation rows": ("--eval-fraction 0 --eval-data-path test.jsonl", True),
+    "test rows of a source": ("--eval-fraction 0 --data-path train.jsonl marked.jsonl", True),
 }
 
 
@@ -359,7 +359,7 @@ def test_the_best_model_is_not_kept_where_flags_hold_no_row_out(inputs, stage, n
     flags, is_right = HELD_OUT[name]
     row = {"prompt": "Who?", "chosen": "Me.", "rejected": "Us."}
     write_lines(inputs / "marked.jsonl", [row | {"split": "train"}, row | {"split": "test"}])
-    plan = {stage: f"--keep_best {flags}"}
+    plan = {stage: f"--keep-best {flags}"}
     ways = f"give --{stage}.eval-fraction above 0 or --{stage}.eval-data-path"
     expected = [f"--{stage}.keep-best: no row is held out to choose by; {ways}"]
     assert (look_before_start(configs(**plan), dry_run=True) == []) if is_right else (problems(**plan) == expected)
@@ -368,13 +368,13 @@ def test_the_best_model_is_not_kept_where_flags_hold_no_row_out(inputs, stage, n
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
 def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
     """In the process of its own, without the demo's model and data."""
-    words = ("--actor-model", inputs / "base", "--reward-model", "tiny", "--sft.data_path", inputs / "train.jsonl")
-    lengths = ("--sft.max_seq_len", "96", "--ppo.max_prompt_seq_len", "64", "--ppo.max_answer_seq_len", "32")
-    command = [sys.executable, ROOT / "train.py", *words, *lengths, "--ppo.data_path", "./gone.jsonl", *more]
+    words = ("--actor-model", inputs / "base", "--reward-model", "tiny", "--sft.data-path", inputs / "train.jsonl")
+    lengths = ("--sft.max-seq-len", "96", "--ppo.max-prompt-seq-len", "64", "--ppo.max-answer-seq-len", "32")
+    command = [sys.executable, ROOT / "train.py", *words, *lengths, "--ppo.data-path", "./gone.jsonl", *more]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     *lines, note = done.stderr.splitlines()
     assert done.returncode == 2 and [line.split(":")[1].strip() for line in lines] == [
-        "--reward.model_name_or_path", "--reward.data_path", "--ppo.data_path"
+        "--reward.model-name-or-path", "--reward.data-path", "--ppo.data-path"
     ]  # fmt: skip
     assert note.startswith("note: tiny is the demo's model, which `make demo` makes")
     assert ("== stage 1" in done.stdout) == bool(more) and not list(tmp_path.iterdir())
@@ -382,5 +382,5 @@ def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_pat
 
 def test_a_package_that_a_later_stage_needs_is_missed_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (line,) = problems(EnvironmentFault, ppo="--actor_quantization nf4 --actor_lora_dim 2")
-    assert line.startswith("--ppo.actor_quantization nf4: pip install bitsandbytes")
+    (line,) = problems(EnvironmentFault, ppo="--actor-quantization nf4 --actor-lora-dim 2")
+    assert line.startswith("--ppo.actor-quantization nf4: pip install bitsandbytes")

@@ -34,7 +34,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-STAGE = "--model_name_or_path base --data_path train.jsonl --output_dir out/sft --max_seq_len 96".split()
+STAGE = "--model-name-or-path base --data-path train.jsonl --output-dir out/sft --max-seq-len 96".split()
 
 
 @pytest.fixture(scope="module")
@@ -98,22 +98,25 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
     [
         ("8xH1000", "--target 8xH1000: H1000: known are B200-180GB, H200-141GB, "),
         ("8xA100", "--target 8xA100: A100: give one of A100-80GB, A100-40GB"),
-        ("8x", "--target 8x: wanted DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
-        ("0xH100-80GB", "--target 0xH100-80GB: wanted DEVICE, GPUSxDEVICE"),
+        ("8x", "--target 8x: expected DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
+        ("0xH100-80GB", "--target 0xH100-80GB: expected DEVICE, GPUSxDEVICE"),
         ("gone.yaml", "--target: gone.yaml: cannot read it: No such file"),
-        ("memory: 3", "--target: {file}: wanted fields hosts, gpus, name, memory_gib"),
+        ("memory: 3", "--target: {file}: expected fields hosts, gpus, name, memory_gib"),
         ("memory_gib: 3\ngpu: 2", "--target: {file}: gpu: unknown field; did you mean gpus?"),
-        ("memory_gib: -3", "--target: {file}: memory_gib: found -3, wanted a number above 0"),
-        ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: found 1.5, wanted a whole number above 0"),
-        ("00xH100-80GB", "--target 00xH100-80GB: wanted DEVICE, GPUSxDEVICE"),
-        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: wanted DEVICE, GPUSxDEVICE"),
-        ("memory_gib: .inf", "--target: {file}: memory_gib: found inf, wanted a number above 0 and below 1,000,000"),
-        ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: found True, wanted a whole number above 0"),
-        ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target: {file}: hosts x gpus: wanted fewer than 1,000,000 GPUs"),
+        ("memory_gib: -3", "--target: {file}: memory_gib: got -3, expected a number above 0"),
+        ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: got 1.5, expected a whole number above 0"),
+        ("00xH100-80GB", "--target 00xH100-80GB: expected DEVICE, GPUSxDEVICE"),
+        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: expected DEVICE, GPUSxDEVICE"),
+        ("memory_gib: .inf", "--target: {file}: memory_gib: got inf, expected a number above 0 and below 1,000,000"),
+        ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: got True, expected a whole number above 0"),
+        (
+            "memory_gib: 8\ngpus: 5000\nhosts: 5000",
+            "--target: {file}: hosts x gpus: expected fewer than 1,000,000 GPUs",
+        ),
         ("memory_gib: 8\ngpus: 2\nmemory_gib: 80", "--target: {file}: line 3: memory_gib: occurs twice"),
         ("memory_gib: 8\ngpus: [2", "--target: {file}: line 2: "),
-        ("- memory_gib: 8", "--target: {file}: found a list, wanted `flag: value` lines"),
-        ("memory_gib: 8\nname:", "--target: {file}: name: found None, wanted the name of a device"),
+        ("- memory_gib: 8", "--target: {file}: got a list, expected `flag: value` lines"),
+        ("memory_gib: 8\nname:", "--target: {file}: name: got None, expected the name of a device"),
     ],
 )
 def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
@@ -146,7 +149,7 @@ def planned(inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     before = sorted(inputs.rglob("*"))
-    done = planned("--target", "small.yaml", "--data_split", "2,4,4")
+    done = planned("--target", "small.yaml", "--data-split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 7
@@ -155,7 +158,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
 
 
 def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
-    lines = planned("--target", "small.yaml", "--explain", "--data_split", "2,4,4").stdout.splitlines()
+    lines = planned("--target", "small.yaml", "--explain", "--data-split", "2,4,4").stdout.splitlines()
     flags = lines.index(next(line for line in lines if line.startswith("  data_path ")))
     page = " ".join(" ".join(lines[:flags]).split())
     assert all(len(line) <= 80 for line in lines[:flags])
@@ -179,7 +182,7 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
     lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3}"
-    page = planned("--target", "small.yaml", "--explain", "--data_path", "lengths.jsonl", "--data_split", "none").stdout
+    page = planned("--target", "small.yaml", "--explain", "--data-path", "lengths.jsonl", "--data-split", "none").stdout
     assert f" data lengths.jsonl: {lengths} from all 5 records, 1 dropped; 1 dropped: " in one_line(page)
 
 
@@ -204,7 +207,7 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
     monkeypatch.setattr(target, "memory_of_machine", lambda: 16 * GIB)
     (inputs / "hosts").write_text("a slots=4\nb slots=1\n", encoding="utf-8")
     hosts = ["--hostfile", "hosts", *(["--include", include] if include else [])]
-    words = [*STAGE, "--per_device_train_batch_size", "3", "--explain"]
+    words = [*STAGE, "--per-device-train-batch-size", "3", "--explain"]
     assert run_job(SFT, parse_request("multi_node", [*hosts, "1", *words]), None) == 0
     by_launcher = capsys.readouterr().out
     assert f"plan of sft, on {hardware} each, fp32" in by_launcher
@@ -232,12 +235,12 @@ def test_groups_of_ranks_are_on_the_machines_that_the_host_file_gives_them():
 
 def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
-    words = ("--explain", "--target", "small.yaml", "--per_device_train_batch_size", "1", "--num_train_epochs", "2")
-    whole, shared = planned(*words).stdout, planned(*words, "--data_split", "2,4,4").stdout
-    assert "  steps    8 optimizer steps (about; --num_train_epochs 2)\n" in whole
-    assert "  steps    2 optimizer steps (about; --num_train_epochs 2)\n" in shared, "20 % are for this stage"
-    assert "  steps    3 optimizer steps (--max_steps)\n" in planned(*words, "--max_steps", "3").stdout
-    assert "  steps    1 optimizer step (--max_steps)\n" in planned(*words, "--max_steps", "1").stdout
+    words = ("--explain", "--target", "small.yaml", "--per-device-train-batch-size", "1", "--num-train-epochs", "2")
+    whole, shared = planned(*words).stdout, planned(*words, "--data-split", "2,4,4").stdout
+    assert "  steps    8 optimizer steps (about; --num-train-epochs 2)\n" in whole
+    assert "  steps    2 optimizer steps (about; --num-train-epochs 2)\n" in shared, "20 % are for this stage"
+    assert "  steps    3 optimizer steps (--max-steps)\n" in planned(*words, "--max-steps", "3").stdout
+    assert "  steps    1 optimizer step (--max-steps)\n" in planned(*words, "--max-steps", "1").stdout
     assert "  steps " not in planned(*words, "--packing", "true").stdout
 
 
@@ -253,7 +256,7 @@ def test_peaks_of_the_last_run_stand_beside_the_plan_of_its_like(planned, inputs
         (inputs / "earlier/config.json").write_text(json.dumps(content), encoding="utf-8")
         record = {"stage": "sft", "versions": {}, "device": device}
         (inputs / "earlier/env.json").write_text(json.dumps(record), encoding="utf-8")
-        page = planned("--target", "1xRTX4090", "--run_dir", "earlier", "--overwrite", "--explain").stdout
+        page = planned("--target", "1xRTX4090", "--run-dir", "earlier", "--overwrite", "--explain").stdout
         return next((line for line in page.splitlines() if line.startswith("  last run ")), "")
 
     same = "  last run train 1.5, host 2.5 GiB"
@@ -272,10 +275,10 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"  sft      does not fit +\d\.\d to \d\.\d of 0\.4 +\d\.\d", lines[2]), "and no time"
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
-    assert lines[3].startswith("  sft, chosen for it: --per_device_train_batch_size 1")
+    assert lines[3].startswith("  sft, chosen for it: --per-device-train-batch-size 1")
     told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
     assert lines[told + 1].startswith("  no change of flags is enough: take")
-    assert planned("--target", "none.yaml", "--auto_fit").returncode == 3
+    assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
 
 
 def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, capsys):
@@ -283,27 +286,27 @@ def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, c
     preset = tmp_path / "preset.yaml"
     preset.write_text("inference_tp_size: 8\nper_device_generation_batch_size: 1\n", encoding="utf-8")
     words = (
-        "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_path train.jsonl --output_dir out"
+        "--actor-model-name-or-path base --critic-model-name-or-path scorer --data-path train.jsonl --output-dir out"
     )
-    words += " --target none.yaml --per_device_train_batch_size 1 --max_prompt_seq_len 96 --max_answer_seq_len 8"
+    words += " --target none.yaml --per-device-train-batch-size 1 --max-prompt-seq-len 96 --max-answer-seq-len 8"
     words += f" --preset {preset}"
     assert ppo_main(words.split()) == 3
     done = capsys.readouterr()
-    assert f"note: --inference_tp_size 2 in place of 8 ({preset}), which does not divide 2 ranks " in one_line(done.out)
+    assert f"note: --inference-tp-size 2 in place of 8 ({preset}), which does not divide 2 ranks " in one_line(done.out)
     assert "  ppo: answers of at most 8 tokens; the first rollout logs how many reach that\n" in done.out
     assert "\nppo does not fit: " in done.out and "\n  no change of flags is enough: " in done.out
     assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
-    assert ppo_main([*words.split(), "--inference_tp_size", "8"]) == 2
-    assert capsys.readouterr().err == "error: --inference_tp_size 8: must divide the 2 ranks; give 2\n"
+    assert ppo_main([*words.split(), "--inference-tp-size", "8"]) == 2
+    assert capsys.readouterr().err == "error: --inference-tp-size 8: must divide the 2 ranks; give 2\n"
 
 
 def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
-    words = ("--target", "small.yaml", "--per_device_train_batch_size", "32768")
-    lacking, changed = planned(*words), planned(*words, "--auto_fit")
+    words = ("--target", "small.yaml", "--per-device-train-batch-size", "32768")
+    lacking, changed = planned(*words), planned(*words, "--auto-fit")
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
     page = one_line(changed.stdout)
-    assert " fits with these changes, each planned with those before it: --per_device_train_batch_size 16384 " in page
-    assert ", and 4.0 to 9.0 of the host, of its 64.0 --auto_fit true makes it fit dry run: " in page
+    assert " fits with these changes, each planned with those before it: --per-device-train-batch-size 16384 " in page
+    assert ", and 4.0 to 9.0 of the host, of its 64.0 --auto-fit true makes it fit dry run: " in page
     assert "makes it fit" not in lacking.stdout
 
 

@@ -249,8 +249,8 @@ def test_targets():
 
 def run_row(row: str, work: Path, *words: str) -> str:
     """A row on tiny models, as a user runs it; returns what it printed."""
-    sizes = "--actor tiny --critic tiny --batch 4 --micro_batch 2 --prompt 16 --answer 8 --dtype fp32 --warm_up 1"
-    rest = ["--steps", "2", "--copy_mib", "8", "--matrix", "128", "--work", str(work), *words]
+    sizes = "--actor tiny --critic tiny --batch 4 --micro-batch 2 --prompt 16 --answer 8 --dtype fp32 --warm-up 1"
+    rest = ["--steps", "2", "--copy-mib", "8", "--matrix", "128", "--work", str(work), *words]
     # One thread: more only get into each other's way in models of this size.
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed", row, *sizes.split(), *rest],
@@ -269,7 +269,7 @@ def step3(tmp_path_factory):
     """The row step3: (what it printed, the file that it wrote)."""
     work = tmp_path_factory.mktemp("bench")
     file = work / "found.jsonl"
-    return run_row("step3", work, "--json", str(file), "--", "--kl_coef", "0.2"), file
+    return run_row("step3", work, "--json", str(file), "--", "--kl-coef", "0.2"), file
 
 
 VLLM = """
@@ -332,7 +332,7 @@ def test_last_line_is_the_json_that_the_file_holds(step3):
     assert set(found) == {"row", "settings", "environment", "runs", "figures", "failed", "config"}
     assert found["failed"] == []
     assert found["config"]["kl_coef"] == 0.2  # words behind -- reach the project
-    assert "--kl_coef 0.2" in found["runs"]["project"]["flags"]
+    assert "--kl-coef 0.2" in found["runs"]["project"]["flags"]
 
 
 @pytest.mark.slow

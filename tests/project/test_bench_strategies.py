@@ -61,8 +61,8 @@ def test_table_and_picture_are_made_from_several_files(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_do_equal_work_by_step_1_and_by_the_trainer(tmp_path):
-    sizes = "--actor gpt2-tiny --batch 2 --micro_batch 2 --seq_len 32 --warm_up 1 --steps 3 --dtype fp32 --gpus 2"
-    rest = ["--copy_mib", "8", "--matrix", "128", "--work", str(tmp_path), "--strategies", "plain", "ddp", "zero-2"]
+    sizes = "--actor gpt2-tiny --batch 2 --micro-batch 2 --seq-len 32 --warm-up 1 --steps 3 --dtype fp32 --gpus 2"
+    rest = ["--copy-mib", "8", "--matrix", "128", "--work", str(tmp_path), "--strategies", "plain", "ddp", "zero-2"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed", "strategies", *sizes.split(), *rest],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,

@@ -40,8 +40,8 @@ def play(monkeypatch, rates: dict[str, float | None]) -> None:
         if name.startswith(typed.BASELINE):
             return json.dumps({"samples_per_s": rate, "peak_gib": 1.0})
         # Nothing else decides where a typed run's metrics are.
-        folder = command[command.index("--run_dir" if "--run_dir" in command else "--output-dir") + 1]
-        folder = Path(folder) if "--run_dir" in command else Path(folder, "runs/ppo")
+        folder = command[command.index("--run-dir" if "--run-dir" in command else "--output-dir") + 1]
+        folder = Path(folder) if "--run-dir" in command else Path(folder, "runs/ppo")
         folder.mkdir(parents=True)
         values = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
         values |= {"per_device_generation_batch_size": 32}
@@ -141,7 +141,7 @@ def test_rows_have_nearly_the_length_that_they_may_have_and_no_more(tmp_path):
 @pytest.mark.slow
 def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(tmp_path):
     file = tmp_path / "found.jsonl"
-    sizes = "--case tiny --warm_up 1 --steps 2 --copy_mib 8 --matrix 128"
+    sizes = "--case tiny --warm-up 1 --steps 2 --copy-mib 8 --matrix 128"
 
     def row(*words: str) -> subprocess.CompletedProcess[str]:
         rest = ["--work", str(tmp_path), "--json", str(file), *words]
@@ -175,7 +175,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
     assert 64 * 60 < runs["typed 1"]["tokens_per_step"] <= 64 * 72
 
     # Behind --: for the tuned run.
-    done = row("--repeats", "1", "--baseline", "0", "--", "--actor_learning_rate", "fast")
+    done = row("--repeats", "1", "--baseline", "0", "--", "--actor-learning-rate", "fast")
     assert done.returncode == 1
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failed"] == ["tuned 1"] and "actor_learning_rate" in found["runs"]["tuned 1"]["error"]
@@ -185,7 +185,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["tiny-sft", "tiny-reward"])
 def test_stages_1_and_2_start_from_a_model_with_a_published_name(tmp_path, case):
-    sizes = f"--case {case} --warm_up 0 --steps 1 --repeats 1 --copy_mib 8 --matrix 128 --work {tmp_path}"
+    sizes = f"--case {case} --warm-up 0 --steps 1 --repeats 1 --copy-mib 8 --matrix 128 --work {tmp_path}"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.speed", "typed", *sizes.split()],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,

@@ -327,11 +327,11 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
 
     few = ("--", "--dtype", "fp32")
     given = ("--base", tmp_path / "base", "--data", tmp_path / "data")
-    learning("models", *given, *few, "--max_steps", 2)
+    learning("models", *given, *few, "--max-steps", 2)
     models = {file: file.stat().st_mtime for file in (tmp_path / "work" / "models").glob("*/accuracy.json")}
-    short = ("--num_samples", 4, "--steps", 2, "--ablation_steps", 1, "--seeds", 1, "--kl_coefs", 0.05)
+    short = ("--num-samples", 4, "--steps", 2, "--ablation-steps", 1, "--seeds", 1, "--kl-coefs", 0.05)
     short += ("--ablations", "as it is,no missing-EOS penalty")
-    small = ("--per_device_generation_batch_size", 4, "--per_device_train_batch_size", 2, "--max_answer_seq_len", 12)
+    small = ("--per-device-generation-batch-size", 4, "--per-device-train-batch-size", 2, "--max-answer-seq-len", 12)
     learning("all", *given, *short, *few, *small)
     assert models == {file: file.stat().st_mtime for file in models}, "what is finished is not made again"
     assert not list((tmp_path / "work").glob("*/*/actor")), "a run's models are not kept"
@@ -345,7 +345,7 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     kept = tmp_path / "kept.jsonl.bz2"
     wanted = ("length out", "dpo, sampled pairs", "grpo, balanced pairs")
     learning(
-        "quality", *given, "--seeds", 1, "--quality_steps", 1, "--recipes", *wanted, "--kept", kept, *few, *small[:4]
+        "quality", *given, "--seeds", 1, "--quality-steps", 1, "--recipes", *wanted, "--kept", kept, *few, *small[:4]
     )
     learning("quality_report", "--kept", kept, "--output", report)
     assert not find_spec("matplotlib") or report.with_suffix(".png").stat().st_size > 5000

@@ -82,9 +82,9 @@ def test_it_is_looked_at_and_planned(tmp_path, data, number):
 def test_its_data_and_its_start_model_are_looked_at(tmp_path, data, number):
     project = project_with(tmp_path / "project", number)
     wrong = train(project, data, *WAYS[number], "--dry-run", data_path="base/config.json", max_steps=2)
-    assert wrong.returncode == 2 and "--labelled.data_path: base/config.json" in wrong.stderr, wrong.stderr
+    assert wrong.returncode == 2 and "--labelled.data-path: base/config.json" in wrong.stderr, wrong.stderr
     chained = train(project, data, *WAYS[number], "--dry-run", model_name_or_path="output/sft", max_steps=2)
-    assert chained.returncode == 2 and "--labelled.model_name_or_path: output/sft: found no" in chained.stderr
+    assert chained.returncode == 2 and "--labelled.model-name-or-path: output/sft: found no" in chained.stderr
     assert "--step 1 " in chained.stderr
 
 

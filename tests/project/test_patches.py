@@ -32,7 +32,7 @@ def test_hunks_and_new_files(tmp_path: Path) -> None:
 )
 def test_an_anchor_is_whole_lines_and_there_once(tmp_path: Path, text: str, count: int) -> None:
     (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(AssertionError, match=rf"a\.txt: found {count} times, expected once:\none"):
+    with pytest.raises(AssertionError, match=rf"a\.txt: got {count} times, expected once:\none"):
         apply(PATCH, tmp_path)
 
 

@@ -287,11 +287,11 @@ def test_commands_are_right(page, words, tmp_path, monkeypatch):
     "line",
     [
         "python train.py --steps 1",
-        "python train.py --ppo.kl_coeff 0.1",
+        "python train.py --ppo.kl-coeff 0.1",
         "python train.py --deployment-type multi_node --hostfile nowhere",
         "python chat.py --temprature 1",
         "bash launch/single_gpu.sh 4 --seed 1",
-        "bash launch/single_gpu.sh 1 --kl_coef 1",
+        "bash launch/single_gpu.sh 1 --kl-coef 1",
         "python -m step2_reward.eval --paths output/reward",
         "rlhf trian",
         "make coffee",

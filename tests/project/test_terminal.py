@@ -84,7 +84,7 @@ def test_reward_escapes_what_a_function_raises_and_columns(tmp_path, monkeypatch
 
 def test_a_path_of_more_reward_models_is_escaped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = "--actor_model_name_or_path x --critic_model_name_or_path y --data_path z --more_reward_models".split()
+    words = "--actor-model-name-or-path x --critic-model-name-or-path y --data-path z --more-reward-models".split()
     assert ppo_main([*words, f"./{STEERS}:none"]) == 2
     escaped(capsys)
 

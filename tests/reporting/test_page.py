@@ -129,7 +129,7 @@ def test_samples_data_answers_flags_and_command_stand_there(page):
         "[0.3, 0.9]",
     ):
         assert text in page, text
-    assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column_map</td>" in page
+    assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column-map</td>" in page
 
 
 def test_the_page_in_markdown_keeps_texts_in_code(road):
@@ -240,7 +240,7 @@ def test_the_command_that_compares_names_the_models_that_are_there(tmp_path, mon
     assert answers_command(runs_of(Path("output")), Path("output")) == ""
     for name in ("sft", "reward", "actor"):
         make_model(Path("output") / name)
-    command = "python -m rlhf compare output/base output/sft output/actor --reward_model output/reward --output output/"
+    command = "python -m rlhf compare output/base output/sft output/actor --reward-model output/reward --output output/"
     assert answers_command(runs_of(Path("output")), Path("output")) == command
     write_report([Path("output")], Path("output"))
     assert command in Path("output/report.html").read_text() and command in Path("output/report.md").read_text()
@@ -265,7 +265,7 @@ def test_the_command_writes_where_it_is_told_and_says_where(tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "error: --folder: found none, wanted an output folder or folders of runs, like output"),
+        ([], "error: --folder: got none, expected an output folder or folders of runs, like output"),
         (["nowhere"], "error: nowhere: no such folder; give an output folder or the folder of a run"),
         (["empty"], "error: empty: found no run; give an output folder, which has runs/, or the folder of a run"),
     ],

@@ -99,10 +99,10 @@ def test_three_stages_by_one_command_have_one_report_with_answers(inputs: Path, 
     check_curves(output)
     assert not list(output.glob("runs/*/report.html")), "the road has it"
     text = (output / "report.html").read_text()
-    assert text.count('<section class="step"') == 3 and "<td>--lora_dim</td><td>2</td>" in text
+    assert text.count('<section class="step"') == 3 and "<td>--lora-dim</td><td>2</td>" in text
     (command,) = re.findall(r'<pre class="command">(python -m rlhf compare [^<]+)</pre>', text)
     python, *rest = shlex.split(html.unescape(command))
-    call(sys.executable, *rest, "--max_new_tokens", "4", folder=tmp_path)
+    call(sys.executable, *rest, "--max-new-tokens", "4", folder=tmp_path)
     assert (
         call(sys.executable, "-m", "rlhf", "report", "output", folder=tmp_path).stdout == "report: output/report.html\n"
     )

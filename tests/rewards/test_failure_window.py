@@ -95,7 +95,7 @@ def test_the_line_names_the_function_the_kinds_and_the_first_cause():
     with pytest.raises(InputError) as caught:
         WINDOW.check("f", rollouts, RAISED)
     words = (
-        "--reward_function: f gave no value for 35 of the last 200 responses (33 raised, 2 timed out): ValueError: no"
+        "--reward-function: f gave no value for 35 of the last 200 responses (33 raised, 2 timed out): ValueError: no"
     )
     assert str(caught.value) == f"{words} (f.py:3)" and caught.value.code == 2
 

@@ -1,4 +1,4 @@
-"""Entries of --reward_function: files, the box, weights and args, and what is wrong with them in one line."""
+"""Entries of --reward-function: files, the box, weights and args, and what is wrong with them in one line."""
 
 import hashlib
 import os
@@ -100,10 +100,10 @@ WRONG = [
     ({"name": "own.py:length:1", "weight": 2}, "own.py:length:1: weight: 2 is given beside that in the name"),
     ({"name": "digits", "wieght": 2}, "digits: unknown key 'wieght'; did you mean weight?"),
     ({"name": "digits", "file": 2}, "digits: unknown key 'file'; name, weight, args are right"),
-    ({"name": "digits", "args": [1]}, "digits: args: found [1]; a mapping of names to what JSON can hold is right"),
-    ({"name": "digits", "args": {"a": {1}}}, "digits: args: found {'a': {1}}; a mapping of names"),
-    ({"name": "digits", "args": {1: 2}}, "digits: args: found {1: 2}; a mapping of names"),
-    ({"name": "digits", "args": {"a": float("nan")}}, "digits: args: found {'a': nan}; a mapping of names"),
+    ({"name": "digits", "args": [1]}, "digits: args: got [1]; a mapping of names to what JSON can hold is right"),
+    ({"name": "digits", "args": {"a": {1}}}, "digits: args: got {'a': {1}}; a mapping of names"),
+    ({"name": "digits", "args": {1: 2}}, "digits: args: got {1: 2}; a mapping of names"),
+    ({"name": "digits", "args": {"a": float("nan")}}, "digits: args: got {'a': nan}; a mapping of names"),
 ]
 
 
@@ -111,18 +111,18 @@ WRONG = [
 def test_a_wrong_entry_is_refused_in_one_line(file, box, entry, line):
     with pytest.raises(InputError) as caught:
         parse_reward_functions([entry])
-    assert str(caught.value).startswith(f"--reward_function {line}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"--reward-function {line}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("entry", [3, None, {}, {"weight": 1}, {"name": 3}, ["own.py:length"]], ids=str)
 def test_what_is_no_entry_is_refused(entry):
-    with pytest.raises(InputError, match="^--reward_function: found .*; FILE.py:NAME is right, or a mapping with name"):
+    with pytest.raises(InputError, match="^--reward-function: got .*; FILE.py:NAME is right, or a mapping with name"):
         parse_reward_functions([entry])
 
 
 def test_two_of_one_name_are_refused(file, box):
     for entries in (["own.py:length", "own.py:length:2"], ["digits", {"name": "digits"}]):
-        with pytest.raises(InputError, match="^--reward_function: .* have one name, by which metrics are told apart"):
+        with pytest.raises(InputError, match="^--reward-function: .* have one name, by which metrics are told apart"):
             parse_reward_functions(entries)
 
 

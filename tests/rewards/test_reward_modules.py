@@ -83,4 +83,4 @@ def test_a_module_that_no_statement_names_is_told_once(tmp_path, caplog):
         pool.check(())
         assert scored(pool, *[to("a")] * 6) == [{"f": [1.0]}] * 6
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith(f"--reward_function {functions[0].target}: it uses hidden.py, which no import statement ")
+    assert line.startswith(f"--reward-function {functions[0].target}: it uses hidden.py, which no import statement ")

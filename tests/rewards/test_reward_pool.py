@@ -111,7 +111,7 @@ def test_args_that_a_function_does_not_have_are_refused(tmp_path, args, reason):
     function = RewardFunction(function.name, function.target, args=args, digest=function.digest)
     with RewardPool([function], num_workers=1, timeout_s=5) as pool, pytest.raises(InputError) as caught:
         pool.check(["level"])
-    assert str(caught.value) == f"--reward_function {function.target}: {reason}"
+    assert str(caught.value) == f"--reward-function {function.target}: {reason}"
 
 
 def test_a_text_prompt_of_several_turns_is_one_text(tmp_path):
@@ -244,7 +244,7 @@ def test_variables_that_are_none_are_refused(tmp_path):
         pytest.raises(EnvironmentFault) as caught,
     ):
         pool.check(())
-    assert str(caught.value).startswith("--reward_env NOT_THERE: no such variable in the environment")
+    assert str(caught.value).startswith("--reward-env NOT_THERE: no such variable in the environment")
 
 
 def test_a_worker_starts_with_little(tmp_path):

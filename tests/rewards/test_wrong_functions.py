@@ -56,12 +56,12 @@ REFUSED = {
     "beyond_fp32": ("return [1.0, 1e39]", "response 1: returned 1e+39 (float)"),
     "imaginary": ("return [1.0, 2j]", "response 1: returned a value of type complex"),
     "dict_values": ("return [{}, {}]", "response 0: returned a value of type dict"),
-    "generator": ("return (len(text) for text in completions)", "returned a value of type generator, wanted a list"),
-    "mapping": ("return {text: 1.0 for text in completions}", "returned a value of type dict, wanted a list"),
-    "nothing": ("return None", "returned a value of type NoneType, wanted a list"),
-    "a_number": ("return 1.0", "returned 1.0 (float), wanted a list"),
-    "a_text": ("return '12'", "returned '12' (str), wanted a list"),
-    "async_generator": ("yield 1.0", "returned a value of type async_generator, wanted a list"),
+    "generator": ("return (len(text) for text in completions)", "returned a value of type generator, expected a list"),
+    "mapping": ("return {text: 1.0 for text in completions}", "returned a value of type dict, expected a list"),
+    "nothing": ("return None", "returned a value of type NoneType, expected a list"),
+    "a_number": ("return 1.0", "returned 1.0 (float), expected a list"),
+    "a_text": ("return '12'", "returned '12' (str), expected a list"),
+    "async_generator": ("yield 1.0", "returned a value of type async_generator, expected a list"),
     "other_length": ("return [[1.0, 2.0], [1.0, 2.0]]", "response 1: returned a value of type list of 2 values for 4"),
     "nan_token": ("return [[1.0, float('nan')], 1.0]", "response 0: returned a value of type list with nan (float)"),
     "nested": ("return [[[1.0], [2.0]], 1.0]", "response 0: returned a value of type list with a value of type list"),
@@ -156,8 +156,8 @@ def test_what_is_no_value_ends_the_run(all_functions, name):
     with pytest.raises(InputError) as caught:
         scored(pool, to(*TEXTS))
     line = str(caught.value)
-    assert re.match(rf"--reward_function /\S+/wrong.py:{name}: {name}, prompt data.jsonl:7: ", line)
-    assert REFUSED[name][1] in line and ", wanted " in line and "\n" not in line and len(line) < 400
+    assert re.match(rf"--reward-function /\S+/wrong.py:{name}: {name}, prompt data.jsonl:7: ", line)
+    assert REFUSED[name][1] in line and ", expected " in line and "\n" not in line and len(line) < 400
     assert still_right(all_functions)
 
 
@@ -227,7 +227,7 @@ UNUSABLE = {
     "nameless": ("def f(completions, /): ...\n", "its parameter 'completions' cannot be given by name; take the / out"),
     "in_rank": (
         "async def f(completions): ...\nf.runs_in = 'rank'\n",
-        "runs_in: only the built-in judge has it; leave it out, --reward_env NAME gives it a key",
+        "runs_in: only the built-in judge has it; leave it out, --reward-env NAME gives it a key",
     ),
     "needs": ("def f(completions, solutoin): ...\n", NEEDED),
 }
@@ -243,7 +243,7 @@ def test_what_cannot_be_used_is_found_before_the_start(tmp_path):
         pool.check(["solution", "level"])
     lines = str(caught.value).splitlines()
     for line, (name, (_, reason)) in zip(lines, UNUSABLE.items(), strict=True):
-        assert line.startswith(f"--reward_function {tmp_path}/{name}.py:f: {reason}"), line
+        assert line.startswith(f"--reward-function {tmp_path}/{name}.py:f: {reason}"), line
 
 
 def test_a_pool_ends_at_once_and_quietly(all_functions, caplog):

@@ -62,8 +62,8 @@ def test_a_reply_ends_with_the_string_which_is_a_part_of_it(
     penalty: str, endless: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    words = ["--temperature", "0", "--max_new_tokens", "9", "--repetition_penalty", penalty]
-    assert chat.main([endless, *words, "--stop_strings", "x", "ba"]) == 0
+    words = ["--temperature", "0", "--max-new-tokens", "9", "--repetition-penalty", penalty]
+    assert chat.main([endless, *words, "--stop-strings", "x", "ba"]) == 0
     assert capsys.readouterr().out == "aba\n"
 
 
@@ -83,9 +83,9 @@ def test_a_conversation_says_that_the_reply_has_ended_and_a_setting_changes_it(e
 def test_compared_answers_are_finished(endless: str, bpe_folder: Any, tmp_path: Any, capsys: Any) -> None:
     other = scripted_model(bpe_folder, tmp_path / "other", " no", ends=False)
     (tmp_path / "prompts.txt").write_text("one\n")
-    words = ["--prompts", str(tmp_path / "prompts.txt"), "--max_new_tokens", "5", "--output", str(tmp_path / "out")]
+    words = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "5", "--output", str(tmp_path / "out")]
     for stop in ([], ["ba"]):
-        assert compare.main([endless, other, *words, *(["--stop_strings", *stop] if stop else [])]) == 0
+        assert compare.main([endless, other, *words, *(["--stop-strings", *stop] if stop else [])]) == 0
         result = json.loads((tmp_path / "out.json").read_text())
         assert [one["finished_share"] for one in result["models"]] == [float(bool(stop)), 0.0]
         assert result["settings"].get("stop_strings", []) == stop
@@ -94,6 +94,6 @@ def test_compared_answers_are_finished(endless: str, bpe_folder: Any, tmp_path: 
 
 @pytest.mark.parametrize("program", [chat, compare])
 def test_an_empty_string_is_refused(program: Any, endless: str, capsys: Any) -> None:
-    assert program.main([endless, endless, "--stop_strings", "a", ""][program is chat :]) == 2
+    assert program.main([endless, endless, "--stop-strings", "a", ""][program is chat :]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: --stop_strings: found '' (command line): ")
+    assert line.startswith("error: --stop-strings: got '' (command line): ")

@@ -52,7 +52,7 @@ def test_prompt_flag_needs_no_stdin(speaking, capsys):
 
 def test_a_temperature_that_overflows_is_one_line(speaking, capsys):
     """transformers ends with `probability tensor contains either inf`."""
-    flags = ["--temperature", "1e-310", "--repetition_penalty", "1.5", "--max_new_tokens", "4"]
+    flags = ["--temperature", "1e-310", "--repetition-penalty", "1.5", "--max-new-tokens", "4"]
     assert chat.main([speaking, "--prompt", "hi", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {speaking}: its logits are no finite numbers at --temperature 1e-310 and --rep")
@@ -80,7 +80,7 @@ def test_the_global_generator_is_left_alone(rambling, monkeypatch, capsys):
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    ask(monkeypatch, capsys, "--path", rambling, "--max_new_tokens", "3", "--seed", "1")
+    ask(monkeypatch, capsys, "--path", rambling, "--max-new-tokens", "3", "--seed", "1")
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -88,7 +88,7 @@ def test_the_global_generator_is_left_alone(rambling, monkeypatch, capsys):
 
 
 def test_a_models_own_generation_config_changes_nothing(rambling, bpe_folder, tmp_path, monkeypatch, capsys):
-    argv = ("--temperature", "0", "--max_new_tokens", "12")
+    argv = ("--temperature", "0", "--max-new-tokens", "12")
     expected = ask(monkeypatch, capsys, "--path", rambling, *argv)
     trap = random_model(bpe_folder, tmp_path / "trap", vocab_size=408)
     settings = {"do_sample": True, "temperature": 5.0, "top_k": 0, "repetition_penalty": 9.0, "max_length": 3}
@@ -252,7 +252,7 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
     wrapped.save_pretrained(tmp_path / "merged" / "adapter")
     wrapped.merge_and_unload().save_pretrained(tmp_path / "merged")
     load_chat_model(rambling, dtype=torch.float32).tokenizer.save_pretrained(tmp_path / "merged")
-    argv = ("--temperature", "0", "--max_new_tokens", "12", "--path")
+    argv = ("--temperature", "0", "--max-new-tokens", "12", "--path")
     merged = ask(monkeypatch, capsys, *argv, str(tmp_path / "merged"))
     assert ask(monkeypatch, capsys, *argv, str(tmp_path / "merged" / "adapter")) == merged
     assert ask(monkeypatch, capsys, *argv, rambling) != merged
@@ -267,7 +267,7 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
         ("/claer", "did you mean /clear"),
         ("/foo", "/foo: unknown command; /help lists them. A space"),
         ("/set temprature 1", "did you mean temperature"),
-        ("/set temperature hot", "found 'hot'"),
+        ("/set temperature hot", "got 'hot'"),
         ("/set top_p 2", "less than or equal to 1"),
         ("/retry", "no reply yet"),
     ],
@@ -308,7 +308,7 @@ def test_commands_act_on_the_conversation(speaking, capsys):
         (["--path", "/no/such/model"], "--model: /no/such/model: no such folder; the nearest folder that exists is /"),
         (["--path", str(ROOT / "pipeline")], "holds no model"),
         (["--path", str(ROOT / "chat.py")], "is a file"),
-        (["--path", "x", "--temperature", "-1"], "--temperature: found '-1'"),
+        (["--path", "x", "--temperature", "-1"], "--temperature: got '-1'"),
     ],
 )
 def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
@@ -339,7 +339,7 @@ def test_the_folder_of_a_run_names_its_model(speaking, tmp_path, capsys, monkeyp
             (folder / name).write_text("{}")
         assert chat.main([str(folder)]) == 2
         wrote = f"; it wrote output/{model}" if model else ""
-        line = f"error: --model: {folder} is the folder of a run, wanted a model's{wrote}\n"
+        line = f"error: --model: {folder} is the folder of a run, expected a model's{wrote}\n"
         assert capsys.readouterr().err == line
 
 

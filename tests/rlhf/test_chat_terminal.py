@@ -79,7 +79,7 @@ def in_terminal():
 
 
 def test_talking_in_a_terminal(endless, in_terminal):
-    terminal = in_terminal("--path", endless, "--temperature", "0", "--max_new_tokens", "20000")
+    terminal = in_terminal("--path", endless, "--temperature", "0", "--max-new-tokens", "20000")
     assert "Ctrl-C stops a reply" in terminal.wait_for("> ")
     terminal.type("/hlep\n")
     terminal.wait_for("did you mean /help")

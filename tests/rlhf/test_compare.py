@@ -79,7 +79,7 @@ def texts(result: dict, label: str) -> list[str]:
 
 
 def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_path):
-    argv = ("--models", plain, plain, "--reward_model", judge_path, "--max_new_tokens", "8")
+    argv = ("--models", plain, plain, "--reward-model", judge_path, "--max-new-tokens", "8")
     result = compared(capsys, tmp_path, *argv)
     first, second = result["models"]
     assert first["against"] is None and first["mean_score"] == second["mean_score"]
@@ -91,8 +91,8 @@ def test_a_model_against_itself_ties_everywhere(plain, judge_path, capsys, tmp_p
 
 
 def test_models_of_other_vocabularies_and_architectures(plain, padded, questions, capsys, tmp_path):
-    flags = ("--model_name_or_path_baseline", plain, "--model_name_or_path_finetune", padded)
-    argv = ("--prompts", questions, "--temperature", "1.5", "--max_new_tokens", "30")
+    flags = ("--model-name-or-path-baseline", plain, "--model-name-or-path-finetune", padded)
+    argv = ("--prompts", questions, "--temperature", "1.5", "--max-new-tokens", "30")
     result = compared(capsys, tmp_path, *flags, *argv)
     assert [model["path"] for model in result["models"]] == [plain, padded]
     assert [prompt["prompt"] for prompt in result["prompts"]] == ["one", "two", "three"]
@@ -103,7 +103,7 @@ def test_models_of_other_vocabularies_and_architectures(plain, padded, questions
 def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, judge_path, questions, capsys, tmp_path):
     good = scripted_model(bpe_folder, tmp_path / "good", " yes")
     endless = scripted_model(bpe_folder, tmp_path / "endless", "no", ends=False)
-    argv = ("--models", good, endless, "--reward_model", judge_path, "--prompts", questions, "--max_new_tokens", "5")
+    argv = ("--models", good, endless, "--reward-model", judge_path, "--prompts", questions, "--max-new-tokens", "5")
     result = compared(capsys, tmp_path, *argv)
     judge = load_judge(judge_path, dtype=torch.float32)
     answer = result["prompts"][0]["answers"]["A"][0]
@@ -124,23 +124,23 @@ def test_scores_do_not_depend_on_the_batch(judge_path):
     assert score_rows(judge, rows, batch_size=2) == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("how", [["--temperature", "2", "--top_k", "50"], ["--num_beams", "2"]])
+@pytest.mark.parametrize("how", [["--temperature", "2", "--top-k", "50"], ["--num-beams", "2"]])
 def test_several_answers_to_a_prompt(how, plain, questions, capsys, tmp_path):
-    argv = ("--models", plain, plain, "--prompts", questions, "--num_return_sequences", "2", "--max_new_tokens", "6")
+    argv = ("--models", plain, plain, "--prompts", questions, "--num-return-sequences", "2", "--max-new-tokens", "6")
     result = compared(capsys, tmp_path, *argv, *how)
     answers = texts(result, "A")
     assert len(answers) == 6 and len(set(answers)) > 3
     assert texts(result, "B") == answers  # the same seed for every model
     assert texts(compared(capsys, tmp_path, *argv, *how), "A") == answers
     other = texts(compared(capsys, tmp_path, *argv, *how, "--seed", "9"), "A")
-    assert (other == answers) is (how[0] == "--num_beams")
+    assert (other == answers) is (how[0] == "--num-beams")
 
 
 def test_greedy_is_the_default_and_ignores_the_seed(plain, questions, capsys, tmp_path):
-    argv = ("--models", plain, plain, "--prompts", questions, "--max_new_tokens", "8")
+    argv = ("--models", plain, plain, "--prompts", questions, "--max-new-tokens", "8")
     first = texts(compared(capsys, tmp_path, *argv), "A")
-    assert texts(compared(capsys, tmp_path, *argv, "--seed", "9", "--batch_size", "1"), "A") == first
-    assert texts(compared(capsys, tmp_path, *argv, "--repetition_penalty", "5.0"), "A") != first
+    assert texts(compared(capsys, tmp_path, *argv, "--seed", "9", "--batch-size", "1"), "A") == first
+    assert texts(compared(capsys, tmp_path, *argv, "--repetition-penalty", "5.0"), "A") != first
 
 
 @pytest.mark.parametrize(("width", "side_by_side"), [(80, True), (60, False)])
@@ -167,7 +167,7 @@ def test_the_markdown_file_shows_texts_literally(bpe_folder, questions, capsys, 
 
 @pytest.mark.slow
 def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, questions):
-    command = [sys.executable, "prompt_eval.py", plain, plain, "--prompts", questions, "--max_new_tokens=4"]
+    command = [sys.executable, "prompt_eval.py", plain, plain, "--prompts", questions, "--max-new-tokens=4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0 and "[3/3] three" in done.stdout, done.stderr
     assert "3 answers in" in done.stderr and "\x1b" not in done.stdout + done.stderr
@@ -179,13 +179,13 @@ def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, que
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--models", "only"], "found 1, wanted two or more"),
-        (["--model_name_or_path_baseline", "a"], "found 1, wanted two or more"),
-        (["--models", "a", "b", "--model_name_or_path_finetune", "c"], "give this, or"),
+        (["--models", "only"], "got 1, expected two or more"),
+        (["--model-name-or-path-baseline", "a"], "got 1, expected two or more"),
+        (["--models", "a", "b", "--model-name-or-path-finetune", "c"], "give this, or"),
         (["--models", "/no/a", "/no/b"], "/no/a: no such folder; the nearest folder that exists is /"),
         (["--modles", "a", "b"], "did you mean --models?"),
         (["--models", "a", "b", "--language", "Englsh"], "did you mean English?"),
-        (["--models", "a", "b", "--num_return_sequences", "2"], "need --num_beams of at least 2 or a --temperature"),
+        (["--models", "a", "b", "--num-return-sequences", "2"], "need --num-beams of at least 2 or a --temperature"),
         (["--models", "a", "b", "--prompts", "/no/file.txt"], "/no/file.txt: no such file"),
         (["--models", "a", "b", "--prompts", str(ROOT / "prompt_eval.py")], ".txt, .json, .jsonl are right"),
     ],
@@ -197,13 +197,13 @@ def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
 
 
 def test_a_language_model_is_no_reward_model(plain, questions, capsys):
-    argv = ["--models", plain, plain, "--prompts", questions, "--reward_model", plain, "--max_new_tokens", "2"]
+    argv = ["--models", plain, plain, "--prompts", questions, "--reward-model", plain, "--max-new-tokens", "2"]
     assert main(argv) == 2
     assert "has no reward head" in capsys.readouterr().err
 
 
 def test_prompts_longer_than_the_positions_are_refused(plain, padded, questions, capsys):
-    argv = ["--models", padded, plain, "--prompts", questions, "--max_new_tokens", "120"]
+    argv = ["--models", padded, plain, "--prompts", questions, "--max-new-tokens", "120"]
     assert main(argv) == 2
     assert "the model's 128 positions" in capsys.readouterr().err
 
@@ -216,7 +216,7 @@ def test_answers_of_the_default_length_are_as_long_as_the_positions_allow(plain,
     room = 128 - len(encode_prompt(tokenizer, [Message("user", question.strip())]))
     assert 1 < room < 100
     assert main(["--models", plain, padded, "--prompts", str(path), "--temperature", "1"]) == 0
-    assert f"note: --max_new_tokens {room}: the longest prompt" in capsys.readouterr().err
+    assert f"note: --max-new-tokens {room}: the longest prompt" in capsys.readouterr().err
     path.write_text("a" * 600, encoding="utf-8")
     assert main(["--models", plain, padded, "--prompts", str(path)]) == 2
     assert "at most 0 new tokens are left" in capsys.readouterr().err
@@ -230,11 +230,11 @@ def test_the_score_of_a_cut_answer_is_that_of_its_last_own_token(bpe_folder, jud
         "--models",
         good,
         endless,
-        "--reward_model",
+        "--reward-model",
         judge_path,
         "--prompts",
         str(tmp_path / "q.txt"),
-        "--max_new_tokens",
+        "--max-new-tokens",
         "5",
     )
     assert main([*argv, "--output", str(tmp_path / "out")]) == 0, capsys.readouterr().err

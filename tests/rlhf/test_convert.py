@@ -133,7 +133,7 @@ def test_a_converted_actor_chats_and_never_says_a_padded_id(bpe_folder, bpe_toke
     output = converted(dschat.save(model, tmp_path / "actor", bpe_tokenizer), tmp_path / "out", bpe_folder)
     assert AutoConfig.from_pretrained(output).vocab_size == VOCABULARY > len(AutoTokenizer.from_pretrained(output))
     capsys.readouterr()
-    assert chat.main([str(output), "--prompt", "What is tea?", "--temperature", "0", "--max_new_tokens", "8"]) == 0
+    assert chat.main([str(output), "--prompt", "What is tea?", "--temperature", "0", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
 
 
@@ -187,7 +187,7 @@ def test_a_converted_reward_model_is_evaluated(bpe_folder, bpe_tokenizer, tmp_pa
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     capsys.readouterr()
-    assert reward_eval.main([str(output), "--data_path", str(data), "--eval_fraction", "1"]) == 0
+    assert reward_eval.main([str(output), "--data-path", str(data), "--eval-fraction", "1"]) == 0
     assert "accuracy" in capsys.readouterr().out
 
 
@@ -288,7 +288,7 @@ FAULTS = [
     ({"more": torch.ones(2)}, "1 unexpected weights, the first is more"),
     ({f"{FC1}.bias": torch.ones(3)}, "1 mismatched weights, the first is .*fc1.bias"),
     ({f"{FC1}.bias": torch.full((64,), float("nan"))}, f"1 of .* tensors hold NaN or infinity, the first is {FC1}"),
-    ({RIGHT: torch.ones(32, 2)}, "found lora_right_weight without lora_left_weight"),
+    ({RIGHT: torch.ones(32, 2)}, "got lora_right_weight without lora_left_weight"),
     ({LEFT: torch.ones(2, 64)}, "1 unexpected weights, the first is .*lora_left_weight"),
     ({RIGHT: torch.ones(32, 2), LEFT: torch.ones(3, 64)}, "have no common rank"),
     ({RIGHT: torch.ones(31, 2), LEFT: torch.ones(2, 64)}, r"LoRA of \[64, 31\] for a weight of \[64, 32\]"),
@@ -299,7 +299,7 @@ FAULTS = [
     ({f"{FC1}.weight": torch.ones(64, 32, dtype=torch.int8)}, f"{FC1}.weight is stored as int8, not as floating-point"),
     ({f"{FC1}.bias": torch.ones(64, dtype=torch.bool)}, f"{FC1}.bias is stored as bool, not as floating-point"),
     ({RIGHT: torch.ones(32, 2).long(), LEFT: torch.ones(2, 64)}, f"{RIGHT} is stored as int64, not as floating-point"),
-    ({"step": 3}, "found a dict that is no state dict"),
+    ({"step": 3}, "got a dict that is no state dict"),
 ]
 
 
@@ -346,8 +346,8 @@ def test_a_reward_model_of_a_family_without_a_class_for_it(reward_source, bpe_fo
 def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):
     out, flags = tmp_path / "out", ("--tokenizer", bpe_folder)
     assert "no such folder" in refused(capsys, "AdamG012/opt", out)
-    assert "found 1, wanted two" in refused(capsys, reward_source)
-    assert "here it is --folders, the words before any flag" in refused(capsys, reward_source, "--output_dir", out)
+    assert "got 1, expected two" in refused(capsys, reward_source)
+    assert "here it is --folders, the words before any flag" in refused(capsys, reward_source, "--output-dir", out)
     assert "found no config.json and pytorch_model.bin" in refused(capsys, bpe_folder, out)
     source = shutil.copytree(reward_source, tmp_path / "reward")
     content = (source / "pytorch_model.bin").read_bytes()
@@ -355,7 +355,7 @@ def test_sources_that_are_none(reward_source, bpe_folder, tmp_path, capsys):
     assert "cannot be read as saved tensors" in refused(capsys, source, out, *flags)
     for value in ({}, [torch.ones(2)], {1: torch.ones(2)}):
         torch.save(value, source / "pytorch_model.bin")
-        assert f"found a {type(value).__name__} that is no state dict" in refused(capsys, source, out, *flags)
+        assert f"got a {type(value).__name__} that is no state dict" in refused(capsys, source, out, *flags)
     torch.save({"lm_head.weight": torch.ones(2, dtype=torch.int64)}, source / "pytorch_model.bin")
     assert "lm_head.weight is stored as int64, not as floating-point numbers" in refused(capsys, source, out, *flags)
     (source / "pytorch_model.bin").write_bytes(content)

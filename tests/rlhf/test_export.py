@@ -113,7 +113,7 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
     with pytest.raises(InputError, match="int8: its weights are stored as int8; give --quantization int8, with LoRA$"):
         load_causal_lm(str(made / "int8"), dtype=torch.bfloat16, quantization="none")
     for base in ("int8", "adapter"):
-        with pytest.raises(InputError, match="int8: .* stored as int8; give --actor_quantization int8, with LoRA$"):
+        with pytest.raises(InputError, match="int8: .* stored as int8; give --actor-quantization int8, with LoRA$"):
             check_settings(ModelSource(str(made / base)), ModelConfig(), "actor_")
 
 

@@ -16,7 +16,7 @@ from rlhf.main import main
 from rlhf.train_config import TrainConfig
 from rlhf.train_plan import make_plan
 
-GIVEN = ("--data-path", "a b.jsonl", "c.jsonl:0.5", "--sft.learning_rate", "2e-5", "--ppo.template", "tokenizer")
+GIVEN = ("--data-path", "a b.jsonl", "c.jsonl:0.5", "--sft.learning-rate", "2e-5", "--ppo.template", "tokenizer")
 
 
 def init(*words: str) -> int:
@@ -82,10 +82,10 @@ def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
     [
         (("old.yaml",), "old.yaml exists and stays as it is; name another file: rlhf init other.yaml"),
         (("--actor-model", "tiny", "old.yaml"), "old.yaml exists and stays"),
-        (("rlhf",), "rlhf: wanted a name that ends in .yaml"),
-        (("--actor-modl", "tiny"), "--actor-modl: unknown flag; did you mean --actor_model?"),
+        (("rlhf",), "rlhf: expected a name that ends in .yaml"),
+        (("--actor-modl", "tiny"), "--actor-modl: unknown flag; did you mean --actor-model?"),
         (("--config", "old.yaml"), "--config: a file of flags is what this writes"),
-        (("--sft.learning_rate", "fast"), "--sft.learning_rate: found 'fast'"),
+        (("--sft.learning-rate", "fast"), "--sft.learning-rate: got 'fast'"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, says):
@@ -114,8 +114,8 @@ def test_the_next_command_runs_as_it_is_printed(tmp_path):
     assert made.returncode == 0, made.stderr
     command = made.stdout.splitlines()[-1].removeprefix("next: python ")
     assert command == "-m rlhf train --config rlhf.yaml --dry-run"
-    limits = ("--sft.max_seq_len", "96", "--reward.max_seq_len", "96", "--ppo.max_answer_seq_len", "16")
-    done = call(folder, *command.split(), *limits, "--ppo.max_prompt_seq_len", "48")
+    limits = ("--sft.max-seq-len", "96", "--reward.max-seq-len", "96", "--ppo.max-answer-seq-len", "16")
+    done = call(folder, *command.split(), *limits, "--ppo.max-prompt-seq-len", "48")
     assert done.returncode == 0 and done.stdout.count("\n== stage ") == 3, done.stderr
     assert done.stdout.endswith("dry run: nothing was started\n")
 
@@ -124,8 +124,8 @@ def test_the_next_command_runs_as_it_is_printed(tmp_path):
 def test_a_file_trains_all_stages(tmp_path):
     folder = make_folder(tmp_path)
     flags = ["--actor-model", "base", "--reward-model", "base", "--data-path", "train.jsonl", "--max-steps", "2"]
-    flags += ["--sft.max_seq_len", "96", "--reward.max_seq_len", "96", "--ppo.max_answer_seq_len", "16"]
-    assert call(folder, "-m", "rlhf", "init", *flags, "--ppo.max_prompt_seq_len", "48").returncode == 0
+    flags += ["--sft.max-seq-len", "96", "--reward.max-seq-len", "96", "--ppo.max-answer-seq-len", "16"]
+    assert call(folder, "-m", "rlhf", "init", *flags, "--ppo.max-prompt-seq-len", "48").returncode == 0
     done = call(folder, str(ROOT / "train.py"), "--config", "rlhf.yaml")
     assert done.returncode == 0 and (folder / "output/actor/model.safetensors").is_file(), done.stderr
     assert done.stdout.splitlines()[-1] == "next: python chat.py output/actor"

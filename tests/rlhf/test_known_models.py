@@ -46,14 +46,14 @@ def test_models_that_are_known(tmp_path, monkeypatch):
     switched = {"chat_template_kwargs": "enable_thinking=false"}
     assert known_model("Qwen/Qwen3-4B") == KnownModel("3b", "Qwen/Qwen3-4B", "qwen3-0.6b", switched)
     for typed, right in (("1.2b", "1.3b"), ("qwen3-9b", "qwen3-8b"), ("tniy", "tiny"), ("llama3-8b", "llama-3.1-8b")):
-        with pytest.raises(InputError, match=f"found '{typed}'.*did you mean {right}"):
+        with pytest.raises(InputError, match=f"got '{typed}'.*did you mean {right}"):
             known_model(typed)
     monkeypatch.chdir(tmp_path)
     for name in ("chinese", "japanese", "t5-3b"):
         command = f"bash launch/single_node.sh 1 --preset launch/presets/{name}.sft.yaml"
         with pytest.raises(InputError) as refused:
             make_plan(["--actor-model", name], prog="python train.py")
-        assert str(refused.value) == f"--actor-model: found '{name}', a preset of stage 1 alone; give: {command}"
+        assert str(refused.value) == f"--actor-model: got '{name}', a preset of stage 1 alone; give: {command}"
         request = parse_request("single_node", command.split()[2:])
         words = [str(ROOT / word) if word.endswith(".yaml") else word for word in request.words]
         assert request.step == "1" and parse(STAGES[0].config, words, section="sft").config.run.output_dir
@@ -91,6 +91,6 @@ def test_flags_of_a_known_model_are_those_of_its_stages_unless_said_otherwise(tm
     off = ["enable_thinking=false"]
     assert found("--actor-model", "qwen3-8b") == [off] * 3
     assert found("--actor-model", "qwen2.5-7b") == [[], off, []]
-    words = ("--actor-model", "qwen3-8b", "--config", "own.yaml", "--ppo.chat_template_kwargs", "none")
+    words = ("--actor-model", "qwen3-8b", "--config", "own.yaml", "--ppo.chat-template-kwargs", "none")
     assert found(*words) == [off, ["enable_thinking=true"], []]
-    assert found("--actor-model", "qwen3-8b", "--chat_template_kwargs", "a=1", "b=x y") == [["a=1", "b=x y"]] * 3
+    assert found("--actor-model", "qwen3-8b", "--chat-template-kwargs", "a=1", "b=x y") == [["a=1", "b=x y"]] * 3

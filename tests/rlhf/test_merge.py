@@ -322,7 +322,7 @@ def test_an_adapter_on_stored_codes_is_merged_into_their_values(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{adapter}"], "--folders: found 1, wanted two: rlhf merge ADAPTER OUTPUT"),
+        (["{adapter}"], "--folders: got 1, expected two: rlhf merge ADAPTER OUTPUT"),
         (["{base}", "out"], "holds no adapter"),
         (["{adapter}", "{base}"], "exists; name a new folder"),
         (["{adapter}", "--output", "out"], "--output: unknown flag; here it is --folders, the words before any flag"),

@@ -70,7 +70,7 @@ def test_help_says_what_is_cheapest_and_what_else_it_takes(capsys):
 def test_25_cards_take_seconds(capsys):
     cards = [*DEVICES, *(f"{gib}GB" for gib in (8, 10, 12, 20, 28, 40, 64, 96, 128, 192))]
     began = time.process_time()
-    words = ["--actor-model", "qwen3-8b", "--step", "1", "--sft.lora_dim", "16"]
+    words = ["--actor-model", "qwen3-8b", "--step", "1", "--sft.lora-dim", "16"]
     assert main(["plan", *words, "--cards", *cards]) == 0
     took, found = time.process_time() - began, rows(capsys.readouterr().out)
     assert [row[0] for row in found] == cards and len(found) == 25

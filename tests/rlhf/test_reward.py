@@ -83,9 +83,9 @@ def test_values_of_two_functions(folder, capsys):
 def test_a_call_has_all_responses_of_a_group(folder, capsys):
     """Those of a row, again and again: a function that answers for one alone is found, as training would."""
     words = ("f.py:ranked", "--data", "d.jsonl", "-n", "2", "--completion", "b")
-    lines, _ = table(capsys, *words, "--num_samples_per_prompt", "5")
+    lines, _ = table(capsys, *words, "--num-samples-per-prompt", "5")
     assert [line[2:] for line in lines[1:5]] == [["0.5"], ["1.5"], ["0.5"], ["1.5"]]
-    lines, _ = table(capsys, *words, "--num_samples_per_prompt", "1")
+    lines, _ = table(capsys, *words, "--num-samples-per-prompt", "1")
     assert [line[2:] for line in lines[1:5]] == [["0.2"], ["1.2"], ["0.2"], ["1.2"]], "no response is left out"
     assert main(["f.py:single", "--data", "d.jsonl", "-n", "1"]) == 2
     assert "single, prompt d.jsonl:1: returned 1 values for 4 responses" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_functions_of_a_yaml_file_have_their_args(folder, capsys):
 
 
 def test_values_of_tokens_and_failures(folder, capsys):
-    words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "-n", "2", "--reward_timeout_s", "0.3")
+    words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "-n", "2", "--reward-timeout-s", "0.3")
     lines, errors = table(capsys, *words, code=2)
     assert [line[2:] for line in lines] == [
         ["tokens", "failing", "slow"],
@@ -134,14 +134,14 @@ def test_values_of_tokens_and_failures(folder, capsys):
     assert "note: failing: raised: ValueError: seven (f.py:15)\n" in errors
     assert "note: slow: timed out: no answer within 0.3 s\n" in errors
     wholly = "slow gave no value for 2 of the last 2 responses (2 timed out): no answer within 0.3 s"
-    assert errors.splitlines()[-1] == f"error: --reward_function: {wholly}", "the table is printed, and nothing worked"
+    assert errors.splitlines()[-1] == f"error: --reward-function: {wholly}", "the table is printed, and nothing worked"
 
 
 @pytest.mark.parametrize("key", ["messages", "chat"])
 def test_prompts_of_messages_are_conversations(folder, capsys, key):
     turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "Hi"}]
     Path("c.jsonl").write_text(json.dumps({key: [*turns, {"role": "assistant", "content": "Hello."}]}))
-    mapped = [] if key == "messages" else ["--column_map", "messages=chat"]
+    mapped = [] if key == "messages" else ["--column-map", "messages=chat"]
     lines, _ = table(capsys, "f.py:spoken", "--data", "c.jsonl", *mapped)
     assert lines[1] == ["1", "Hello.", "3"], "two turns, and an answer of the assistant"
 
@@ -155,13 +155,13 @@ def test_a_text_beside_conversations_is_one_as_in_training(folder, capsys):
 
 ON = ["--data", "d.jsonl", "--n", "2"]
 WRONG = [
-    ([], "--reward_function: missing; name a function, for example: rlhf reward rewards.py:length --data FILE"),
+    ([], "--reward-function: missing; name a function, for example: rlhf reward rewards.py:length --data FILE"),
     (["f.py:length"], "--data: missing; name a file with prompts, a folder or a hub id"),
-    (["f.py:lenght", *ON], "--reward_function {}/f.py:lenght: the file has no function 'lenght', only length, "),
-    (["g.py:length", *ON], "--reward_function g.py:length: g.py cannot be read (No such file or directory)"),
+    (["f.py:lenght", *ON], "--reward-function {}/f.py:lenght: the file has no function 'lenght', only length, "),
+    (["g.py:length", *ON], "--reward-function g.py:length: g.py cannot be read (No such file or directory)"),
     (
         ["--data", "d.jsonl", "f.py:length"],
-        "--data: found 2 values (d.jsonl f.py:length), wanted one; quote a value with spaces, and --reward_function "
+        "--data: got 2 values (d.jsonl f.py:length), expected one; quote a value with spaces, and --reward-function "
         "comes before other flags",
     ),
     (["f.py:length", "--data", "e.jsonl"], "data path 'e.jsonl': no such file or folder; did you mean "),
@@ -169,12 +169,12 @@ WRONG = [
     (["f.py:solved", "--data", "t.txt"], "t.txt:1: found columns text, none is a prompt"),
     (
         ["f.py:wrong", *ON],
-        "--reward_function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",
+        "--reward-function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",
     ),
-    (["f.py:solved", "--data", "p.jsonl"], "--reward_function {}/f.py:solved: it needs the column 'solution', and "),
+    (["f.py:solved", "--data", "p.jsonl"], "--reward-function {}/f.py:solved: it needs the column 'solution', and "),
     (
         ["exact_match", "--data", "d.jsonl", "-n", "1"],
-        "--reward_function exact_match: it needs the column 'answer', and the data has only response, solution",
+        "--reward-function exact_match: it needs the column 'answer', and the data has only response, solution",
     ),
 ]
 

@@ -82,7 +82,7 @@ def write(name: str, *rows: dict[str, Any]) -> None:
 
 def sampled(capsys: pytest.CaptureFixture, model: str, *words: object, data: str = "q.jsonl", code: int = 0) -> Any:
     """The rows that the command writes to standard output, or to the file that is named last, and its stderr."""
-    flags = ["--data", data, "--max_new_tokens", "8", "--dtype", "fp32"]
+    flags = ["--data", data, "--max-new-tokens", "8", "--dtype", "fp32"]
     assert main([model, *flags, *map(str, words)]) == code, capsys.readouterr().err
     shown = capsys.readouterr()
     text = Path(str(words[-1])).read_text() if "--output" in words else shown.out
@@ -106,7 +106,7 @@ def test_answers_depend_on_the_seed_and_not_on_the_batch(folder, model, capsys):
     assert [(row["number"], row["prompt"]) for row in rows] == [*enumerate(QUESTIONS, start=1)]
     assert shown.endswith("5 rows of 5 prompts written\n")
     for size in (1, 2, 3):
-        others, _ = sampled(capsys, model, "-n", 4, "--batch_size", size)
+        others, _ = sampled(capsys, model, "-n", 4, "--batch-size", size)
         assert plain(others) == plain(rows) and log_probs(others) == pytest.approx(log_probs(rows), abs=1e-4)
     texts = [[one["text"] for one in row["answers"]] for row in rows]
     assert len({*texts[0], *texts[3]}) == 8, "a prompt that is there twice has other answers"
@@ -120,8 +120,8 @@ def test_answers_depend_on_the_seed_and_not_on_the_batch(folder, model, capsys):
 def test_log_probabilities_are_those_of_a_forward_pass_of_transformers(folder, model, capsys, how):
     temperature, top_p, top_k = how
     count = 3 if temperature else 1
-    words = ("--n", count, "--temperature", temperature, "--top_p", top_p, "--top_k", top_k, "--reward", "f.py:told")
-    rows, _ = sampled(capsys, model, *words, "--reward_workers", 1)
+    words = ("--n", count, "--temperature", temperature, "--top-p", top_p, "--top-k", top_k, "--reward", "f.py:told")
+    rows, _ = sampled(capsys, model, *words, "--reward-workers", 1)
     told = dict(map(json.loads, Path("told.jsonl").read_text().splitlines()))
     judge, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
     assert len(told) == 4
@@ -181,21 +181,21 @@ def test_a_wrong_value_ends_with_2_and_the_rows_before_it_stay(folder, model, ca
     assert [row["number"] for row in rows] == [1, 2]
     (line,) = shown.splitlines()
     assert line.startswith(
-        f"error: --reward_function {folder}/f.py:wrong: wrong, prompt q.jsonl:3: response 0: returned"
+        f"error: --reward-function {folder}/f.py:wrong: wrong, prompt q.jsonl:3: response 0: returned"
     )
 
 
 def test_a_call_that_takes_too_long_gives_no_value(folder, model, capsys):
-    rows, shown = sampled(capsys, model, "--reward", "f.py:slow", "--reward_timeout_s", 0.5, code=2)
+    rows, shown = sampled(capsys, model, "--reward", "f.py:slow", "--reward-timeout-s", 0.5, code=2)
     assert {one["reward"] for row in rows for one in row["answers"]} == {None}
     assert "slow gave no value for 5 answers, at first (timed out)" in shown
-    assert "error: --reward_function: slow gave no value for 5 of the last 5 responses (5 timed out)" in shown
+    assert "error: --reward-function: slow gave no value for 5 of the last 5 responses (5 timed out)" in shown
 
 
 def test_as_many_workers_as_the_flag_says(folder, model, capsys):
     """Three processes that wait for each other."""
     write("q.jsonl", *({"prompt": text} for text in QUESTIONS[:3]))
-    rows, _ = sampled(capsys, model, "--reward", "f.py:meet", "--reward_workers", 3)
+    rows, _ = sampled(capsys, model, "--reward", "f.py:meet", "--reward-workers", 3)
     assert [one["reward"] for row in rows for one in row["answers"]] == [3.0] * 3
 
 
@@ -210,7 +210,7 @@ def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, 
 
     monkeypatch.setattr(EagerSession, "advance", slow)
     write("q.jsonl", *({"prompt": f"{n}"} for n in range(60)))
-    rows, _ = sampled(capsys, model, "--reward", "f.py:length", "--batch_size", 1, "--output", "a.jsonl")
+    rows, _ = sampled(capsys, model, "--reward", "f.py:length", "--batch-size", 1, "--output", "a.jsonl")
     assert len(rows) == 60 and sizes[0] == 0 < sizes[-1]
 
 
@@ -219,7 +219,7 @@ def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, 
 
 @pytest.mark.parametrize("layout", slow_but(["answers"], ["answers", "pairs"]))
 def test_a_file_that_is_cut_anywhere_is_gone_on_with(folder, model, capsys, layout):
-    flags = ("-n", 3, "--reward", "f.py:length", "--as", layout, "--batch_size", 2, "--output", "a.jsonl")
+    flags = ("-n", 3, "--reward", "f.py:length", "--as", layout, "--batch-size", 2, "--output", "a.jsonl")
     rows, _ = sampled(capsys, model, *flags)
     whole = Path("a.jsonl").read_bytes()
     ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
@@ -253,7 +253,7 @@ def test_a_file_that_is_whole_loads_no_model_and_one_that_another_process_writes
 ):
     sampled(capsys, model, "--output", "a.jsonl")
     monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
-    rows, _ = sampled(capsys, model, "--batch_size", 1, "--output", "a.jsonl")
+    rows, _ = sampled(capsys, model, "--batch-size", 1, "--output", "a.jsonl")
     assert len(rows) == 5
     with lock_held(Path("a.jsonl"), Path(".a.jsonl.lock"), "--output"):
         assert main([model, "--data", "q.jsonl", "--output", "a.jsonl"]) == 3
@@ -334,23 +334,23 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
     ("words", "message"),
     [
         (["--data", "text.txt"], "--data: no prompt in text.txt: 1 dropped: no prompt (first: text.txt:1)"),
-        (["--column_map", "promt=a"], "--column_map promt=a: no column 'promt' is read"),
+        (["--column-map", "promt=a"], "--column-map promt=a: no column 'promt' is read"),
         (["-n", "2", "--temperature", "0"], "--n: 2 greedy answers would be the same; give a --temperature above 0"),
-        (["--as", "pair"], "--write_as: found 'pair' (command line)"),
+        (["--as", "pair"], "--write-as: got 'pair' (command line)"),
         (["--reward", "f.py:named"], "named: it needs the column 'wanted', and the data has none for rewards"),
         (
-            ["--max_prompt_seq_len", "400"],
-            "400 tokens of a prompt and --max_new_tokens 256 do not fit into the model's",
+            ["--max-prompt-seq-len", "400"],
+            "400 tokens of a prompt and --max-new-tokens 256 do not fit into the model's",
         ),
         (
-            ["--max_new_tokens", "512"],
-            "--max_new_tokens: 512 leave none of the model's 512 positions to a prompt; less than 512 is right",
+            ["--max-new-tokens", "512"],
+            "--max-new-tokens: 512 leave none of the model's 512 positions to a prompt; less than 512 is right",
         ),
         (
             ["--reward", '{"name": "f.py:length", "wieght": 2}'],
             "f.py:length: unknown key 'wieght'; did you mean weight?",
         ),
-        (["--reward", "{f.py:length"], "--reward_function {f.py:length: {f.py cannot be read"),
+        (["--reward", "{f.py:length"], "--reward-function {f.py:length: {f.py cannot be read"),
     ],
 )
 def test_input_errors_are_one_line_and_exit_2(folder, model, capsys, words, message):
@@ -388,13 +388,13 @@ def test_logits_that_are_not_finite_end_with_2(folder, model, bpe_folder, capsys
     made = LlamaForCausalLM(tiny_config())
     torch.nn.init.constant_(made.lm_head.weight, 1e38)
     broken = save(made, bpe_folder, folder / "broken")
-    assert main([broken, "--data", "q.jsonl", "--max_new_tokens", "2"]) == 2
+    assert main([broken, "--data", "q.jsonl", "--max-new-tokens", "2"]) == 2
     assert "its logits are no finite numbers" in capsys.readouterr().err
 
 
 def test_long_prompts_are_left_out_and_counted(folder, model, capsys):
     write("q.jsonl", {"prompt": "one"}, {"prompt": "one two three four"}, {"prompt": ""})
-    rows, shown = sampled(capsys, model, "--max_prompt_seq_len", 16)
+    rows, shown = sampled(capsys, model, "--max-prompt-seq-len", 16)
     assert [(row["number"], row["prompt"]) for row in rows] == [(1, "one")]
     assert "note: 1 dropped: prompt longer than max_prompt_seq_len (first: q.jsonl:2)" in shown
     assert "note: 1 dropped: empty prompt (first: q.jsonl:3)" in shown

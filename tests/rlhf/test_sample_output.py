@@ -21,7 +21,7 @@ ROW = json.dumps({"prompt": "one"}) + "\n"
         ("rows", "rows/a.jsonl", "rows/a.jsonl (--data)"),
         ("b.jsonl.settings.json", "b.jsonl", "b.jsonl.settings.json (--data)"),
         ("q.jsonl", "model/config.json", "model/config.json (--model)"),
-        ("q.jsonl", "judge/config.json", "judge/config.json (--reward_model)"),
+        ("q.jsonl", "judge/config.json", "judge/config.json (--reward-model)"),
     ],
 )
 def test_what_the_command_reads_stays_as_it_is(tmp_path, monkeypatch, capsys, data, output, over, more):
@@ -36,7 +36,7 @@ def test_what_the_command_reads_stays_as_it_is(tmp_path, monkeypatch, capsys, da
         config.save_pretrained(name)
         (Path(name) / "model.safetensors").touch()
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-    assert main(["model", "--data", data, "--reward_model", "judge", "--output", output, *more]) == 2
+    assert main(["model", "--data", data, "--reward-model", "judge", "--output", output, *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: --output: this run would write over {over}; name another folder"
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before

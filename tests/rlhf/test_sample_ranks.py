@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault
 from pipeline.inference import sample_file
 from rlhf.rewards.sample import main
 
-FLAGS = ("--data", "q.jsonl", "--max_new_tokens", "8", "--dtype", "fp32")
+FLAGS = ("--data", "q.jsonl", "--max-new-tokens", "8", "--dtype", "fp32")
 QUESTIONS = ["one", "two", "three", "one", "four"]  # one of them twice
 
 

@@ -19,7 +19,7 @@ from rlhf.train import main
 from rlhf.train_config import preset_of_size
 from rlhf.train_plan import Plan, make_plan
 
-RULE = ("--ppo.reward_function", "length")
+RULE = ("--ppo.reward-function", "length")
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "note: ppo starts from output/demo/base itself: there is no output/sft\n" in done.stdout
     (ranks,) = started(tmp_path)
-    assert ranks[ranks.index("--actor_model_name_or_path") + 1] == "output/demo/base"
+    assert ranks[ranks.index("--actor-model-name-or-path") + 1] == "output/demo/base"
     unnamed = train(tmp_path / "other", *words)
     assert unnamed.returncode == 2 and "output/sft: found no config.json" in unnamed.stderr
 
@@ -109,29 +109,29 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
 
 def test_a_model_that_a_stages_flag_names_brings_its_own_preset():
     for path, name in (("Qwen/Qwen3-0.6B", "small.ppo.yaml"), ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1b.ppo.yaml")):
-        plan = planned("--step", "3", "--ppo.actor_model_name_or_path", path)
+        plan = planned("--step", "3", "--ppo.actor-model-name-or-path", path)
         assert preset(plan) == name and values(plan)["actor_model_name_or_path"] == path
         assert re.search(rf"^ppo: preset \S*{name}$", "\n".join(start_lines(plan)), re.M)
-    plan = planned("--step", "3", "--method", "dpo", "--dpo.model_name_or_path", "Qwen/Qwen3-0.6B")
+    plan = planned("--step", "3", "--method", "dpo", "--dpo.model-name-or-path", "Qwen/Qwen3-0.6B")
     assert preset(plan) == "small.dpo.yaml" and values(plan)["chat_template_kwargs"] == ["enable_thinking=false"]
-    unknown = planned("--step", "3", "--ppo.actor_model_name_or_path", "org/model")
+    unknown = planned("--step", "3", "--ppo.actor-model-name-or-path", "org/model")
     assert preset(unknown) == "" and "ppo: no preset; the built-in" in "\n".join(start_lines(unknown))
 
 
 def test_later_stages_follow_the_model_that_the_flag_of_stage_1_names(tmp_path):
     (tmp_path / "run.yaml").write_text("sft: {model_name_or_path: Qwen/Qwen2.5-7B}\n")
-    for words in (("--sft.model_name_or_path", "Qwen/Qwen2.5-7B"), ("--config", "run.yaml")):
+    for words in (("--sft.model-name-or-path", "Qwen/Qwen2.5-7B"), ("--config", "run.yaml")):
         plan = planned(*words)
         assert [preset(plan, n) for n in (1, 2, 3)] == ["8b.sft.yaml", "small.reward.yaml", "8b.ppo.yaml"]
         assert values(plan, 1)["model_name_or_path"] == "Qwen/Qwen2.5-7B"
-    typed = planned("--actor-model", "125m", "--sft.model_name_or_path", "Qwen/Qwen2.5-7B")
+    typed = planned("--actor-model", "125m", "--sft.model-name-or-path", "Qwen/Qwen2.5-7B")
     assert preset(typed, 1) == "125m.sft.yaml", "--actor-model says whose preset"
-    assert preset(planned("--reward.model_name_or_path", "Qwen/Qwen3-8B"), 2) == "8b.reward.yaml"
+    assert preset(planned("--reward.model-name-or-path", "Qwen/Qwen3-8B"), 2) == "8b.reward.yaml"
 
 
 def test_a_name_that_is_no_path_is_refused_by_the_flag():
-    with pytest.raises(InputError, match=r"^--ppo.actor_model_name_or_path: found 'qwen3-9b'.*did you mean qwen3-8b"):
-        planned("--step", "3", "--ppo.actor_model_name_or_path", "qwen3-9b")
+    with pytest.raises(InputError, match=r"^--ppo.actor-model-name-or-path: got 'qwen3-9b'.*did you mean qwen3-8b"):
+        planned("--step", "3", "--ppo.actor-model-name-or-path", "qwen3-9b")
 
 
 def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
@@ -149,14 +149,14 @@ def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
     (tmp_path / "broken/model.safetensors").write_text("x")
     assert preset_of_size(tmp_path / "broken") == preset_of_size(tmp_path / "none") == ""
     folder = weights(tmp_path / "split", {"a": [1000, 100_000], "b": [50 * 10**6]})
-    for words in (("--ppo.actor_model_name_or_path", folder), ("--actor-model", folder)):
+    for words in (("--ppo.actor-model-name-or-path", folder), ("--actor-model", folder)):
         assert preset(planned("--step", "3", *words)) == "small.ppo.yaml"
 
 
 @pytest.mark.parametrize(("began", "expected"), [("launch/presets/1.3b.ppo.yaml", "1.3b.ppo.yaml"), ("default", "")])
 def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, expected):
     """As runs of versions did that gave any folder OPT-1.3B's preset by this flag, and none by --actor-model."""
-    words = ("--step", "3", "--ppo.actor_model_name_or_path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
+    words = ("--step", "3", "--ppo.actor-model-name-or-path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
     run = tmp_path / "output/runs/ppo"
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
@@ -176,9 +176,9 @@ def test_a_dry_run_notes_a_warm_up_as_long_as_the_run_of_every_stage(tmp_path, m
     make_folder(tmp_path)
     monkeypatch.setattr(preflight.subprocess, "run", here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = "--actor-model base --data-path train.jsonl --sft.max_seq_len 64 --reward.max_seq_len 64"
-    words += " --ppo.max_prompt_seq_len 64 --ppo.max_answer_seq_len 16 --max-steps 5 --dry-run --num_warmup_steps"
+    words = "--actor-model base --data-path train.jsonl --sft.max-seq-len 64 --reward.max-seq-len 64"
+    words += " --ppo.max-prompt-seq-len 64 --ppo.max-answer-seq-len 16 --max-steps 5 --dry-run --num-warmup-steps"
     for warmup, noted in (("5", ["sft", "reward", "ppo"]), ("4", [])):
         assert main([*words.split(), warmup]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert re.findall(r"note: (\w+): --num_warmup_steps 5: the run has 5 steps, so that", said) == noted
+        assert re.findall(r"note: (\w+): --num-warmup-steps 5: the run has 5 steps, so that", said) == noted

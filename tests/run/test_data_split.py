@@ -1,4 +1,4 @@
-"""`--data_split auto`: resolved once for the stages of a command, held by runs that go on, taken from other stages'."""
+"""`--data-split auto`: resolved once for the stages of a command, held by runs that go on, taken from other stages'."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_dpo_leaves_the_share_of_a_reward_model_of_an_earlier_command():
     assert takes_both("3"), "of other rows"
     (Path("output/runs/reward/config.json")).write_text('{"data_path": {"value": ["a.jsonl"]}}')
     assert not takes_both("3") and not takes_both("13")
-    assert takes_both("3", "--dpo.take_reward_share", "true") and takes_both("3", "--output-dir", "elsewhere")
+    assert takes_both("3", "--dpo.take-reward-share", "true") and takes_both("3", "--output-dir", "elsewhere")
     (Path("output/runs/reward/done.json")).unlink()
     assert takes_both("3"), "it has saved nothing"
 
@@ -108,8 +108,8 @@ def test_dpo_goes_on_with_the_shares_that_it_had(took, done):
         ("2", (*COMMON, "--data-split", "auto"), ["none"]),
         ("123", (*COMMON, "--data-split", "1,1,1"), ["1,1,1"] * 3),
         ("123", (*COMMON, "--data-split", "none"), ["none"] * 3),
-        ("123", (*COMMON, "--sft.data_split", "3,1,1"), ["3,1,1"] * 3),
-        ("123", (*COMMON, "--sft.data_split", "none"), ["none", "0,4,4", "0,4,4"]),
+        ("123", (*COMMON, "--sft.data-split", "3,1,1"), ["3,1,1"] * 3),
+        ("123", (*COMMON, "--sft.data-split", "none"), ["none", "0,4,4", "0,4,4"]),
     ],
 )
 def test_stages_of_one_command_on_one_source_share_it(steps, words, expected):
@@ -117,15 +117,15 @@ def test_stages_of_one_command_on_one_source_share_it(steps, words, expected):
 
 
 def of(sft: str, reward: str, ppo: str) -> list[str]:
-    return [f"--sft.data_path={sft}", f"--reward.data_path={reward}", f"--ppo.data_path={ppo}"]
+    return [f"--sft.data-path={sft}", f"--reward.data-path={reward}", f"--ppo.data-path={ppo}"]
 
 
 def test_stages_without_a_common_source_take_all_rows():
     assert splits("123", *of("a.jsonl", "b.jsonl", "c.jsonl")) == dict.fromkeys(NAMES.values(), "none")
     assert splits("123", *of("a.jsonl", "b.jsonl", "b.jsonl")) == {"sft": "none", "reward": "0,4,4", "ppo": "0,4,4"}
-    words = [*of("a.jsonl", "a.jsonl", "c.jsonl"), "--reward.data_path", "a.jsonl", "c.jsonl"]
+    words = [*of("a.jsonl", "a.jsonl", "c.jsonl"), "--reward.data-path", "a.jsonl", "c.jsonl"]
     assert set(splits("123", *words).values()) == {"2,4,4"}, "two of them by way of the third: else shares overlap"
-    words = [*of("a.jsonl", "b.jsonl", "a.jsonl"), "--ppo.data_path", "a.jsonl", "b.jsonl"]
+    words = [*of("a.jsonl", "b.jsonl", "a.jsonl"), "--ppo.data-path", "a.jsonl", "b.jsonl"]
     assert set(splits("123", *words).values()) == {"2,4,4"}
 
 
@@ -143,7 +143,7 @@ def test_stages_without_a_common_source_take_all_rows():
 def test_a_source_is_the_same_by_another_spelling(folder, first, second, common):
     for name in ("x", "rows", "rows/part", "rows2"):
         (folder / name).mkdir()
-    found = splits("12", f"--sft.data_path={first}", f"--reward.data_path={second.format(folder)}")
+    found = splits("12", f"--sft.data-path={first}", f"--reward.data-path={second.format(folder)}")
     assert set(found.values()) == {"2,4,0" if common else "none"}
 
 
@@ -170,19 +170,19 @@ def test_a_run_that_goes_on_holds_its_split(split, held, done):
     folder = save_run("reward", split, done=done)
     assert splits("2", *COMMON) == {"reward": held}
     assert splits("2", *COMMON, "--overwrite") == {"reward": "none"}, "it starts afresh"
-    assert splits("2", *COMMON, "--data_split", "0,1,0") == {"reward": "0,1,0"}, "which the run then refuses"
+    assert splits("2", *COMMON, "--data-split", "0,1,0") == {"reward": "0,1,0"}, "which the run then refuses"
     if not done:
-        words = ["--reward.resume", str(folder / "checkpoints/step-3"), "--reward.run_dir", "elsewhere"]
+        words = ["--reward.resume", str(folder / "checkpoints/step-3"), "--reward.run-dir", "elsewhere"]
         assert splits("2", *COMMON, *words) == {"reward": held}
 
 
 @pytest.mark.parametrize(
     ("steps", "words", "error"),
     [
-        ("123", ("--data_split", "2,4,0"), "found 2,4,0, which has no row for stage 3"),
-        ("2", ("--data_split", "1,0,1"), "found 1,0,1, which has no row for stage 2"),
-        ("123", ("--method", "kto", "--data_split", "2,4,0"), "found 2,4,0, which has no row for stage 3"),
-        ("12", ("--data_split", "2,4"), "'2,4'"),
+        ("123", ("--data-split", "2,4,0"), "got 2,4,0, which has no row for stage 3"),
+        ("2", ("--data-split", "1,0,1"), "got 1,0,1, which has no row for stage 2"),
+        ("123", ("--method", "kto", "--data-split", "2,4,0"), "got 2,4,0, which has no row for stage 3"),
+        ("12", ("--data-split", "2,4"), "'2,4'"),
     ],
 )
 def test_a_split_without_a_row_for_a_stage_is_refused_before_any_starts(steps, words, error):
@@ -193,7 +193,7 @@ def test_a_split_without_a_row_for_a_stage_is_refused_before_any_starts(steps, w
         and "data-split" in str(found.value).replace("_", "-")
         and "\n" not in str(found.value)
     )
-    assert splits("13", *COMMON, "--method", "kto", "--data_split", "2,4,0")["dpo"] == "2,4,0", "it has stage 2's too"
+    assert splits("13", *COMMON, "--method", "kto", "--data-split", "2,4,0")["dpo"] == "2,4,0", "it has stage 2's too"
 
 
 def test_a_command_takes_the_split_of_another_stage_on_its_source(capsys):
@@ -212,7 +212,7 @@ def test_rows_that_another_stage_has_used_are_told_of(capsys, split):
     save_run("sft", split)
     assert splits("3", *COMMON) == {"ppo": "none"}
     told = (
-        f"sft reads the same source with --data_split {split}, so some rows train both; --data_split 2,4,4 in both "
+        f"sft reads the same source with --data-split {split}, so some rows train both; --data-split 2,4,4 in both "
         "parts them"
     )
     assert capsys.readouterr().out == f"note: ppo: {told}\n"
@@ -226,25 +226,25 @@ def test_a_folder_of_a_run_that_saved_nothing_says_nothing(capsys):
 
 
 def by_hand(stage: str, *words: str) -> Resolved:
-    folders = ["--output_dir", "output" if stage == "ppo" else f"output/{stage}"]
-    return read_flags(stage_of(stage), [*words, *folders, "--data_path", "a.jsonl"])
+    folders = ["--output-dir", "output" if stage == "ppo" else f"output/{stage}"]
+    return read_flags(stage_of(stage), [*words, *folders, "--data-path", "a.jsonl"])
 
 
 def test_a_stage_by_hand_does_the_same():
     resolved = by_hand("sft")
     assert resolved.config.data.data_split == "none" and resolved.notes == ()
-    assert resolved.origins["data_split"] == "--data_split auto"
+    assert resolved.origins["data_split"] == "--data-split auto"
     save_run("sft", "2,4,0")
-    resolved = by_hand("reward", "--run_dir", "elsewhere")
+    resolved = by_hand("reward", "--run-dir", "elsewhere")
     assert resolved.config.data.data_split == "2,4,0" and resolved.notes == ()
-    resolved = by_hand("ppo", "--actor_model_name_or_path", "x", "--critic_model_name_or_path", "y")
+    resolved = by_hand("ppo", "--actor-model-name-or-path", "x", "--critic-model-name-or-path", "y")
     assert resolved.config.data.data_split == "none", "2,4,0 has nothing for it"
     (note,) = resolved.notes
-    assert note.startswith("sft reads the same source with --data_split 2,4,0")
+    assert note.startswith("sft reads the same source with --data-split 2,4,0")
 
 
 def test_a_split_that_is_none_is_refused_in_one_line(capsys):
-    models = ["--actor_model_name_or_path", "x", "--critic_model_name_or_path", "y", "--data_path", "a.jsonl"]
+    models = ["--actor-model-name-or-path", "x", "--critic-model-name-or-path", "y", "--data-path", "a.jsonl"]
     save_run("sft", "2,4")
     assert ppo_main(models) == 2
     assert capsys.readouterr().err.startswith("error: data_split '2,4': three numbers")
@@ -254,7 +254,7 @@ def test_a_split_that_is_none_is_refused_in_one_line(capsys):
 
 def test_a_stage_without_shares_takes_all_rows():
     sft, whole = stage_of("sft"), stage_without_shares()
-    given = parse(sft.config, ["--data_path", "a.jsonl"], section="sft")
+    given = parse(sft.config, ["--data-path", "a.jsonl"], section="sft")
     found = resolve_splits({sft: given, whole: given})
     assert [resolved.config.data.data_split for resolved in found.values()] == ["none", "none"]
 
@@ -269,7 +269,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     trained: list[str] = []
     stage = stage_without_shares(loop=lambda: lambda run, config: trained.append(run.resolved.config.data.data_split))
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: "2,4,4" if work() == "none" else work())
-    resolved = resolve_splits({stage: parse(stage.config, ["--data_path", "a.jsonl"], section="sft")})[stage]
+    resolved = resolve_splits({stage: parse(stage.config, ["--data-path", "a.jsonl"], section="sft")})[stage]
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     begin(Run(world, tmp_path, stage, resolved, StopRequest()), lambda stage, resolved: Choice())
     assert trained == ["2,4,4"]
@@ -284,6 +284,6 @@ def test_the_stages_of_a_stopped_command_go_on_one_by_one(folder):
         assert done.returncode == 0, done.stderr
         return [words[-2:] for words in started(folder)]
 
-    assert run("1", "2") == [["--data_split", "2,4,0"]] * 2
+    assert run("1", "2") == [["--data-split", "2,4,0"]] * 2
     assert run("1", "2") == [], "finished"
-    assert run("2", "3") == [["--data_split", "none"]]
+    assert run("2", "3") == [["--data-split", "none"]]

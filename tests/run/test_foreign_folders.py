@@ -46,7 +46,7 @@ FOREIGN_ENVIRONMENTS = {
 
 def refusal(folder: Path, *more: str) -> list[str]:
     """The lines about a run folder."""
-    words = ["--output_dir", str(folder.parent / "sft"), "--run_dir", str(folder), *more]
+    words = ["--output-dir", str(folder.parent / "sft"), "--run-dir", str(folder), *more]
     try:
         check_outputs({stage_of("sft"): parse(stage_of("sft").config, words, section="sft").config})
     except InputError as error:
@@ -69,10 +69,10 @@ def test_an_env_json_that_no_run_wrote_makes_no_folder_ours(tmp_path, monkeypatc
     folder.mkdir()
     (folder / "env.json").write_text(FOREIGN_ENVIRONMENTS[name])
     before = own_files(folder)
-    assert main(["--model_name_or_path", "x", "--data_path", "y", "--run_dir", "mine", *more]) == 2
+    assert main(["--model-name-or-path", "x", "--data-path", "y", "--run-dir", "mine", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "error: --run_dir: mine holds an env.json without stage and versions of a run; name a new or empty folder"
+        "error: --run-dir: mine holds an env.json without stage and versions of a run; name a new or empty folder"
     )
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
@@ -86,7 +86,7 @@ def test_a_lock_or_a_heartbeat_makes_no_folder_ours(tmp_path, mark, file):
     (folder / file).touch()
     (line,) = refusal(folder)
     assert (
-        line == f"--run_dir: {folder} holds other files ({file}) and no env.json of a run; name a new or empty folder"
+        line == f"--run-dir: {folder} holds other files ({file}) and no env.json of a run; name a new or empty folder"
     )
 
 
@@ -121,7 +121,7 @@ def begin(folder: Path) -> int:
     sft = stage_of("sft")
     fields: dict[str, Any] = {name: getattr(sft, name) for name in Stage.__dataclass_fields__}
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: take_folder(run)}))
-    words = ["--data_path", "a", "--model_name_or_path", "m", "--output_dir", str(folder / "sft")]
+    words = ["--data-path", "a", "--model-name-or-path", "m", "--output-dir", str(folder / "sft")]
     resolved = parse(stage.config, words, section="sft")
     check_outputs({stage: resolved.config})
     return run_stage(stage, resolved, choose=lambda stage, resolved: Choice({}, "chosen", "", {"step_s": 1.0}))
@@ -201,7 +201,7 @@ def test_a_foreign_training_config_makes_no_model_folder_ours(tmp_path, text):
     with pytest.raises(InputError) as refused:
         check_replaceable(tmp_path)
     assert str(refused.value) == (
-        f"--output_dir: {tmp_path} holds a {OURS} that no run wrote; a model folder is replaced as a whole: "
+        f"--output-dir: {tmp_path} holds a {OURS} that no run wrote; a model folder is replaced as a whole: "
         "name one that is new or empty"
     )
 

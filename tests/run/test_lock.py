@@ -43,7 +43,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "run.lock")
     with (
         time_limit(5),
-        pytest.raises(EnvironmentFault, match=r"run.lock: found no file, wanted one that can be locked"),
+        pytest.raises(EnvironmentFault, match=r"run.lock: not a file that can be locked"),
         locked(tmp_path),
     ):
         pass
@@ -65,7 +65,7 @@ def test_one_run_at_a_time_writes_a_model_folder_whatever_its_run_folder(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "actor")
     with hold(tmp_path / "one", tmp_path / "critic", tmp_path / "actor") as holder:
         for name in ("critic", "actor", "link"):
-            said = f"{tmp_path / name}: pid {holder.pid} on {HOST} runs in this folder; .* name another --output_dir"
+            said = f"{tmp_path / name}: pid {holder.pid} on {HOST} runs in this folder; .* name another --output-dir"
             with pytest.raises(EnvironmentFault, match=said), locked(tmp_path / "two", [tmp_path / name]):
                 pass
         with locked(tmp_path / "two", [tmp_path / "other"]):

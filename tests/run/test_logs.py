@@ -21,15 +21,15 @@ from support.tiny_run import make_folder, write_lines
 
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|9[0-7])(?:;[0-9;]*)?m")
 SFT = (
-    *("--model_name_or_path", "base", "--data_path", "train.jsonl", "--eval_data_path", "test.jsonl"),
+    *("--model-name-or-path", "base", "--data-path", "train.jsonl", "--eval-data-path", "test.jsonl"),
     *(
-        "--max_seq_len",
+        "--max-seq-len",
         96,
         "--dtype",
         "fp32",
-        "--max_steps",
+        "--max-steps",
         4,
-        "--per_device_train_batch_size",
+        "--per-device-train-batch-size",
         4,
         "--monitors",
         "none",
@@ -73,7 +73,7 @@ def heard(text: str) -> set[str]:
 
 
 def test_a_pipe_gets_plain_complete_lines_and_libraries_are_heard_in_the_log_of_the_rank_alone(folder, tmp_path):
-    done = run_command("step1_sft", [*SFT, "--output_dir", tmp_path / "sft"], folder=folder, first=be_noisy)
+    done = run_command("step1_sft", [*SFT, "--output-dir", tmp_path / "sft"], folder=folder, first=be_noisy)
     run = tmp_path / "runs/sft"
     log, rank_log = ((run / name).read_text(encoding="utf-8") for name in ("log.txt", "log/rank-0.txt"))
     assert done.code == 0, done.stderr
@@ -97,7 +97,7 @@ def test_a_pipe_gets_plain_complete_lines_and_libraries_are_heard_in_the_log_of_
 
 @pytest.mark.slow
 def test_verbose_shows_what_libraries_print(folder, tmp_path):
-    words = [*SFT, "--output_dir", tmp_path / "sft", "--verbose"]
+    words = [*SFT, "--output-dir", tmp_path / "sft", "--verbose"]
     done = run_command("step1_sft", words, folder=folder, first=be_noisy)
     assert done.code == 0 and heard(done.stdout + done.stderr) == set(NOISE)
     assert "Rank 0]" in done.stdout + done.stderr, "and what DeepSpeed logs of its engine"
@@ -139,7 +139,7 @@ def lines_of(seen: str) -> list[str]:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_no_line_is_wider_than_the_terminal(folder, tmp_path, columns):
     """The bar, too: each state of it is a line of what was written."""
-    words = [*SFT, "--output_dir", os.path.relpath(tmp_path / "sft", folder), "--print_steps", 1]
+    words = [*SFT, "--output-dir", os.path.relpath(tmp_path / "sft", folder), "--print-steps", 1]
     code, seen = in_terminal(folder, "-m", "step1_sft.main", *words, columns=columns)
     assert code == 0
     shown = lines_of(seen)
@@ -156,7 +156,7 @@ def test_no_line_is_wider_than_the_terminal(folder, tmp_path, columns):
 
 @pytest.mark.slow
 def test_no_color_and_force_color(folder, tmp_path):
-    words = [*SFT, "--output_dir", tmp_path / "sft", "--overwrite"]
+    words = [*SFT, "--output-dir", tmp_path / "sft", "--overwrite"]
     code, seen = in_terminal(folder, "-m", "step1_sft.main", *words, NO_COLOR="1")
     assert code == 0 and "╭" in seen and not COLOUR.search(seen)
     piped = run_command("step1_sft", words, folder=folder, FORCE_COLOR="1")
@@ -166,17 +166,17 @@ def test_no_color_and_force_color(folder, tmp_path):
 
 
 PPO = (
-    *("--actor_model_name_or_path", "base", "--critic_model_name_or_path", "scorer", "--data_path", "train.jsonl"),
-    *("--eval_data_path", "steers.jsonl", "--max_prompt_seq_len", 96, "--max_answer_seq_len", 8, "--dtype", "fp32"),
-    *("--per_device_train_batch_size", 4, "--per_device_generation_batch_size", 4, "--monitors", "none"),
-    *("--max_steps", 1),
+    *("--actor-model-name-or-path", "base", "--critic-model-name-or-path", "scorer", "--data-path", "train.jsonl"),
+    *("--eval-data-path", "steers.jsonl", "--max-prompt-seq-len", 96, "--max-answer-seq-len", 8, "--dtype", "fp32"),
+    *("--per-device-train-batch-size", 4, "--per-device-generation-batch-size", 4, "--monitors", "none"),
+    *("--max-steps", 1),
 )
 
 
 @pytest.mark.slow
 def test_samples_are_shown_and_steer_no_terminal(folder, tmp_path):
     write_lines(folder / "steers.jsonl", [{"prompt": STEERS, "chosen": "a", "rejected": "b"}])
-    words = [*PPO, "--output_dir", tmp_path / "out"]
+    words = [*PPO, "--output-dir", tmp_path / "out"]
     code, seen = in_terminal(folder, "-m", "step3_ppo.main", *words, columns=200)
     log = (tmp_path / "out/runs/ppo/log.txt").read_text(encoding="utf-8")
     assert code == 0
@@ -190,7 +190,7 @@ def test_samples_are_shown_and_steer_no_terminal(folder, tmp_path):
 
 @pytest.mark.slow
 def test_of_two_ranks_one_speaks(folder, tmp_path):
-    words = [*SFT, "--output_dir", tmp_path / "sft", "--print_steps", 1]
+    words = [*SFT, "--output-dir", tmp_path / "sft", "--print-steps", 1]
     done: Ended = run_command("step1_sft", words, folder=folder, ranks=2)
     assert done.code == 0, done.stderr
     lines = done.stderr.splitlines()
@@ -202,10 +202,10 @@ def test_of_two_ranks_one_speaks(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_is_told_of(folder, tmp_path):
-    words = [*SFT, "--output_dir", tmp_path / "sft", "--max_steps", 124, "--num_train_epochs", 40]
-    done = run_command("step1_sft", [*words, "--learning_rate", "1e-12"], folder=folder)
+    words = [*SFT, "--output-dir", tmp_path / "sft", "--max-steps", 124, "--num-train-epochs", 40]
+    done = run_command("step1_sft", [*words, "--learning-rate", "1e-12"], folder=folder)
     said = [line for line in done.stderr.splitlines() if line.startswith("health: ")]
     assert done.code == 0 and len(said) == 1
-    assert "learnt in a quarter of the run" in said[0] and "raise --learning_rate" in said[0]
+    assert "learnt in a quarter of the run" in said[0] and "raise --learning-rate" in said[0]
     assert "an audit of the metrics, not a verdict" in done.stderr
     assert f"WARNING pipeline.training.health {said[0]}" in (tmp_path / "runs/sft/log.txt").read_text(encoding="utf-8")

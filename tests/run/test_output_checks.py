@@ -43,23 +43,23 @@ def problems(stages: dict[str, str], **more: bool) -> list[str]:
 
 
 CASES = {
-    "the start model": ("sft", "--model_name_or_path base --output_dir base", "base (--model_name_or_path)"),
-    "by another spelling": ("sft", "--model_name_or_path base --output_dir ./a/../base", "base (--model_name_or_path)"),
-    "by a link": ("sft", "--model_name_or_path base --output_dir link", "base (--model_name_or_path)"),
-    "data inside the output": ("sft", "--data_path out/a.jsonl:0.5 --output_dir out", "out/a.jsonl (--data_path)"),
-    "evaluation rows": ("reward", "--eval_data_path out --output_dir out", "out (--eval_data_path)"),
-    "the actor": ("ppo", "--actor_model_name_or_path o/actor --output_dir o", "o/actor (--actor_model_name_or_path)"),
+    "the start model": ("sft", "--model-name-or-path base --output-dir base", "base (--model-name-or-path)"),
+    "by another spelling": ("sft", "--model-name-or-path base --output-dir ./a/../base", "base (--model-name-or-path)"),
+    "by a link": ("sft", "--model-name-or-path base --output-dir link", "base (--model-name-or-path)"),
+    "data inside the output": ("sft", "--data-path out/a.jsonl:0.5 --output-dir out", "out/a.jsonl (--data-path)"),
+    "evaluation rows": ("reward", "--eval-data-path out --output-dir out", "out (--eval-data-path)"),
+    "the actor": ("ppo", "--actor-model-name-or-path o/actor --output-dir o", "o/actor (--actor-model-name-or-path)"),
     "the critic": (
-        "ppo", "--critic_model_name_or_path o/critic --output_dir o", "o/critic (--critic_model_name_or_path)"
+        "ppo", "--critic-model-name-or-path o/critic --output-dir o", "o/critic (--critic-model-name-or-path)"
     ),
     "the reward model": (
-        "ppo", "--reward_model_name_or_path o/actor --output_dir o", "o/actor (--reward_model_name_or_path)"
+        "ppo", "--reward-model-name-or-path o/actor --output-dir o", "o/actor (--reward-model-name-or-path)"
     ),
-    "the cache": ("sft", "--data_output_path out/cache --output_dir out", "out/cache (--data_output_path)"),
-    "data as the cache": ("sft", "--data_path rows --data_output_path rows", "rows (--data_path)"),
-    "the run in the model": ("sft", "--run_dir out/run --output_dir out", "out/run (--run_dir)"),
-    "samples of the run": ("sft", "--data_path r/samples.jsonl --run_dir r", "r/samples.jsonl (--data_path)"),
-    "a DeepSpeed JSON": ("sft", "--deepspeed_config out/ds.json --output_dir out", "out/ds.json (--deepspeed_config)"),
+    "the cache": ("sft", "--data-output-path out/cache --output-dir out", "out/cache (--data-output-path)"),
+    "data as the cache": ("sft", "--data-path rows --data-output-path rows", "rows (--data-path)"),
+    "the run in the model": ("sft", "--run-dir out/run --output-dir out", "out/run (--run-dir)"),
+    "samples of the run": ("sft", "--data-path r/samples.jsonl --run-dir r", "r/samples.jsonl (--data-path)"),
+    "a DeepSpeed JSON": ("sft", "--deepspeed-config out/ds.json --output-dir out", "out/ds.json (--deepspeed-config)"),
 }  # fmt: skip
 
 
@@ -84,34 +84,34 @@ def test_the_usual_folders_are_apart(tmp_path, monkeypatch, stage):
 
 def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    usual = {"sft": "", "reward": "", "ppo": "--actor_model_name_or_path output/sft"}
+    usual = {"sft": "", "reward": "", "ppo": "--actor-model-name-or-path output/sft"}
     assert problems(usual, named_by_section=True) == []
-    (line,) = problems(usual | {"sft": "--model_name_or_path output/actor"}, named_by_section=True)
-    assert line.startswith("--ppo.output_dir: this run would write over output/actor (--sft.model_name_or_path)")
-    (line,) = problems(usual | {"reward": "--output_dir output/sft --run_dir x"}, named_by_section=True)
-    assert line.startswith("--reward.output_dir: this run would write over output/sft (--sft.output_dir)")
-    lines = problems(usual | {"reward": "--output_dir output/sft/reward --run_dir output/sft/x"}, named_by_section=True)
+    (line,) = problems(usual | {"sft": "--model-name-or-path output/actor"}, named_by_section=True)
+    assert line.startswith("--ppo.output-dir: this run would write over output/actor (--sft.model-name-or-path)")
+    (line,) = problems(usual | {"reward": "--output-dir output/sft --run-dir x"}, named_by_section=True)
+    assert line.startswith("--reward.output-dir: this run would write over output/sft (--sft.output-dir)")
+    lines = problems(usual | {"reward": "--output-dir output/sft/reward --run-dir output/sft/x"}, named_by_section=True)
     assert lines == [
-        f"--sft.output_dir: this run would write over output/sft/{name} (--reward.{flag}); name another folder"
+        f"--sft.output-dir: this run would write over output/sft/{name} (--reward.{flag}); name another folder"
         for name, flag in (("reward", "output_dir"), ("x", "run_dir"))
     ]
-    (line,) = problems(usual | {"reward": "--run_dir output/runs/sft"}, named_by_section=True)
-    assert line.startswith("--reward.run_dir: this run would write over output/runs/sft (--sft.run_dir)")
+    (line,) = problems(usual | {"reward": "--run-dir output/runs/sft"}, named_by_section=True)
+    assert line.startswith("--reward.run-dir: this run would write over output/runs/sft (--sft.run-dir)")
 
 
 def test_a_run_folder_of_another_stage_is_refused_finished_or_not(tmp_path):
     (tmp_path / "env.json").write_text(json.dumps({"stage": "reward", "versions": {}}))
     for more in ("", " --overwrite"):
-        (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {tmp_path}{more}"})
-        assert line == f"--run_dir: {tmp_path} holds a run of reward, this is sft; name another folder"
+        (line,) = problems({"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {tmp_path}{more}"})
+        assert line == f"--run-dir: {tmp_path} holds a run of reward, this is sft; name another folder"
 
 
 def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
     folder = model(tmp_path / "sft")
-    words = f"--output_dir {folder} --run_dir {tmp_path / 'other'}"
+    words = f"--output-dir {folder} --run-dir {tmp_path / 'other'}"
     (line,) = problems({"sft": words})
-    assert line.startswith(f"--output_dir: {folder} holds the model of another run") and line.endswith(
-        "; give another --output_dir, or --overwrite to replace it"
+    assert line.startswith(f"--output-dir: {folder} holds the model of another run") and line.endswith(
+        "; give another --output-dir, or --overwrite to replace it"
     )
     assert problems({"sft": f"{words} --overwrite"}) == []
     (tmp_path / "other").mkdir()
@@ -124,13 +124,13 @@ def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made
     """Also where both have run in this output folder, so that the run's own folder is known."""
     folder = model(tmp_path / "actor")
     (folder / OURS).write_text(json.dumps({"stage": made, "data": {}}))
-    words = f"--output_dir {folder if now == 'dpo' else tmp_path}"
+    words = f"--output-dir {folder if now == 'dpo' else tmp_path}"
     for name in ("ppo", "dpo"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name, "versions": {}}))
     (line,) = problems({now: words})
-    assert line.startswith(f"--output_dir: {folder} holds a model of {made}, this is {now}") and line.endswith(
-        "; give another --output_dir, or --overwrite to replace it"
+    assert line.startswith(f"--output-dir: {folder} holds a model of {made}, this is {now}") and line.endswith(
+        "; give another --output-dir, or --overwrite to replace it"
     )
     assert problems({now: f"{words} --overwrite"}) == []
     (folder / OURS).write_text(json.dumps({"stage": now, "data": {}}))
@@ -140,8 +140,8 @@ def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made
 def test_a_folder_of_other_files_is_refused_by_the_flag_that_names_it(tmp_path):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "thesis.txt").write_text("x")
-    (line,) = problems({"ppo": f"--output_dir {tmp_path}"}, named_by_section=True)
-    assert line.startswith(f"--ppo.output_dir: {tmp_path / 'actor'} holds other files (thesis.txt)")
+    (line,) = problems({"ppo": f"--output-dir {tmp_path}"}, named_by_section=True)
+    assert line.startswith(f"--ppo.output-dir: {tmp_path / 'actor'} holds other files (thesis.txt)")
 
 
 @pytest.mark.parametrize("more", ["", " --overwrite"])
@@ -151,14 +151,14 @@ def test_a_run_folder_of_other_files_is_refused(tmp_path, name, more):
     folder = tmp_path / "mine"
     (folder / name).mkdir(parents=True) if name == "checkpoints" else model(folder)
     (folder / name).touch()
-    (line,) = problems({"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {folder}{more}"}, named_by_section=True)
+    (line,) = problems({"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {folder}{more}"}, named_by_section=True)
     first = min(path.name for path in folder.iterdir())
     found = f"other files ({first}) and no env.json of a run"
-    assert line == f"--sft.run_dir: {folder} holds {found}; name a new or empty folder"
+    assert line == f"--sft.run-dir: {folder} holds {found}; name a new or empty folder"
 
 
 def test_a_run_folder_is_new_or_empty_or_that_of_a_run(tmp_path, monkeypatch):
-    words = {"sft": f"--output_dir {tmp_path / 'sft'} --run_dir {tmp_path / 'run'}"}
+    words = {"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {tmp_path / 'run'}"}
     assert problems(words) == []
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".probe-1").touch()
@@ -180,8 +180,8 @@ def test_a_stage_by_hand_leaves_a_model_that_is_named_as_its_run_folder(tmp_path
     monkeypatch.chdir(tmp_path)
     config = model(tmp_path / "model") / "config.json"
     config.write_text('{"model_type": "opt"}')
-    assert sft_main("--model_name_or_path x --data_path y --run_dir model --overwrite".split()) == 2
-    assert "--run_dir: model holds other files (config.json)" in capsys.readouterr().err
+    assert sft_main("--model-name-or-path x --data-path y --run-dir model --overwrite".split()) == 2
+    assert "--run-dir: model holds other files (config.json)" in capsys.readouterr().err
     assert config.read_text() == '{"model_type": "opt"}'
 
 
@@ -189,7 +189,7 @@ def test_a_stage_ends_with_2_and_has_written_nothing(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     model(tmp_path / "output" / "actor")
     before = sorted(tmp_path.rglob("*"))
-    words = "--output_dir output --actor_model_name_or_path output/actor --critic_model_name_or_path x"
+    words = "--output-dir output --actor-model-name-or-path output/actor --critic-model-name-or-path x"
     assert ppo_main(words.split()) == 2
-    assert "write over output/actor (--actor_model_name_or_path)" in capsys.readouterr().err
+    assert "write over output/actor (--actor-model-name-or-path)" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before

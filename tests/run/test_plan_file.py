@@ -21,7 +21,7 @@ def run_with(choice: Choice, folder: Path, *more: str) -> None:
     sft = stage_of("sft")
     fields = {name: getattr(sft, name) for name in Stage.__dataclass_fields__}
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: take_folder(run)}))
-    resolved = parse(stage.config, ["--data_path", "a.jsonl", "--model_name_or_path", "m", *more], section="sft")
+    resolved = parse(stage.config, ["--data-path", "a.jsonl", "--model-name-or-path", "m", *more], section="sft")
     run = Run(World(0, 1, torch.device("cpu")), folder, stage, resolved, StopRequest())
     begin(run, lambda stage, resolved: choice)
 

@@ -23,9 +23,9 @@ from rlhf.train_plan import make_plan
 from step3_dpo.stage import LORA_FACTOR as OF_DPO
 from step3_ppo.flags.methods import LORA_FACTOR, PPO_LORA_FACTOR
 
-RANK = {"sft": "--lora_dim 8", "reward": "--lora_dim 8", "dpo": "--lora_dim 8", "ppo": "--actor_lora_dim 8"}
-MODELS = {"ppo": "--actor_model_name_or_path a"}
-ALONE = "--reward_function exact_match"
+RANK = {"sft": "--lora-dim 8", "reward": "--lora-dim 8", "dpo": "--lora-dim 8", "ppo": "--actor-lora-dim 8"}
+MODELS = {"ppo": "--actor-model-name-or-path a"}
+ALONE = "--reward-function exact_match"
 GRPO = f"--method grpo {ALONE}"
 OLD_RATE, OLD_LENGTH = 5e-4, 256  # what versions without these defaults have
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(section: str, words: str = "") -> Resolved:
     """The settings of a stage by itself, LoRA's without being asked for."""
-    common = f"{MODELS.get(section, '--model_name_or_path a')} --data_path a.jsonl --run_dir run"
+    common = f"{MODELS.get(section, '--model-name-or-path a')} --data-path a.jsonl --run-dir run"
     return read_flags(stage_of(section), f"{common} {words}".split())
 
 
@@ -63,14 +63,14 @@ def save(section: str, words: str, *, done: bool = False, without: tuple[str, ..
     ("section", "words", "flag", "expected", "origin"),
     [
         ("sft", "", "lora_learning_rate", 2e-4, "default"),
-        ("reward", "--learning_rate 1e-3", "lora_learning_rate", 2e-4, "default"),
-        ("dpo", "", "lora_learning_rate", OF_DPO * 1e-6, f"auto: {OF_DPO:g} x --learning_rate"),
-        ("dpo", "--method kto --learning_rate 3e-7", "lora_learning_rate", OF_DPO * 3e-7, "auto"),
-        ("dpo", "--lora_learning_rate auto", "lora_learning_rate", OF_DPO * 1e-6, "auto"),
-        ("dpo", "--lora_learning_rate 7e-6", "lora_learning_rate", 7e-6, "command line"),
-        ("ppo", GRPO, "actor_lora_learning_rate", LORA_FACTOR * 1e-6, f"auto: {LORA_FACTOR:g} x --actor_learning_rate"),
+        ("reward", "--learning-rate 1e-3", "lora_learning_rate", 2e-4, "default"),
+        ("dpo", "", "lora_learning_rate", OF_DPO * 1e-6, f"auto: {OF_DPO:g} x --learning-rate"),
+        ("dpo", "--method kto --learning-rate 3e-7", "lora_learning_rate", OF_DPO * 3e-7, "auto"),
+        ("dpo", "--lora-learning-rate auto", "lora_learning_rate", OF_DPO * 1e-6, "auto"),
+        ("dpo", "--lora-learning-rate 7e-6", "lora_learning_rate", 7e-6, "command line"),
+        ("ppo", GRPO, "actor_lora_learning_rate", LORA_FACTOR * 1e-6, f"auto: {LORA_FACTOR:g} x --actor-learning-rate"),
         ("ppo", ALONE, "actor_lora_learning_rate", PPO_LORA_FACTOR * 1e-6, "auto"),
-        ("ppo", f"{ALONE} --critic_lora_dim 4", "critic_lora_learning_rate", PPO_LORA_FACTOR * 5e-6, "auto"),
+        ("ppo", f"{ALONE} --critic-lora-dim 4", "critic_lora_learning_rate", PPO_LORA_FACTOR * 5e-6, "auto"),
     ],
 )
 def test_lora_has_the_rate_of_its_stage_unless_one_is_given(section, words, flag, expected, origin, capsys):
@@ -85,7 +85,7 @@ def test_lora_has_the_rate_of_its_stage_unless_one_is_given(section, words, flag
 def test_a_file_that_says_auto_or_a_preset_without_a_rate_takes_that_of_the_stage():
     Path("own.yaml").write_text("lora_learning_rate: auto\nlearning_rate: 2.0e-6\nlora_dim: 8\n")
     Path("preset.yaml").write_text("lora_learning_rate: 9.0e-6\n")
-    assert read("dpo", "--preset preset.yaml --lora_dim 8").config.model.lora_learning_rate == 9e-6
+    assert read("dpo", "--preset preset.yaml --lora-dim 8").config.model.lora_learning_rate == 9e-6
     found = read("dpo", "--preset preset.yaml --config own.yaml").config.model.lora_learning_rate
     assert found == pytest.approx(OF_DPO * 2e-6)
     plan = make_plan(["--actor-model", "13b", "--method", "dpo", "--step", "3"], prog="train.py")
@@ -97,10 +97,10 @@ def test_a_file_that_says_auto_or_a_preset_without_a_rate_takes_that_of_the_stag
     [
         (GRPO, 512, "method grpo, where functions alone reward"),
         (ALONE, 512, "method ppo, where functions alone reward"),
-        (f"{GRPO} --max_answer_seq_len auto", 512, "method grpo, where functions alone reward"),
-        (f"{GRPO} --max_answer_seq_len 300", 300, "command line"),
-        (f"{GRPO} --reward_model_name_or_path r", 256, "default"),
-        ("--critic_model_name_or_path c", 256, "default"),
+        (f"{GRPO} --max-answer-seq-len auto", 512, "method grpo, where functions alone reward"),
+        (f"{GRPO} --max-answer-seq-len 300", 300, "command line"),
+        (f"{GRPO} --reward-model-name-or-path r", 256, "default"),
+        ("--critic-model-name-or-path c", 256, "default"),
     ],
 )
 def test_functions_alone_reward_longer_answers(words, expected, origin):
@@ -140,8 +140,8 @@ def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind)
 
 def test_a_value_that_is_given_is_compared_with_that_of_the_run():
     save("dpo", RANK["dpo"], lora_learning_rate=OLD_RATE)
-    resolved = read("dpo", f"{RANK['dpo']} --lora_learning_rate 1e-5")
-    with pytest.raises(InputError, match="--lora_learning_rate: found 1e-05, the checkpoint has 0.0005"):
+    resolved = read("dpo", f"{RANK['dpo']} --lora-learning-rate 1e-5")
+    with pytest.raises(InputError, match="--lora-learning-rate: got 1e-05, the checkpoint has 0.0005"):
         check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
 
 

@@ -97,7 +97,7 @@ def test_a_run_logs_the_metric_of_all_held_out_rows(folder: Path, kind: str, ran
         with undone_afterwards():
             assert main(flags) == 0
     else:
-        cut = ["--zero_stage", "3", "--zero3_gather", "layers", "--stage3_param_persistence_threshold", "0"]
+        cut = ["--zero-stage", "3", "--zero3-gather", "layers", "--stage3-param-persistence-threshold", "0"]
         ended = run_command("step1_sft", [*flags, *cut], folder=inputs, ranks=ranks)
         assert ended.code == 0, ended.stderr
     model = inputs / out / "sft"
@@ -146,7 +146,7 @@ def test_the_package_of_a_metric_is_looked_for_at_the_start(
     with undone_afterwards():
         assert main(words(folder, "missing", model_name_or_path=folder / "t5", eval_metric="rouge")) == 3
     (line,) = error_lines(capfd.readouterr().err)
-    assert line == "error: --eval_metric rouge: needs no_such_package; pip install '.[metrics]' in the project's folder"
+    assert line == "error: --eval-metric rouge: needs no_such_package; pip install '.[metrics]' in the project's folder"
 
 
 def test_answers_must_fit_into_the_positions(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -154,4 +154,4 @@ def test_answers_must_fit_into_the_positions(folder: Path, capfd: pytest.Capture
     with undone_afterwards():
         assert main(words(folder / "causal", "long", model_name_or_path=base, eval_metric="bleu")) == 2
     (line,) = error_lines(capfd.readouterr().err)
-    assert line.startswith(f"error: --max_seq_len + --eval_max_new_tokens 192: the model {base} has 128 positions")
+    assert line.startswith(f"error: --max-seq-len + --eval-max-new-tokens 192: the model {base} has 128 positions")

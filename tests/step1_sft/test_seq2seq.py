@@ -250,7 +250,7 @@ def test_chat_answers_as_generate_does(folder: Path, capsys: pytest.CaptureFixtu
     source = tokenizer(f"{TASK}the old house", return_tensors="pt")
     expected = tokenizer.decode(loaded.generate(**source, max_new_tokens=9)[0], skip_special_tokens=True)
     capsys.readouterr()
-    flags = ["--prompt", f"{TASK}the old house", "--temperature", "0", "--max_new_tokens", "9", "--dtype", "fp32"]
+    flags = ["--prompt", f"{TASK}the old house", "--temperature", "0", "--max-new-tokens", "9", "--dtype", "fp32"]
     assert chat([str(model), *flags]) == 0
     assert capsys.readouterr().out.strip() == expected.strip() != ""
 
@@ -315,13 +315,13 @@ def test_a_model_whose_labels_are_not_shifted_as_ours_is_refused(
     with undone_afterwards():
         assert main(words(folder, "unsuitable", model_name_or_path=model)) == 2
     (line,) = error_lines(capfd.readouterr().err)
-    assert line.startswith(f"error: --model_name_or_path {model}: {UNSUITABLE[kind]}")
+    assert line.startswith(f"error: --model-name-or-path {model}: {UNSUITABLE[kind]}")
 
 
 REFUSED = {
     "packing": ({"packing": "true"}, "--packing: "),
-    "prompts": ({"train_on_prompt": "true"}, "--train_on_prompt: "),
-    "plain text": ({"data_path": "text.jsonl"}, "--data_path: found plain text"),
+    "prompts": ({"train_on_prompt": "true"}, "--train-on-prompt: "),
+    "plain text": ({"data_path": "text.jsonl"}, "--data-path: found plain text"),
 }
 
 
@@ -359,12 +359,12 @@ def test_a_conversation_is_counted_and_left_out(
 
 
 @pytest.mark.parametrize(
-    ("stage", "flag"), [(reward_main, "--model_name_or_path"), (ppo_main, "--actor_model_name_or_path")]
+    ("stage", "flag"), [(reward_main, "--model-name-or-path"), (ppo_main, "--actor-model-name-or-path")]
 )
 def test_steps_2_and_3_refuse_it_in_one_line(
     stage: Any, flag: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data = ["--data_path", str(folder / "train.jsonl"), "--output_dir", str(tmp_path / "out")]
+    data = ["--data-path", str(folder / "train.jsonl"), "--output-dir", str(tmp_path / "out")]
     with undone_afterwards():
         assert stage([flag, str(folder / "t5"), *data]) == 2
     (line,) = error_lines(capfd.readouterr().err)
@@ -373,15 +373,15 @@ def test_steps_2_and_3_refuse_it_in_one_line(
 
 def test_a_chain_of_steps_is_refused_before_the_first_one_starts(folder: Path, tmp_path: Path) -> None:
     """Step 3 starts from what step 1 makes of the model; no outputs are counted of what is refused."""
-    data = ["--data_path", str(folder / "train.jsonl")]
+    data = ["--data-path", str(folder / "train.jsonl")]
     flags = {
         "sft": words(folder, "chained"),
-        "reward": ["--model_name_or_path", str(folder / "t5"), "--output_dir", str(tmp_path / "reward"), *data],
-        "ppo": ["--actor_model_name_or_path", str(folder / "chained" / "sft"), *data],
+        "reward": ["--model-name-or-path", str(folder / "t5"), "--output-dir", str(tmp_path / "reward"), *data],
+        "ppo": ["--actor-model-name-or-path", str(folder / "chained" / "sft"), *data],
     }
     chain = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig}
     stages = {stage_of(name): parse(config, flags[name], section=name).config for name, config in chain.items()}
     with pytest.raises(InputError) as caught:
         look_before_start(stages, dry_run=True, named_by_section=True)
-    for flag in ("--reward.model_name_or_path", "--ppo.actor_model_name_or_path"):
+    for flag in ("--reward.model-name-or-path", "--ppo.actor-model-name-or-path"):
         assert f"{flag}: {folder / 't5'} is an encoder-decoder model (t5)" in str(caught.value)

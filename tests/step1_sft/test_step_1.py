@@ -202,7 +202,7 @@ def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPat
     assert files_that_name(trained.folder, trained.model()) == []
     rows = rows_of(sections((trained.model() / "README.md").read_text())["What it is made of"][1])
     source = trained.folder / "train.jsonl"
-    hashes = {"model": model_fingerprint(str(trained.folder / "base")), "`--data_path`": fingerprint(str(source))}
+    hashes = {"model": model_fingerprint(str(trained.folder / "base")), "`--data-path`": fingerprint(str(source))}
     assert {name: content for name, _, content in rows}.items() >= {
         name: f"SHA-256 `{content}`" for name, content in hashes.items()
     }.items()
@@ -230,7 +230,7 @@ def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> Non
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"max_seq_len": 100_000}, "--max_seq_len 100000"), ({"lora_dim": 8, "lora_module_name": "foo"}, "foo: matches")],
+    [({"max_seq_len": 100_000}, "--max-seq-len 100000"), ({"lora_dim": 8, "lora_module_name": "foo"}, "foo: matches")],
     ids=["positions", "layers"],
 )
 def test_an_overwrite_that_is_refused_leaves_the_finished_run(
@@ -250,7 +250,7 @@ def test_the_start_model_is_kept_where_no_step_is_better(
     ruinous = {"learning_rate": 1.0, "max_steps": 2, "keep_best": "true", "eval_interval": 1}
     with undone_afterwards():
         assert main(list(map(str, words(trained.folder, "kept/sft", 8, **ruinous)))) == 0
-    assert "--keep_best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+    assert "--keep-best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
     kept, start = (load_file(trained.folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)
 
@@ -301,6 +301,6 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path, monkeypatch, ca
     for steps in (1, 2):
         with undone_afterwards():
             assert main(list(map(str, words(folder, "kept/sft", 8, **ruinous, max_steps=steps)))) == 0
-        assert "--keep_best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+        assert "--keep-best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
     kept, start = (load_file(folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)

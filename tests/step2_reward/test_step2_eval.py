@@ -131,9 +131,9 @@ def judge(bpe_folder, tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command_reports_on_held_out_pairs(judge, tmp_path, capsys, as_json):
     pairs = str(tmp_path / "data" / "test_x.jsonl")
-    argv = [judge, "--data_path", pairs, "--eval_fraction", "0.5", "--max_seq_len", "128"]
+    argv = [judge, "--data-path", pairs, "--eval-fraction", "0.5", "--max-seq-len", "128"]
     transformers.logging.enable_progress_bar()
-    assert main([*argv, "--json_output"] if as_json else argv) == 0
+    assert main([*argv, "--json-output"] if as_json else argv) == 0
     shown, err = capsys.readouterr()
     assert "Loading weights" not in err
     if not as_json:
@@ -162,23 +162,23 @@ def test_a_model_of_length_is_told_what_helps(num_right, is_told):
     lengths = torch.tensor([5.0] * 40), torch.tensor([9.0] * 40)
     scores = PairScores(chosen, -chosen, *lengths, 0.0)
     shown = "\n".join(lines(report(scores, (["short"] * 40, ["much longer"] * 40), Counts())))
-    assert ("takes the longer response for the better one: train it with --balance_lengths true" in shown) == is_told
+    assert ("takes the longer response for the better one: train it with --balance-lengths true" in shown) == is_told
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "--data_path data/test_x.jsonl --eval_data_path data/test_x.jsonl",
-        "--data_path data/test_x.jsonl --eval_fraction 1.0",
-        "--data_path data",
-        "--data_path rows.jsonl",
-        "--data_path none.jsonl --eval_data_path rows.jsonl",
+        "--data-path data/test_x.jsonl --eval-data-path data/test_x.jsonl",
+        "--data-path data/test_x.jsonl --eval-fraction 1.0",
+        "--data-path data",
+        "--data-path rows.jsonl",
+        "--data-path none.jsonl --eval-data-path rows.jsonl",
     ],
 )
 def test_all_rows_of_a_file_are_scored(judge, tmp_path, capsys, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text((tmp_path / "data" / "test_x.jsonl").read_text())
-    assert main(["--path", judge, *words.split(), "--max_seq_len", "128", "--json_output"]) == 0
+    assert main(["--path", judge, *words.split(), "--max-seq-len", "128", "--json-output"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == NUM_PAIRS
 
 
@@ -188,9 +188,9 @@ def test_the_last_line_counts_all_rows_that_were_given(judge, tmp_path, capsys):
     (tmp_path / "both").mkdir()
     write_lines(tmp_path / "both" / "train.jsonl", rows[:4])
     write_lines(tmp_path / "both" / "test.jsonl", [*rows[4:], {"prompt": "Why?", "chosen": "", "rejected": "No."}])
-    argv = [judge, "--data_path", str(tmp_path / "both"), "--max_seq_len", "128"]
+    argv = [judge, "--data-path", str(tmp_path / "both"), "--max-seq-len", "128"]
     last = []
-    for words in ((), ("--eval_split", "held_out"), ("--eval_split", "all", "--eval_fraction", "0.1")):
+    for words in ((), ("--eval-split", "held_out"), ("--eval-split", "all", "--eval-fraction", "0.1")):
         assert main([*argv, *words]) == 0
         last.append(capsys.readouterr().out.splitlines()[-1])
     assert last[0] == last[2] and last[0].startswith("scored 6 of 7 pairs; 1 dropped: "), last
@@ -200,13 +200,13 @@ def test_the_last_line_counts_all_rows_that_were_given(judge, tmp_path, capsys):
 def test_pairs_are_as_long_as_the_models_positions_at_most(judge, tmp_path, capsys):
     rows = [{"prompt": "Why?", "chosen": "Because. " * length, "rejected": "No."} for length in (1, 300)]
     write_lines(tmp_path / "pairs.jsonl", rows)
-    argv = [judge, "--data_path", str(tmp_path / "pairs.jsonl"), "--eval_fraction", "1"]
+    argv = [judge, "--data-path", str(tmp_path / "pairs.jsonl"), "--eval-fraction", "1"]
     assert main(argv) == 0
     shown, err = capsys.readouterr()
     note, cut = err.splitlines()
-    assert note == f"note: --max_seq_len 256: {judge} has no more positions" and cut.startswith("  rows: 1 cut: ")
+    assert note == f"note: --max-seq-len 256: {judge} has no more positions" and cut.startswith("  rows: 1 cut: ")
     assert "each pair in both orders)" in shown
-    assert main([*argv, "--max_seq_len", "200"]) == 0
+    assert main([*argv, "--max-seq-len", "200"]) == 0
     assert "note: " not in capsys.readouterr().err
 
 
@@ -214,14 +214,14 @@ def test_a_file_without_pairs_names_the_columns_of_a_pair(judge, tmp_path, capsy
     monkeypatch.chdir(tmp_path)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     write_lines(tmp_path / "chats.jsonl", [{"messages": turns}])
-    assert main(["--path", judge, "--data_path", "chats.jsonl", "--eval_fraction", "1"]) == 2
+    assert main(["--path", judge, "--data-path", "chats.jsonl", "--eval-fraction", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: chats.jsonl: no pair to score: 1 dropped: no pair: columns chosen and rejected")
 
 
 def test_a_model_without_a_chat_template_is_refused_by_what_the_command_has(reward_folder, tmp_path, capsys):
     write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Who?", "chosen": "I.", "rejected": "You."}])
-    assert main([reward_folder, "--data_path", str(tmp_path / "pairs.jsonl"), "--eval_fraction", "1"]) == 2
+    assert main([reward_folder, "--data-path", str(tmp_path / "pairs.jsonl"), "--eval-fraction", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --model: {reward_folder}: its tokenizer has no chat template")
     assert "--template" not in line

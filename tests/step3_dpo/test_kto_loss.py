@@ -163,7 +163,7 @@ def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):
         "no labelled response: columns chosen and rejected are needed, or a response and label (true or false)": 2,
         "label is no boolean: true or false are right": 1,
     }  # fmt: skip
-    assert "1 dropped: label is no boolean: true or false are right (first: f:6, found 1)" in counts.lines()
+    assert "1 dropped: label is no boolean: true or false are right (first: f:6, got 1)" in counts.lines()
 
 
 def test_the_planner_counts_the_forward_pass_over_mismatches():

@@ -44,7 +44,7 @@ def facts(tmp_path: Path) -> dict[str, Any]:
 
 
 def key(facts: Mapping[str, Any]) -> str:
-    words = ["--model_name_or_path", str(facts["model"]), "--data_path", "a.jsonl", *facts["words"]]
+    words = ["--model-name-or-path", str(facts["model"]), "--data-path", "a.jsonl", *facts["words"]]
     resolved = parse(DPOConfig, words, section="dpo")
     run = SimpleNamespace(resolved=resolved, world=SimpleNamespace(device=torch.device(facts["device"])))
     data = {}
@@ -93,4 +93,4 @@ def test_the_key_names_the_start_model(
 
 
 def test_the_key_does_not_name_what_changes_no_log_probability(facts: dict[str, Any]) -> None:
-    assert key(facts) == key(facts | {"words": ("--learning_rate", "1e-3", "--beta", "0.3")})
+    assert key(facts) == key(facts | {"words": ("--learning-rate", "1e-3", "--beta", "0.3")})

@@ -140,7 +140,7 @@ def test_a_stopped_run_goes_on_with_its_reference(trained: Trained) -> None:
     before = reference.stat().st_mtime_ns
     other = words(trained.folder, "stopped", **flags, model_name_or_path=trained.folder / "whole/actor")
     refused = run_command("step3_dpo", other, folder=trained.folder)
-    assert refused.code == 2 and "--model_name_or_path: the content of " in refused.stderr
+    assert refused.code == 2 and "--model-name-or-path: the content of " in refused.stderr
     assert "reference: " not in refused.stderr and reference.stat().st_mtime_ns == before, refused.stderr
     ended = run_command("step3_dpo", given, folder=trained.folder)
     assert ended.code == 0 and reference.stat().st_mtime_ns == before, ended.stderr

@@ -201,13 +201,13 @@ def test_step_1_takes_the_rows_with_a_true_label(trained: Trained) -> None:
 
 
 ROWS = {
-    "a label that is no boolean": ({"completion": "Me.", "label": 1}, "bad.jsonl:1, found 1"),
+    "a label that is no boolean": ({"completion": "Me.", "label": 1}, "bad.jsonl:1, got 1"),
     "an empty response": (
         {"completion": None, "label": True},
         "no labelled response: columns chosen and rejected are needed, or a response and label",
     ),
     "no label": ({"completion": "Me."}, "a response and label (true or false)"),
-    "no response": ({"label": True}, "and label (true or false) (first: bad.jsonl:1, found 'prompt', 'label')"),
+    "no response": ({"label": True}, "and label (true or false) (first: bad.jsonl:1, got 'prompt', 'label')"),
 }
 
 

@@ -79,7 +79,7 @@ def test_changed_columns_refuse_to_resume_only_where_a_reward_reads_them(resumes
     assert resumes([*answers[:-1], 77], reads=False), "nothing of the run depends on them"
     with pytest.raises(InputError, match=CHANGED):
         resumes([*answers[:-1], 77], reads=True)
-    with pytest.raises(InputError, match="other columns of prompts: found None, the checkpoint has content"):
+    with pytest.raises(InputError, match="other columns of prompts: got None, the checkpoint has content"):
         resumes(None, reads=True)
     assert resumes([*answers[:-1], 77], reads=True, force=True)
     assert resumes(answers, reads=True), "the checkpoint has their hash though its run did not read them"

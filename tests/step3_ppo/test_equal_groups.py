@@ -212,17 +212,17 @@ def test_a_method_that_compares_responses_refuses_values_of_tokens(folder, tmp_p
     ("words", "expected"),
     [
         (["--method", "reinforce_pp"], "replace_equal_groups: with method reinforce_pp"),
-        (["--method", "grpo", "--reward_model_name_or_path", "r"], "replace_equal_groups: with a reward model"),
+        (["--method", "grpo", "--reward-model-name-or-path", "r"], "replace_equal_groups: with a reward model"),
     ],
 )
 def test_refused_where_it_means_nothing(words, expected):
-    given = ["--actor_model_name_or_path", "a", "--reward_function", "exact_match", "--replace_equal_groups", "true"]
+    given = ["--actor-model-name-or-path", "a", "--reward-function", "exact_match", "--replace-equal-groups", "true"]
     with pytest.raises(InputError, match=expected):
         parse(PPOConfig, [*given, *words], section="ppo")
 
 
 def test_an_evaluation_counts_responses_that_are_rewarded_alike(folder, tmp_path):
-    """What --replace_equal_groups leaves out of training is part of what is measured."""
+    """What --replace-equal-groups leaves out of training is part of what is measured."""
     held_out = {"eval_data_path": folder / "test.jsonl", "eval_samples_per_prompt": 2, "max_steps": 1}
     trained(folder, tmp_path, "none", **held_out)
     line = next(line for line in read_metrics(tmp_path / "runs/ppo") if "eval_rows" in line)

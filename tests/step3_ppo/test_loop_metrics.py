@@ -299,5 +299,5 @@ def test_the_first_rollout_logs_how_many_answers_were_unfinished(world, trained_
         loop.iterate()
         loop.iterate()
     assert [line for line in caplog.messages if "first rollout" in line] == [
-        "first rollout: 2 of 3 answers reached the limit of 8 tokens before their end (--max_answer_seq_len)"
+        "first rollout: 2 of 3 answers reached the limit of 8 tokens before their end (--max-answer-seq-len)"
     ]

@@ -59,7 +59,7 @@ def test_a_critic_with_another_tokenizer_is_refused_and_a_reward_model_is_not(
     tokenizer.save_pretrained(folder)
     other_tokenizer(trained_folders.actor, folder)
     config = ppo_config(SimpleNamespace(actor=trained_folders.actor, reward=str(folder)))
-    with pytest.raises(InputError, match="--critic_model_name_or_path .* its tokenizer is not that of"):
+    with pytest.raises(InputError, match="--critic-model-name-or-path .* its tokenizer is not that of"):
         made(world, tmp_path, config)
     config = copy.deepcopy(ppo_config(trained_folders)).replace(reward_model_name_or_path=str(folder))
     models = made(world, tmp_path, config)
@@ -155,18 +155,18 @@ def test_a_loaded_reward_model_scores_as_the_critic_before_training(
     torch.testing.assert_close(scores["loaded"], scores["served"], rtol=0.0, atol=1e-5)
 
 
-WORDS = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--critic_zero_stage"]
+WORDS = ["--actor-model-name-or-path", "a", "--critic-model-name-or-path", "c", "--critic-zero-stage"]
 PLACE = Placement(dtype="bf16", device="cuda", ranks=2, run_dir="run")
 
 
 def test_the_old_flag_of_offloading_is_an_alias():
-    words = ["--offload_reward_model", "true"], ["--reward_model_offload_weights", "cpu"]
+    words = ["--offload-reward-model", "true"], ["--reward-model-offload-weights", "cpu"]
     old, new = (parse(PPOConfig, [*WORDS, "3", *given], section="ppo").config for given in words)
     found = old.engine_jsons({}, PLACE)
     assert found == new.engine_jsons({}, PLACE)
     assert found["reward model"]["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "offload_param" not in found["critic"]["zero_optimization"] | found["reference"]["zero_optimization"]
-    kept = parse(PPOConfig, [*WORDS, "3", *words[0], "--reward_model_offload_weights", "none"], section="ppo").config
+    kept = parse(PPOConfig, [*WORDS, "3", *words[0], "--reward-model-offload-weights", "none"], section="ppo").config
     assert "offload_param" not in kept.engine_jsons({}, PLACE)["reward model"]["zero_optimization"]
 
 
@@ -174,11 +174,11 @@ def test_the_old_flag_of_offloading_is_an_alias():
     ("words", "says"),
     [
         (
-            "3 --reward_model_quantization int8",
-            "^--reward_model_quantization int8: ZeRO stage 3 .* --reward_model_zero_stage 0$",
+            "3 --reward-model-quantization int8",
+            "^--reward-model-quantization int8: ZeRO stage 3 .* --reward-model-zero-stage 0$",
         ),
-        ("0 --reward_model_offload_weights cpu", "need ZeRO stage 3, found 0; .*--reward_model_zero_stage 3"),
-        ("3 --reward_model_zero_stage 0 --reward_model_offload_weights cpu", "need ZeRO stage 3, found 0"),
+        ("0 --reward-model-offload-weights cpu", "need ZeRO stage 3, got 0; .*--reward-model-zero-stage 3"),
+        ("3 --reward-model-zero-stage 0 --reward-model-offload-weights cpu", "need ZeRO stage 3, got 0"),
     ],
 )
 def test_flags_of_the_reward_model_that_contradict_are_refused(words, says):
@@ -190,7 +190,7 @@ def test_flags_of_the_reward_model_that_contradict_are_refused(words, says):
 def test_a_package_that_the_reward_model_lacks_is_named_with_its_flag(trained_folders, monkeypatch):
     monkeypatch.setattr(start_models, "is_flash_attn_2_available", lambda: False)
     config = ppo_config(trained_folders).replace(reward_model_attn_implementation="flash_attention_2")
-    with pytest.raises(EnvironmentFault, match="^--reward_model_attn_implementation flash_attention_2: the package"):
+    with pytest.raises(EnvironmentFault, match="^--reward-model-attn-implementation flash_attention_2: the package"):
         start_models.check_start_models(STAGE.start_models(config, {}))
 
 
@@ -200,7 +200,7 @@ def test_a_stored_reward_model_names_its_flag(trained_folders, tmp_path):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": STORED_INT8}}))
     config = ppo_config(trained_folders).replace(reward_model_name_or_path=str(folder))
-    with pytest.raises(InputError, match="give --reward_model_quantization int8$"):
+    with pytest.raises(InputError, match="give --reward-model-quantization int8$"):
         start_models.check_start_models(STAGE.start_models(config, {}))
 
 
@@ -228,7 +228,7 @@ def test_a_reward_model_of_the_actors_tokens_has_positions_for_whole_sequences(
         run = make_run(world, tmp_path, config)
         if positions == 24:
             assert make_sources(run, config).reward_tokenizers == {"reward": None}
-    with pytest.raises(InputError, match=r"--max_prompt_seq_len \+ --max_answer_seq_len 24: the model .* 23 positions"):
+    with pytest.raises(InputError, match=r"--max-prompt-seq-len \+ --max-answer-seq-len 24: the model .* 23 positions"):
         make_sources(run, config)
 
 

@@ -39,7 +39,7 @@ def words(folder: Path, out: Path, *entries: str, **changes: Any) -> list[str]:
         "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant", "enable_tensorboard": "false", "max_steps": 4,
     } | changes  # fmt: skip
     given = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    return [*given, *(("--more_reward_models", *entries) if entries else ())]
+    return [*given, *(("--more-reward-models", *entries) if entries else ())]
 
 
 def test_a_run_goes_on_exactly_and_is_compared_by_its_models(folder, tmp_path, capsys):
@@ -70,24 +70,24 @@ def test_what_is_planned_and_checked_of_them(folder, tmp_path):
     served = parse(PPOConfig, words(folder, tmp_path, f"{folder}/scorer", **lora), section="ppo").config
     held = [role.name for role in served.held_roles]
     assert "reward" not in held and "reward_2" in held, "the critic without its adapters is the first one alone"
-    assert flags[-2:] == [("--more_reward_models", f"{folder}/base"), ("--more_reward_models", f"{folder}/other")]
+    assert flags[-2:] == [("--more-reward-models", f"{folder}/base"), ("--more-reward-models", f"{folder}/other")]
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--more_reward_models", "a:b"], "more_reward_models: a:b: found the weight 'b'; a finite number is right"),
-        (["--more_reward_models", "a:inf"], "more_reward_models: a:inf: found the weight 'inf'"),
-        (["--more_reward_models", "a", "--reward_function", "exact_match"], "more_reward_models"),
+        (["--more-reward-models", "a:b"], "more_reward_models: a:b: found the weight 'b'; a finite number is right"),
+        (["--more-reward-models", "a:inf"], "more_reward_models: a:inf: found the weight 'inf'"),
+        (["--more-reward-models", "a", "--reward-function", "exact_match"], "more_reward_models"),
     ],
 )
 def test_what_names_no_model_is_refused(given, expected):
     with pytest.raises(InputError, match=expected):
-        parse(PPOConfig, ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", *given], section="ppo")
+        parse(PPOConfig, ["--actor-model-name-or-path", "a", "--critic-model-name-or-path", "c", *given], section="ppo")
 
 
 def test_a_missing_folder_is_named_with_its_flag(folder, tmp_path, capsys):
     with undone_afterwards():
         assert main(words(folder, tmp_path, f"{tmp_path}/none:2")) == 2
     (line,) = error_lines(capsys.readouterr().err)
-    assert f"--more_reward_models: {tmp_path}/none: no such folder" in line
+    assert f"--more-reward-models: {tmp_path}/none: no such folder" in line

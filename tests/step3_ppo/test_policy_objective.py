@@ -112,7 +112,7 @@ def test_the_lambda_of_a_masked_row_is_in_no_mean():
 
 
 def test_what_tells_sampler_and_trainer_apart_is_measured_by_the_update_itself():
-    """--old_log_probs sampler, of a policy that differs by some nats; by numpy over the tokens that count."""
+    """--old-log-probs sampler, of a policy that differs by some nats; by numpy over the tokens that count."""
     generator, lengths = torch.Generator().manual_seed(4), [3, 1, 2]
     new, sampled, advantages = torch.randn(3, 3, 3, generator=generator).unbind(0)
     responses = replace(rows_of(lengths, [True] * 3), sampler_log_probs=sampled)

@@ -98,7 +98,7 @@ def trained(folder: Path, out: Path, *functions: str, **changes: Any) -> int:
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
     with undone_afterwards():
         entries = (name if name.startswith("{") else f"{folder}/rewards.py:{name}" for name in functions)
-        return main([*words, "--reward_function", *entries])
+        return main([*words, "--reward-function", *entries])
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -138,7 +138,7 @@ def test_a_wrong_value_ends_the_run_with_2_and_all_saved(folder, tmp_path, capsy
 def test_wrong_settings_of_the_box_are_told_before_the_start(folder, tmp_path, capsys, entry, reason):
     assert trained(folder, tmp_path, "length", json.dumps(entry)) == 2
     (line,) = errors(capsys)
-    assert line.startswith(f"error: --reward_function {entry['name']}: ") and reason in line
+    assert line.startswith(f"error: --reward-function {entry['name']}: ") and reason in line
     assert not (tmp_path / "runs/ppo/checkpoints").exists()
 
 
@@ -166,7 +166,7 @@ def test_a_stop_waits_for_no_function(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_function_that_always_hangs_ends_the_run_before_all_prompts_were_asked_for(folder, tmp_path, capsys):
-    """64 responses are wanted to 4 held-out prompts; 20 that fail are enough, which two prompts have.
+    """64 responses are expected to 4 held-out prompts; 20 that fail are enough, which two prompts have.
 
     They are above 1 % of the last 1,000, whatever the other 32 get.
     """
@@ -240,7 +240,7 @@ def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, ca
         (folder / "scale.py").write_text("SIGN = -1")
         capsys.readouterr()
         assert trained(folder, tmp_path, "length", max_steps=2) == 2
-        assert any(line.startswith("error: scale.py of reward function length: found ") for line in errors(capsys))
+        assert any(line.startswith("error: scale.py of reward function length: got ") for line in errors(capsys))
         saved = tmp_path / "runs/ppo/checkpoints/step-1"
         state = json.loads((saved / "state.json").read_text())
         del state["columns"]["scale.py of reward function length"]

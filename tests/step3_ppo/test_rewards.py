@@ -89,7 +89,7 @@ def test_the_critic_learns_returns_of_a_lambda_of_its_own():
 
 
 def test_the_mean_reward_to_a_prompt_is_taken_off_before_the_critics_estimate_by_a_slow_loop():
-    """--group_baseline of PPO: two responses to each of three prompts, of which the last row does not count."""
+    """--group-baseline of PPO: two responses to each of three prompts, of which the last row does not count."""
     lengths, valid = [3, 1, 5, 2, 4, 2], [True] * 5 + [False]
     responses, outputs = rows_of(lengths, [True] * 6, valid), random_scores(lengths)
     ppo = PPOCoefficients(group_baseline=True, gamma=0.9, gae_lambda=0.8, whiten_advantages=False)

@@ -27,7 +27,7 @@ from step3_ppo.main import main
 from step3_ppo.rollout import generation_options, make_schedule
 from step3_ppo.stage import STAGE
 
-GENERATED = "--per_device_generation_batch_size"
+GENERATED = "--per-device-generation-batch-size"
 
 
 def on(ranks: int | None, words: str) -> Resolved:
@@ -45,11 +45,11 @@ def counts(ranks: int, words: str) -> tuple[int, int, int]:
     [
         (1, "", (16, 16, 1)),
         (4, "", (64, 16, 1)),
-        (1, "--gradient_accumulation_steps 4", (64, 16, 1)),
-        (2, "--per_device_train_batch_size 4", (8, 4, 1)),
-        (2, "--train_batch_size 128 --per_device_train_batch_size 8", (128, 16, 1)),
-        (2, "--num_samples_per_prompt 4 --ppo_epochs 3", (8, 4, 3)),
-        (2, "--num_samples_per_prompt 3", (32, 16, 3)),  # 96 responses, the fewest whole prompts of whole steps
+        (1, "--gradient-accumulation-steps 4", (64, 16, 1)),
+        (2, "--per-device-train-batch-size 4", (8, 4, 1)),
+        (2, "--train-batch-size 128 --per-device-train-batch-size 8", (128, 16, 1)),
+        (2, "--num-samples-per-prompt 4 --ppo-epochs 3", (8, 4, 3)),
+        (2, "--num-samples-per-prompt 3", (32, 16, 3)),  # 96 responses, the fewest whole prompts of whole steps
     ],
 )
 def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected):
@@ -59,12 +59,12 @@ def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected)
 @pytest.mark.parametrize(
     ("ranks", "words", "expected"),
     [
-        (1, "--rollout_batch_size 64", (64, 16, 4)),
-        (4, "--rollout_batch_size 64", (64, 16, 1)),
-        (2, f"--rollout_batch_size 64 {GENERATED} 5", (64, 5, 2)),
-        (2, f"--rollout_batch_size 32 {GENERATED} 100", (32, 16, 1)),
-        (2, f"--rollout_batch_size 0 {GENERATED} 5", (32, 5, 1)),
-        (2, "--rollout_batch_size 64 --num_samples_per_prompt 4", (16, 8, 2)),
+        (1, "--rollout-batch-size 64", (64, 16, 4)),
+        (4, "--rollout-batch-size 64", (64, 16, 1)),
+        (2, f"--rollout-batch-size 64 {GENERATED} 5", (64, 5, 2)),
+        (2, f"--rollout-batch-size 32 {GENERATED} 100", (32, 16, 1)),
+        (2, f"--rollout-batch-size 0 {GENERATED} 5", (32, 5, 1)),
+        (2, "--rollout-batch-size 64 --num-samples-per-prompt 4", (16, 8, 2)),
     ],
 )
 def test_the_flag_counts_responses_over_all_ranks_and_the_batch_is_what_is_sampled_at_once(ranks, words, expected):
@@ -72,7 +72,7 @@ def test_the_flag_counts_responses_over_all_ranks_and_the_batch_is_what_is_sampl
 
 
 def test_the_cache_has_a_slot_for_each_response_that_is_sampled_at_once():
-    words = f"--rollout_batch_size 64 --num_samples_per_prompt 2 {GENERATED} 10 --per_device_eval_batch_size 1"
+    words = f"--rollout-batch-size 64 --num-samples-per-prompt 2 {GENERATED} 10 --per-device-eval-batch-size 1"
     assert generation_options(on(2, words).config, 2).min_slots == 20
     assert generation_options(on(4, words).config, 4).min_slots == 16, "a rank has 8 prompts"
 
@@ -82,47 +82,47 @@ def test_the_cache_has_a_slot_for_each_response_that_is_sampled_at_once():
     ("words", "of_a_rank"),
     [
         (f"{GENERATED} 32", 32),
-        (f"{GENERATED} 8 --per_device_train_batch_size 4", 8),
-        (f"{GENERATED} 8 --generation_batches 6", 48),
-        ("--generation_batches 2", 32),
-        ("--generation_batch_numbers 2", 32),
-        (f"{GENERATED} 8 --num_samples_per_prompt 4", 8),
-        (f"{GENERATED} 8 --train_batch_size 128 --per_device_train_batch_size 8", 0),  # as many as a step takes
+        (f"{GENERATED} 8 --per-device-train-batch-size 4", 8),
+        (f"{GENERATED} 8 --generation-batches 6", 48),
+        ("--generation-batches 2", 32),
+        ("--generation-batch-numbers 2", 32),
+        (f"{GENERATED} 8 --num-samples-per-prompt 4", 8),
+        (f"{GENERATED} 8 --train-batch-size 128 --per-device-train-batch-size 8", 0),  # as many as a step takes
     ],
 )
 def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp_path, ranks, words, of_a_rank):
-    """Ranks x --per_device_generation_batch_size x --generation_batches, also out of a file, and told in a line."""
+    """Ranks x --per-device-generation-batch-size x --generation-batches, also out of a file, and told in a line."""
     prompts = of_a_rank * ranks or 128
     assert counts(ranks, words)[0] == prompts
     responses = prompts * (4 if "samples" in words else 1)
     line = on(ranks, words).config.rollout_size(ranks).line
-    assert "; a rank's are --per_device_generation_batch_size " in line
-    assert line.endswith(f": --rollout_batch_size {responses} says the same")
+    assert "; a rank's are --per-device-generation-batch-size " in line
+    assert line.endswith(f": --rollout-batch-size {responses} says the same")
     names = words.replace("--", "").split()
     file = tmp_path / "mine.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in zip(names[::2], names[1::2], strict=True)))
     assert counts(ranks, f"--config {file}")[0] == prompts
-    assert counts(ranks, f"--config {file} --rollout_batch_size {2 * responses}")[0] == 2 * prompts, "it is stronger"
+    assert counts(ranks, f"--config {file} --rollout-batch-size {2 * responses}")[0] == 2 * prompts, "it is stronger"
     again = with_ranks(on(ranks, words), ranks)
     assert again == on(ranks, words)
 
 
 def test_batches_of_prompts_are_compared_with_the_rows_of_a_step_that_are_given():
-    assert counts(1, f"--train_batch_size 8 --generation_batches 2 {GENERATED} 4") == (8, 4, 1)
-    assert counts(2, f"--train_batch_size 8 --generation_batches 3 {GENERATED} 4") == (24, 4, 3)
-    assert counts(1, "--train_batch_size 32 --generation_batches 2 --old_log_probs sampler") == (32, 16, 1)
-    with pytest.raises(InputError, match="no multiple of an optimizer step's 12; .* or --rollout_batch_size 12 "):
-        on(1, f"--train_batch_size 12 --generation_batches 2 {GENERATED} 4")
-    assert on(None, f"--train_batch_size 12 --generation_batches 2 {GENERATED} 4"), "ranks are not known yet"
+    assert counts(1, f"--train-batch-size 8 --generation-batches 2 {GENERATED} 4") == (8, 4, 1)
+    assert counts(2, f"--train-batch-size 8 --generation-batches 3 {GENERATED} 4") == (24, 4, 3)
+    assert counts(1, "--train-batch-size 32 --generation-batches 2 --old-log-probs sampler") == (32, 16, 1)
+    with pytest.raises(InputError, match="no multiple of an optimizer step's 12; .* or --rollout-batch-size 12 "):
+        on(1, f"--train-batch-size 12 --generation-batches 2 {GENERATED} 4")
+    assert on(None, f"--train-batch-size 12 --generation-batches 2 {GENERATED} 4"), "ranks are not known yet"
 
 
 def test_prompts_at_once_of_a_preset_are_not_given_by_hand(tmp_path):
     preset = tmp_path / "preset.yaml"
     text = "per_device_generation_batch_size: 16\nper_device_train_batch_size: 8\ntrain_batch_size: 128\n"
     preset.write_text(text, encoding="utf-8")
-    assert counts(2, f"--preset {preset}") == (128, 16, 1) == counts(2, f"--preset {preset} --rollout_batch_size 0")
-    assert counts(2, f"--preset {preset} --rollout_batch_size 256") == (256, 16, 2)
-    assert counts(2, f"--preset {preset} --generation_batches 8") == (256, 16, 2)
+    assert counts(2, f"--preset {preset}") == (128, 16, 1) == counts(2, f"--preset {preset} --rollout-batch-size 0")
+    assert counts(2, f"--preset {preset} --rollout-batch-size 256") == (256, 16, 2)
+    assert counts(2, f"--preset {preset} --generation-batches 8") == (256, 16, 2)
     assert counts(2, f"--preset {preset} {GENERATED} 128") == (256, 128, 2)
     planned = replace(on(2, f"--preset {preset}"), preset="")  # as changes that would make it fit are planned
     assert with_ranks(planned, 2).config.rollout_size(2).prompts == 128
@@ -133,9 +133,9 @@ def test_prompts_at_once_of_a_preset_are_not_given_by_hand(tmp_path):
 def test_the_last_word_of_two_layers_holds(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("rollout_batch_size: 64\n")
-    assert counts(1, f"--config {file} --generation_batches 2") == (32, 16, 2)
+    assert counts(1, f"--config {file} --generation-batches 2") == (32, 16, 2)
     file.write_text("generation_batches: 2\n")
-    assert counts(1, f"--config {file} --rollout_batch_size 64") == (64, 16, 4)
+    assert counts(1, f"--config {file} --rollout-batch-size 64") == (64, 16, 4)
 
 
 @pytest.mark.parametrize(
@@ -143,46 +143,46 @@ def test_the_last_word_of_two_layers_holds(tmp_path):
     [
         (
             2,
-            "--rollout_batch_size 100",
-            "--rollout_batch_size: found 100, wanted a multiple of an optimizer step's 32 rows and of "
-            "--num_samples_per_prompt 1 x 2 ranks; the nearest: --rollout_batch_size 96 or --rollout_batch_size 128",
+            "--rollout-batch-size 100",
+            "--rollout-batch-size: got 100, expected a multiple of an optimizer step's 32 rows and of "
+            "--num-samples-per-prompt 1 x 2 ranks; the nearest: --rollout-batch-size 96 or --rollout-batch-size 128",
         ),
         (
             2,
-            "--rollout_batch_size 20 --num_samples_per_prompt 8 --per_device_train_batch_size 2",
-            "--rollout_batch_size: found 20, wanted a multiple of an optimizer step's 4 rows and of "
-            "--num_samples_per_prompt 8 x 2 ranks; the nearest: --rollout_batch_size 16 or --rollout_batch_size 32",
+            "--rollout-batch-size 20 --num-samples-per-prompt 8 --per-device-train-batch-size 2",
+            "--rollout-batch-size: got 20, expected a multiple of an optimizer step's 4 rows and of "
+            "--num-samples-per-prompt 8 x 2 ranks; the nearest: --rollout-batch-size 16 or --rollout-batch-size 32",
         ),
         (
             3,
-            "--rollout_batch_size 32 --per_device_train_batch_size 16",
-            "--rollout_batch_size: found 32, wanted a multiple of an optimizer step's 48 rows and of "
-            "--num_samples_per_prompt 1 x 3 ranks; the nearest: --rollout_batch_size 48",
+            "--rollout-batch-size 32 --per-device-train-batch-size 16",
+            "--rollout-batch-size: got 32, expected a multiple of an optimizer step's 48 rows and of "
+            "--num-samples-per-prompt 1 x 3 ranks; the nearest: --rollout-batch-size 48",
         ),
         (
             1,
-            "--rollout_batch_size 64 --old_log_probs sampler",
-            "--old_log_probs: sampler needs one optimizer step per rollout, found 4; use trainer, or set --ppo_epochs "
-            "1 and --rollout_batch_size 16 to take all rows of a rollout in one step",
+            "--rollout-batch-size 64 --old-log-probs sampler",
+            "--old-log-probs: sampler needs one optimizer step per rollout, got 4; use trainer, or set --ppo-epochs "
+            "1 and --rollout-batch-size 16 to take all rows of a rollout in one step",
         ),
         (
             1,
-            f"{GENERATED} 64 --old_log_probs sampler",
-            "--old_log_probs: sampler needs one optimizer step per rollout, found 4; use trainer, or set --ppo_epochs "
-            "1 and --gradient_accumulation_steps to take all rows of a rollout in one step",
+            f"{GENERATED} 64 --old-log-probs sampler",
+            "--old-log-probs: sampler needs one optimizer step per rollout, got 4; use trainer, or set --ppo-epochs "
+            "1 and --gradient-accumulation-steps to take all rows of a rollout in one step",
         ),
         (
             1,
             f"{GENERATED} 20",
-            "--per_device_generation_batch_size: a rollout has 20 rows a device (--per_device_generation_batch_size 20 "
-            "x --generation_batches 1 x --num_samples_per_prompt 1), no multiple of an optimizer step's 16; the "
-            "nearest that fit are --per_device_generation_batch_size 16, or --rollout_batch_size 16 without "
-            "--generation_batches",
+            "--per-device-generation-batch-size: a rollout has 20 rows a device (--per-device-generation-batch-size 20 "
+            "x --generation-batches 1 x --num-samples-per-prompt 1), no multiple of an optimizer step's 16; the "
+            "nearest that fit are --per-device-generation-batch-size 16, or --rollout-batch-size 16 without "
+            "--generation-batches",
         ),
         (
             1,
-            "--rollout_batch_size 64 --generation_batches 2",
-            "--generation_batches 2: with --rollout_batch_size 64; give one of them",
+            "--rollout-batch-size 64 --generation-batches 2",
+            "--generation-batches 2: with --rollout-batch-size 64; give one of them",
         ),
     ],
 )
@@ -195,11 +195,11 @@ def test_a_size_that_does_not_divide_is_refused_in_the_words_of_the_flag_that_wa
 @pytest.mark.parametrize(
     ("words", "right"),
     [
-        ("--rollout_batch_size 100", "; the nearest: --ppo.rollout_batch_size 96 or --ppo.rollout_batch_size 112"),
+        ("--rollout-batch-size 100", "; the nearest: --ppo.rollout-batch-size 96 or --ppo.rollout-batch-size 112"),
         (
-            "--per_device_generation_batch_size 20",
-            " that fit are --ppo.per_device_generation_batch_size 16, or --ppo.rollout_batch_size 16 without "
-            "--ppo.generation_batches",
+            "--per-device-generation-batch-size 20",
+            " that fit are --ppo.per-device-generation-batch-size 16, or --ppo.rollout-batch-size 16 without "
+            "--ppo.generation-batches",
         ),
     ],
 )
@@ -212,9 +212,9 @@ def test_every_flag_that_an_error_of_a_stage_proposes_can_be_typed(words, right)
 def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with undone_afterwards():
-        assert main(["--rollout_batch_size", "17"]) == 2
+        assert main(["--rollout-batch-size", "17"]) == 2
     (line,) = error_lines(capsys.readouterr().err)
-    assert line.startswith("error: --rollout_batch_size: found 17, wanted a multiple of an optimizer step's 16 rows")
+    assert line.startswith("error: --rollout-batch-size: got 17, expected a multiple of an optimizer step's 16 rows")
 
 
 # --- a run that goes on ---
@@ -240,7 +240,7 @@ def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp_path):
-    words = ["--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "out"), "--data_split", "none"]
+    words = ["--per-device-train-batch-size", "4", "--output-dir", str(tmp_path / "out"), "--data-split", "none"]
     resolved = read_flags(STAGE, words)
     checkpoint = STAGE.run_folder(resolved.config.run) / "checkpoints/step-3"
     sizes = {"rows of an optimizer step": 8, "prompts of a rollout": 32}  # of 2 ranks with 16 prompts at once
@@ -250,29 +250,29 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     found = read_flags(STAGE, words)
     assert found.config.sampling.rollout_batch_size == 32
-    note = f"--rollout_batch_size 32 in place of 0 (default), as {checkpoint} has it, of a version without this flag"
+    note = f"--rollout-batch-size 32 in place of 0 (default), as {checkpoint} has it, of a version without this flag"
     assert with_ranks(found, 2).notes == (note,)
     config = with_ranks(found, 2).config
     assert config.rollout_size(2).prompts == 32 and config.rollout_size(2).steps == 4
     assert not is_finished(checkpoint.parents[1], config, STAGE, ranks=2)
-    for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout_batch_size 16", 16)):
+    for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout-batch-size 16", 16)):
         given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
         assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
-    with pytest.raises(InputError, match="prompts of a rollout: found 16, the checkpoint has 32"):
+    with pytest.raises(InputError, match="prompts of a rollout: got 16, the checkpoint has 32"):
         is_finished(checkpoint.parents[1], given.config, STAGE, ranks=2)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 0}})
     for ranks in (1, 2):
         kept = with_ranks(read_flags(STAGE, [*words, *f"{GENERATED} 3".split()]), ranks)
         assert kept.config.rollout_size(ranks).prompts == 32, "fewer at once, on any number of ranks"
-        assert kept.notes == (f"--rollout_batch_size 32 in place of 0 (default), as {checkpoint} has it",)
+        assert kept.notes == (f"--rollout-batch-size 32 in place of 0 (default), as {checkpoint} has it",)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 32}})
     assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
 
 
-@pytest.mark.parametrize("changes", ["", "--actor_zero_stage 1"])
+@pytest.mark.parametrize("changes", ["", "--actor-zero-stage 1"])
 def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, caplog, changes):
     """A new run's rollouts are of the prompts at once that it gives; one that goes on has them from its checkpoint."""
-    words = f"{GENERATED} 8 --per_device_train_batch_size 4 --output_dir {tmp_path}/out --data_split none".split()
+    words = f"{GENERATED} 8 --per-device-train-batch-size 4 --output-dir {tmp_path}/out --data-split none".split()
     began = with_ranks(read_flags(STAGE, words), 1).config
     checkpoint = STAGE.run_folder(began.run) / "checkpoints/step-3"
     saved = {"layout": values_by_rule(began, "rounding"), "settings": values_by_rule(began, "same"), "world_size": 1}
@@ -313,13 +313,13 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
     """Its flags had no size of rollouts: the defaults were 16 prompts, four optimizer steps of 4 rows."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert trained(folder, whole, 10, f"{GENERATED} 16") == 0, "an old command line"
-    assert trained(folder, parts, 6, "--rollout_batch_size 16") == 0
+    assert trained(folder, parts, 6, "--rollout-batch-size 16") == 0
     for name in ("step-3", "step-6"):
         made_older(parts / "runs/ppo/checkpoints" / name)
     capsys.readouterr()
-    assert trained(folder, parts, 10, "--rollout_batch_size 8") == 2
-    assert "prompts of a rollout: found 8, the checkpoint has 16" in capsys.readouterr().err
-    assert trained(folder, parts, 7, "--rollout_batch_size 16") == 0, "the same product passes"
+    assert trained(folder, parts, 10, "--rollout-batch-size 8") == 2
+    assert "prompts of a rollout: got 8, the checkpoint has 16" in capsys.readouterr().err
+    assert trained(folder, parts, 7, "--rollout-batch-size 16") == 0, "the same product passes"
     made_older(parts / "runs/ppo/checkpoints/step-7")
     assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
     assert losses(parts) == losses(whole) and len(losses(whole)) == 10
@@ -328,10 +328,10 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
     assert "other settings" not in (few / "runs/ppo/log.txt").read_text(), "the same command"
     assert trained(folder, few, 10, f"{GENERATED} 3") == 0
     assert losses(few) == pytest.approx(losses(whole), rel=1e-5), "fewer prompts at once, the same rollouts"
-    assert trained(folder, tmp_path / "new", 2, "--rollout_batch_size 16") == 0
+    assert trained(folder, tmp_path / "new", 2, "--rollout-batch-size 16") == 0
     capsys.readouterr()
     assert trained(folder, tmp_path / "new", 4) == 2, "a version that has the flag: the same flags"
-    assert "prompts of a rollout: found 4, the checkpoint has 16" in capsys.readouterr().err
+    assert "prompts of a rollout: got 4, the checkpoint has 16" in capsys.readouterr().err
 
 
 def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch):
@@ -344,6 +344,6 @@ def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch)
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: seen.append(config.rollout_size(2).responses)}))
     monkeypatch.setattr(run_module.dist, "on_main", on_main)
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
-    run = run_module.Run(world, tmp_path, stage, on(2, "--data_split none --dtype fp32"), run_module.StopRequest())
+    run = run_module.Run(world, tmp_path, stage, on(2, "--data-split none --dtype fp32"), run_module.StopRequest())
     run_module.begin(run, lambda stage, resolved: Choice())
     assert seen == [64]

@@ -67,9 +67,9 @@ def test_a_reward_model_without_constants_gets_those_of_the_first_rollout(world,
         found = loop.iterate()
     scores = loop.judged[:, 0].double().numpy()
     assert loop.state.score_constants == pytest.approx([scores.mean(), scores.std()], rel=1e-6)
-    assert sum("--normalise_scores" in line for line in caplog.messages) == 1
+    assert sum("--normalise-scores" in line for line in caplog.messages) == 1
     found += loop.iterate()
-    assert sum("--normalise_scores" in line for line in caplog.messages) == 1, "once"
+    assert sum("--normalise-scores" in line for line in caplog.messages) == 1, "once"
     mean, std = loop.state.score_constants
     path = Path(folders.reward) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"score_mean": mean, "score_std": std}))

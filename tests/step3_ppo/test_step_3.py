@@ -29,15 +29,15 @@ ZERO_3: dict[str, object] = {
     "actor_zero_stage": 3, "critic_zero_stage": 3, "zero3_gather": "layers", "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 20_000, "stage3_max_reuse_distance": 0,
 }  # fmt: skip
-# Metrics of GPUs, and of --kl_in_loss.
+# Metrics of GPUs, and of --kl-in-loss.
 ONLY_ELSEWHERE = {
-    "advantages/lambda",  # with --lambda_alpha
+    "advantages/lambda",  # with --lambda-alpha
     "groups/equal",  # several responses to a prompt: test_equal_groups.py
     "groups/further_prompts",
     "objective/sampled_scores",
     "policy/weights_cut",
-    "loss/entropy_bonus",  # with --entropy_coef
-    "loss/positive_nll",  # with --positive_nll_coef
+    "loss/entropy_bonus",  # with --entropy-coef
+    "loss/positive_nll",  # with --positive-nll-coef
     "completions/right_fraction",
     "policy/weights_rejected",
     "loss/kl",
@@ -189,7 +189,7 @@ def test_an_overwrite_that_is_refused_leaves_the_finished_run(trained: Trained) 
     before = files_of(trained.output())
     command = [*words(trained.folder, "out1", 1, max_prompt_seq_len=500), "--overwrite"]
     over = run_command("step3_ppo", command, folder=trained.folder)
-    assert over.code == 2 and "--max_prompt_seq_len + --max_answer_seq_len 5" in over.stderr
+    assert over.code == 2 and "--max-prompt-seq-len + --max-answer-seq-len 5" in over.stderr
     assert trained.run() / "samples.jsonl" in before and files_of(trained.output()) == before
 
 
@@ -223,7 +223,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, mon
     changes = {**flags, "critic_warmup_steps": steps, "enable_ema": "false"}
     with undone_afterwards():
         assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 2
-    said = f"--critic_warmup_steps: found {steps}, and the run has {steps} steps: none would train the policy"
+    said = f"--critic-warmup-steps: got {steps}, and the run has {steps} steps: none would train the policy"
     assert said in capsys.readouterr().err
 
 
@@ -266,11 +266,11 @@ COMPLAINTS = {
     "critic without a head": ({"critic_model_name_or_path": "base"}, "no reward head"),
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
-    "right responses without a function": ({"positive_nll_coef": 0.1}, "only a --reward_function says"),
-    "a threshold of right responses that nothing reads": ({"positive_score": 2.0}, "only --positive_nll_coef asks"),
+    "right responses without a function": ({"positive_nll_coef": 0.1}, "only a --reward-function says"),
+    "a threshold of right responses that nothing reads": ({"positive_score": 2.0}, "only --positive-nll-coef asks"),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
-    "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, found 4"),
+    "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, got 4"),
     "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),
     "offload of a plain reference": ({"offload_reference_model": "true"}, "offload_reference_model"),
 }

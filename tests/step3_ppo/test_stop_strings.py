@@ -1,4 +1,4 @@
-"""--stop_strings of stage 3: in rollouts and evaluations a response ends with the token that completes one."""
+"""--stop-strings of stage 3: in rollouts and evaluations a response ends with the token that completes one."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_a_stopped_response_costs_no_penalty(folder: Path, tmp_path: Path) -> No
 
 def test_settings_and_the_rule_of_resumed_runs() -> None:
     plain, stopping = (
-        parse(PPOConfig, words, section="ppo").config for words in ([], ["--stop_strings", "\n\nHuman:", "</s>"])
+        parse(PPOConfig, words, section="ppo").config for words in ([], ["--stop-strings", "\n\nHuman:", "</s>"])
     )
     assert make_sampling(plain).stop == () and make_sampling(stopping).stop == ("\n\nHuman:", "</s>")
     assert "ended by id 2; one" in sampling_line(plain, [2], {})
@@ -92,10 +92,10 @@ def test_settings_and_the_rule_of_resumed_runs() -> None:
     del saved["settings"]["stop_strings"]  # as an earlier version wrote it
     assert list(other_settings(saved, plain, "same", ranks=1, holder="the checkpoint")) == []
     (line,) = other_settings(saved, stopping, "same", ranks=1, holder="the checkpoint")
-    assert line == "--stop_strings: found ['\\n\\nHuman:', '</s>'], the checkpoint has []"
+    assert line == "--stop-strings: got ['\\n\\nHuman:', '</s>'], the checkpoint has []"
 
 
 def test_an_empty_string_is_refused(folder: Path, tmp_path: Path) -> None:
     ending, _ = run(folder, tmp_path, stop_strings=["a", ""])
     assert ending.code == 2 and len(ending.errors) == 1
-    assert ending.errors[0].startswith("error: --stop_strings: found '' (command line): ")
+    assert ending.errors[0].startswith("error: --stop-strings: got '' (command line): ")

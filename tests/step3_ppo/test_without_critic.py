@@ -64,7 +64,7 @@ def test_it_trains_saves_and_resumes(folder, tmp_path, method):
 
 def test_with_the_critic_its_start_is_asked_for(folder, tmp_path, capsys):
     assert trained(folder, tmp_path, method="ppo") == 2
-    assert any("--critic_model_name_or_path" in line for line in error_lines(capsys.readouterr().err))
+    assert any("--critic-model-name-or-path" in line for line in error_lines(capsys.readouterr().err))
 
 
 def test_nothing_is_planned_checked_or_compared_for_it(folder, tmp_path):
@@ -73,7 +73,7 @@ def test_nothing_is_planned_checked_or_compared_for_it(folder, tmp_path):
     assert list(config.engine_jsons(resolved.origins, place)) == ["actor", "reference", "reward model"]
     assert [role.name for role in config.held_roles] == ["actor", "reference", "reward"]
     flags = [model.flag for model in STAGE.start_models(config, {})]
-    assert flags == ["--actor_model_name_or_path", "--reward_model_name_or_path"]
+    assert flags == ["--actor-model-name-or-path", "--reward-model-name-or-path"]
     assert [path.name for path in STAGE.outputs(config)] == ["actor"]
     needs = STAGE.needs(config, {}, "bf16", 1)
     assert [use.role for use in needs.models] == ["actor", "reference", "reward model"]
@@ -100,8 +100,8 @@ def test_advantages_without_values_are_the_discounted_rewards_to_come():
 
 def test_the_reward_model_has_the_flags_of_the_actor():
     """And of its own; with a critic those of the critic."""
-    given = ["--actor_model_name_or_path", "a", "--actor_quantization", "int8", "--reward_model_zero_stage", "3"]
-    given += ["--method", "reinforce_pp", "--reward_model_name_or_path", "r"]
+    given = ["--actor-model-name-or-path", "a", "--actor-quantization", "int8", "--reward-model-zero-stage", "3"]
+    given += ["--method", "reinforce_pp", "--reward-model-name-or-path", "r"]
     config = parse(PPOConfig, given, section="ppo").config
     flags = config.flags_of(next(role for role in config.roles if role.name == "reward"))
     assert (flags.quantization, flags.zero_stage) == ("int8", 3)

@@ -82,8 +82,8 @@ def test_only_a_divergence_that_weighs_or_is_logged_has_a_reference(folder, tmp_
 
 
 def test_the_plan_counts_less_by_the_bytes_of_its_weights():
-    given = "--actor_model_name_or_path tiny --method grpo --reward_function length --old_log_probs sampler"
-    made = [planner_of("ppo", given + more, "1xH100") for more in ("", " --log_kl true")]
+    given = "--actor-model-name-or-path tiny --method grpo --reward-function length --old-log-probs sampler"
+    made = [planner_of("ppo", given + more, "1xH100") for more in ("", " --log-kl true")]
     plans = [planner.memory(resolved) for planner, resolved in made]
     assert "reference" not in plans[0].sizes and plans[1].sizes["reference"].num_bytes > 1e5
     for phase in ("generate", "score", "train"):
@@ -99,7 +99,7 @@ def test_its_offload_is_named_where_there_is_none(folder, tmp_path):
         lines = [line for line in idle_flags(given.config, given.origins) if "offload_reference_model" in line]
         assert len(lines) == count
         assert all(
-            "it needs a KL to the reference (--kl_coef above 0, or --log_kl true), found none" in line for line in lines
+            "it needs a KL to the reference (--kl-coef above 0, or --log-kl true), got none" in line for line in lines
         )
 
 
@@ -133,8 +133,8 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
     found = read_flags(STAGE, given)
     assert found.config.ppo.log_kl and found.origins["log_kl"] == f"auto: as {checkpoint.parents[1]} has it"
     assert not read_flags(STAGE, [*given, "--overwrite"]).config.ppo.log_kl
-    with pytest.raises(InputError, match="--log_kl: found False, the checkpoint has True"):
-        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log_kl", "false"]).config, STAGE, ranks=1)
+    with pytest.raises(InputError, match="--log-kl: got False, the checkpoint has True"):
+        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, STAGE, ranks=1)
     # A host that does not see the checkpoint has what rank 0 has.
     monkeypatch.setattr(dist, "on_main", lambda work: value if type(value := work()) is not dict else {"log_kl": True})
     other, _ = as_rank_0_has_it(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)

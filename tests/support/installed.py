@@ -50,8 +50,8 @@ def tiny_step(program: list[str | Path], folder: Path, **variables: str) -> None
     """Run one optimizer step of step 1 by `PROGRAM train` in `folder`, with relative paths."""
     (folder / "data").mkdir()
     make_folder(folder / "data", num_train=8, num_documents=4)
-    sizes = "--sft.max_steps 1 --sft.per_device_train_batch_size 2 --sft.max_seq_len 64".split()
-    words = ["train", "--step", "1", "--actor-model", "data/base", "--sft.data_path", "data/train.jsonl", *sizes]
+    sizes = "--sft.max-steps 1 --sft.per-device-train-batch-size 2 --sft.max-seq-len 64".split()
+    words = ["train", "--step", "1", "--actor-model", "data/base", "--sft.data-path", "data/train.jsonl", *sizes]
     printed = call([*program, *words], folder, **variables)
     assert "== stage 1: done in" in printed
     assert "next: rlhf chat output/sft" in printed or "next: python -m rlhf chat" in printed

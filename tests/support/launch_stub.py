@@ -57,10 +57,10 @@ if "--autotuning" in sys.argv:
         Path("autotuning_results/ds_config_optimal.json").write_text(os.environ["STUB_TUNED"])
     sys.exit(0)
 wanted = os.environ.get("STUB_OUTCOMES")
-if wanted is None or os.environ["LOCAL_RANK"] != "0" or "--output_dir" not in sys.argv:
+if wanted is None or os.environ["LOCAL_RANK"] != "0" or "--output-dir" not in sys.argv:
     sys.exit(0)
 stage, *words = sys.argv[1:]
-output = Path(words[len(words) - 1 - words[::-1].index("--output_dir") + 1])
+output = Path(words[len(words) - 1 - words[::-1].index("--output-dir") + 1])
 run_dir = output / "runs/ppo" if stage == "step3_ppo.main" else output.parent / "runs" / output.name
 models = [output / "actor", output / "critic"] if stage == "step3_ppo.main" else [output]
 

@@ -59,7 +59,7 @@ def with_hunk(text: str, hunk: str, name: str) -> str:
     if not text:
         return new
     starts = [found.start() for found in re.finditer(rf"^(?={re.escape(old)})", text, re.MULTILINE)]
-    assert old and len(starts) == 1, f"{name}: found {len(starts)} times, expected once:\n{old}"
+    assert old and len(starts) == 1, f"{name}: got {len(starts)} times, expected once:\n{old}"
     return text[: starts[0]] + new + text[starts[0] + len(old) :]
 
 

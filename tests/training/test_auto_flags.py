@@ -88,9 +88,9 @@ def test_equal_rows_cut_otherwise_have_equal_losses(folder, tmp_path):
             "sft",
             folder,
             tmp_path / str(size),
-            "--per_device_train_batch_size",
+            "--per-device-train-batch-size",
             size,
-            "--gradient_checkpointing",
+            "--gradient-checkpointing",
             "true" if size == 2 else "false",
         )
     one, other = ([line["loss"] for line in metrics(tmp_path / str(size), "sft") if "loss" in line] for size in (8, 2))
@@ -118,16 +118,16 @@ def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_
         return [settings[name]["value"] for name in CUT], line
 
     first, said = goes_on(GPU, 2)
-    assert first == [8, 1] and said.startswith("--per_device_train_batch_size 8 ")
+    assert first == [8, 1] and said.startswith("--per-device-train-batch-size 8 ")
     # Another version of the plan would choose otherwise.
     monkeypatch.setattr("pipeline.planning.fastest.micro_batches", lambda resolved, names: [4])
-    again = "--per_device_train_batch_size 8 --per_device_eval_batch_size 32 (as the run began)"
+    again = "--per-device-train-batch-size 8 --per-device-eval-batch-size 32 (as the run began)"
     assert goes_on(GPU, 3) == ([8, 1], again)
     # Its memory was measured in between.
     assert goes_on(replace(GPU, memory=int(8.1 * GIB)), 4) == ([8, 1], again)
     other, said = goes_on(Target("GPU", 6 * GIB, described=False), 5)
     assert other == [4, 2] and said.endswith("anew, as the run began on 1 x GPU, 8.1 GiB each")
-    given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 6, "--per_device_train_batch_size", 2)
+    given, _ = goes_on(Target("GPU", 6 * GIB, described=False), 6, "--per-device-train-batch-size", 2)
     assert given == [2, 4]
 
 
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets
     assert stage_of(2, *preset) == 2
     monkeypatch.setattr("pipeline.planning.fastest.whole_weights", lambda planner, resolved: {})  # of another version
     assert stage_of(3, *preset) == 2, "as the run began"
-    assert stage_of(4, *preset, "--zero_stage", 3) == 3
+    assert stage_of(4, *preset, "--zero-stage", 3) == 3
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def goes_on(folder, tmp_path, monkeypatch):
 
 def test_a_run_that_goes_on_chooses_anew_where_other_flags_are_given(goes_on):
     """A flag that is `auto` again has no value that the others were chosen beside, nor has what it contradicts."""
-    goes_on("auto", 2, "--per_device_train_batch_size", 2, "--gradient_checkpointing", "true")
+    goes_on("auto", 2, "--per-device-train-batch-size", 2, "--gradient-checkpointing", "true")
     now, said = goes_on("auto", 3)
     assert [now[name] for name in (*CUT, "gradient_checkpointing")] == [
         (8, "chosen "), (1, "chosen "), (False, "chosen "),
@@ -201,9 +201,9 @@ def test_a_run_that_goes_on_takes_another_zero_stage_where_its_flags_or_preset_a
     (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
     (tmp_path / "lower.yaml").write_text("zero_stage: 1\n")
     assert goes_on("preset", 2, "--preset", tmp_path / "preset.yaml")[0]["zero_stage"] == (2, "chosen ")
-    now, said = goes_on("preset", 3, "--preset", tmp_path / "preset.yaml", "--offload_parameters", "true")
+    now, said = goes_on("preset", 3, "--preset", tmp_path / "preset.yaml", "--offload-parameters", "true")
     assert now["zero_stage"][0] == 3 and said.endswith("; anew, as the run began with other flags")
     goes_on("lower", 2, "--preset", tmp_path / "preset.yaml")
     assert goes_on("lower", 3, "--preset", tmp_path / "lower.yaml")[0]["zero_stage"][0] == 1
-    lacking, _ = goes_on("lower", 4, "--preset", tmp_path / "lower.yaml", "--per_device_eval_batch_size", 100_000)
+    lacking, _ = goes_on("lower", 4, "--preset", tmp_path / "lower.yaml", "--per-device-eval-batch-size", 100_000)
     assert lacking["per_device_train_batch_size"] == (1, "chosen "), "beside a batch that no memory is left for"

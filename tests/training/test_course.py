@@ -118,7 +118,7 @@ def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, bad, 
     assert (tmp_path / "done.json").is_file() == is_done
 
 
-@pytest.mark.parametrize(("lora_dim", "rate"), [(0, "--actor_learning_rate"), (2, "--actor_lora_learning_rate")])
+@pytest.mark.parametrize(("lora_dim", "rate"), [(0, "--actor-learning-rate"), (2, "--actor-lora-learning-rate")])
 def test_a_run_that_diverges_names_the_rate_of_the_weights_that_it_trains(tmp_path, lora_dim, rate):
     config = PPOConfig(actor={"lora_dim": lora_dim}, critic={"lora_dim": 2 - lora_dim})
     run = SimpleNamespace(
@@ -133,7 +133,7 @@ def test_a_run_that_diverges_names_the_rate_of_the_weights_that_it_trains(tmp_pa
 @pytest.mark.parametrize(("dtype", "is_advised"), [("fp16", True), ("fp32", False), ("auto", False)])
 def test_bf16_is_advised_only_in_the_place_of_fp16(tmp_path, dtype, is_advised):
     run = SimpleNamespace(folder=tmp_path, resolved=SimpleNamespace(config=SFTConfig(deepspeed={"dtype": dtype})))
-    assert ("--dtype bf16" in divergence_advice(run, "--learning_rate")) == is_advised
+    assert ("--dtype bf16" in divergence_advice(run, "--learning-rate")) == is_advised
 
 
 def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):
@@ -197,7 +197,7 @@ def test_a_run_that_dropped_most_of_its_rows_says_so_at_its_end(tmp_path, caplog
         tmp_path, rows={"rows": {"to train on": 8, "held out": 2, "of other stages": 9, "dropped": dropped}}
     )
     course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
-    text = "most rows were dropped: 8 to train on, 2 held out, 9 of other stages (--data_split auto), 11 dropped, of 30"
+    text = "most rows were dropped: 8 to train on, 2 held out, 9 of other stages (--data-split auto), 11 dropped, of 30"
     assert (text in caplog.text) == says
 
 
@@ -218,7 +218,7 @@ def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_ask
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
     said = [line for line in caplog.messages if "checkpoints holds" in line]
     size = {1: "holds step-9, 0.00838 GiB", 2: "holds step-9, step-6, 0.014 GiB"}.get(len(kept))
-    assert len(said) == bool(kept) and all(size in line and "--keep_checkpoints 0" in line for line in said)
+    assert len(said) == bool(kept) and all(size in line and "--keep-checkpoints 0" in line for line in said)
 
 
 def test_the_mark_of_a_finished_run_says_what_it_was_made_of(tmp_path):

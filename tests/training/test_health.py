@@ -70,10 +70,10 @@ def ppo_lines(count: int = 8, **values: float | None) -> list[dict]:
     ("metric", "rule", "healthy", "ill", "cure"),
     [
         # Bounds by hand: 10 nats, for 200 tokens 20; -1 nat; half of the responses; a tenth of the entropy.
-        ("objective/kl", "high_kl", 9.9, 10.1, "--kl_coef"),
-        ("objective/kl", "negative_kl", -0.99, -1.01, "--top_p"),
-        ("completions/truncated_fraction", "cut_responses", 0.5, 0.51, "--max_answer_seq_len"),
-        ("completions/empty_fraction", "empty_responses", 0.5, 0.51, "--missing_eos_penalty"),
+        ("objective/kl", "high_kl", 9.9, 10.1, "--kl-coef"),
+        ("objective/kl", "negative_kl", -0.99, -1.01, "--top-p"),
+        ("completions/truncated_fraction", "cut_responses", 0.5, 0.51, "--max-answer-seq-len"),
+        ("completions/empty_fraction", "empty_responses", 0.5, 0.51, "--missing-eos-penalty"),
     ],
 )
 def test_a_rule_finds_what_is_beyond_its_bound_and_names_the_cure(metric, rule, healthy, ill, cure):
@@ -127,7 +127,7 @@ def test_an_entropy_that_falls_below_a_tenth_of_the_first_ones():
 def test_sampler_and_trainer_that_come_apart(errors, found):
     lines = [{"step": step, "policy/sampler_mean_error": error} for step, error in enumerate(errors, 1)]
     text = findings(lines, total_steps=100).get("sampler_drifts", "")
-    assert bool(text) == found and (not found or "--off_policy_weights token_truncate" in text)
+    assert bool(text) == found and (not found or "--off-policy-weights token_truncate" in text)
 
 
 @pytest.mark.parametrize(("bound", "error", "found"), [(0.05, 0.04, False), (0.05, 0.06, True), (1.0, 0.9, False)])
@@ -216,7 +216,7 @@ def test_nothing_is_said_to_be_learnt_too_early_or_where_the_loss_falls():
 
 def test_pairs_that_are_equal_on_both_sides():
     assert equal_pairs(5, 100) == equal_pairs(0, 0) == ""
-    assert "6% of the pairs" in equal_pairs(6, 100) and "--max_seq_len" in equal_pairs(6, 100)
+    assert "6% of the pairs" in equal_pairs(6, 100) and "--max-seq-len" in equal_pairs(6, 100)
 
 
 def test_each_finding_is_said_once_until_it_has_gone_away(caplog):
@@ -226,7 +226,7 @@ def test_each_finding_is_said_once_until_it_has_gone_away(caplog):
         looked.history.add(step, {"completions/empty_fraction": 0.9 if step in (2, 3, 12, 32, 53, 90) else 0.0})
         looked.look()
         said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        # Nothing was found 19 times before step 32, and 20 times before step 53.
+        # Nothing was got 19 times before step 32, and 20 times before step 53.
         assert len(said) == (step in (2, 53, 90)) and all(text.startswith(f"health: step {step}: ") for text in said)
 
 

@@ -1,4 +1,4 @@
-"""`--push_to_hub` against a stand-in for the hub on loopback: what is uploaded, and what is refused before a run."""
+"""`--push-to-hub` against a stand-in for the hub on loopback: what is uploaded, and what is refused before a run."""
 
 import json
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def words(inputs: Path, out: Path, *further: str) -> list[str]:
 
 
 def sft_words(inputs: Path, out: Path) -> list[str]:
-    return words(inputs, out, "--model_name_or_path", str(inputs / "base"), "--max_seq_len", "96")
+    return words(inputs, out, "--model-name-or-path", str(inputs / "base"), "--max-seq-len", "96")
 
 
 def run(main, argv: list[str]) -> int:
@@ -81,8 +81,8 @@ def test_the_finished_model_is_uploaded_whole(inputs, tmp_path, monkeypatch, cap
 
 
 def test_of_several_models_the_actor_is_uploaded(inputs, tmp_path, monkeypatch) -> None:
-    start = ("--actor_model_name_or_path", str(inputs / "base"), "--critic_model_name_or_path", str(inputs / "scorer"))
-    lengths = ("--max_prompt_seq_len", "48", "--max_answer_seq_len", "4")
+    start = ("--actor-model-name-or-path", str(inputs / "base"), "--critic-model-name-or-path", str(inputs / "scorer"))
+    lengths = ("--max-prompt-seq-len", "48", "--max-answer-seq-len", "4")
     with hub_server() as served:
         use(served, monkeypatch)
         assert run(ppo, words(inputs, tmp_path / "out", *start, *lengths)) == EXIT_DONE
@@ -95,7 +95,7 @@ def test_a_refused_upload_is_one_line_and_leaves_the_model(inputs, tmp_path, mon
         use(served, monkeypatch)
         assert run(sft, sft_words(inputs, out)) == EXIT_ENVIRONMENT
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: --push_to_hub org/tiny: not uploaded (") and "You have no right to do this" in line
+    assert line.startswith("error: --push-to-hub org/tiny: not uploaded (") and "You have no right to do this" in line
     assert line.endswith(f"the model is whole in {out}: hf upload org/tiny '{out}' . --private")
     assert (out / "model.safetensors").is_file() and (tmp_path / "runs/my sft/done.json").is_file()
     assert TOKEN not in line + texts_below(tmp_path) and served.files == {}
@@ -119,18 +119,18 @@ def test_an_upload_that_cannot_be_is_refused_before_the_start(
         use(served if has_server else None, monkeypatch, **change)
         assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_ENVIRONMENT
         found = error_lines(capfd.readouterr().err)
-        assert found == [f"error: --push_to_hub org/tiny: {expected}; without the flag the model stays on the disk"]
+        assert found == [f"error: --push-to-hub org/tiny: {expected}; without the flag the model stays on the disk"]
         assert not list(tmp_path.iterdir()) and served.requests == []
         config = read_flags(STAGE, sft_words(inputs, tmp_path / "sft")).config
-        with pytest.raises(Exception, match="^--sft.push_to_hub org/tiny: ") as raised:
+        with pytest.raises(Exception, match="^--sft.push-to-hub org/tiny: ") as raised:
             look_before_start({STAGE: config}, dry_run=False, named_by_section=True)
         assert raised.value.code == EXIT_ENVIRONMENT
 
 
 @pytest.mark.parametrize("name", ["a b", "org/name/more", "./sft", "https://hub/org/name"])
 def test_what_is_no_id_is_refused(inputs, tmp_path, capfd, name) -> None:
-    assert run(sft, [*sft_words(inputs, tmp_path / "sft"), "--push_to_hub", name]) == EXIT_INPUT
-    assert f"--push_to_hub: found {name!r}" in capfd.readouterr().err
+    assert run(sft, [*sft_words(inputs, tmp_path / "sft"), "--push-to-hub", name]) == EXIT_INPUT
+    assert f"--push-to-hub: got {name!r}" in capfd.readouterr().err
 
 
 def test_nothing_is_asked_without_the_flag(monkeypatch) -> None:

@@ -133,7 +133,7 @@ def test_the_jsons_of_all_that_is_trained_have_the_flags_of_all(
 ) -> None:
     """`rollout`: rows of which the steps of this table are a part."""
     plain = of_each_role(stage, "zero_stage", zero_stage)
-    rows = ["--per_device_generation_batch_size", rollout] if stage == "ppo" else []
+    rows = ["--per-device-generation-batch-size", rollout] if stage == "ppo" else []
     without, given = jsons(stage, plain), jsons(stage, [*plain, *flags_of(stage, table), *rows])
     for role in roles_of(stage):
         for name, (_, path, expected) in table.items():
@@ -252,8 +252,8 @@ def test_the_optimizers_of_all_that_is_trained_have_the_flags_of_all(stage: str,
         groups = [group(engine, "decay") for engine in built.engines.values()]
         return [(one["betas"], one["eps"]) for one in groups], [built.rate(step) for step in range(8)]
 
-    words = ["--adam_beta1", 0.5, "--adam_beta2", 0.75, "--adam_eps", 0.25, "--lr_scheduler_type", "linear",
-             "--num_warmup_steps", 4, "--min_learning_rate_ratio", 0.5]  # fmt: skip
+    words = ["--adam-beta1", 0.5, "--adam-beta2", 0.75, "--adam-eps", 0.25, "--lr-scheduler-type", "linear",
+             "--num-warmup-steps", 4, "--min-learning-rate-ratio", 0.5]  # fmt: skip
     optimizers, rates = read(stage, words, folder, tmp_path, look)
     assert optimizers == [((0.5, 0.75), 0.25)] * len(roles_of(stage))
     assert rates == pytest.approx(RATES)
@@ -268,7 +268,7 @@ def test_only_adapters_learn_unless_the_flag_says_otherwise(
         named = [pair for engine in built.engines.values() for pair in engine.module.named_parameters()]
         return [weight.requires_grad for name, weight in named if name.endswith("fc1.base_layer.bias")]
 
-    words = [*of_each_role(stage, "lora_dim", 2), "--only_optimize_lora", only]
+    words = [*of_each_role(stage, "lora_dim", 2), "--only-optimize-lora", only]
     learns = read(stage, words, folder, tmp_path, look)
     assert len(learns) >= len(roles_of(stage)) and set(learns) == {only == "false"}
 
@@ -283,7 +283,7 @@ def test_a_warm_up_as_long_as_the_run_is_noted(stage: str, folder: Path, tmp_pat
     monkeypatch.setattr("pipeline.training.course.Recorder", end)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     words = stage_words(stage, folder, tmp_path, data_output_path=folder / "cache", max_steps=2)
-    ending = call(stage, [*words, "--num_warmup_steps", 2])
+    ending = call(stage, [*words, "--num-warmup-steps", 2])
     assert ending.code == EXIT_LOADED, ending.stderr
-    said = "--num_warmup_steps 2: the run has 2 steps, so that its learning rate only rises; give less, or more steps"
+    said = "--num-warmup-steps 2: the run has 2 steps, so that its learning rate only rises; give less, or more steps"
     assert said in ending.stderr

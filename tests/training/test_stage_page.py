@@ -50,7 +50,7 @@ def test_of_several_samples_of_a_prompt_the_first_is_shown(caplog):
 def test_a_run_is_called_by_its_method():
     for section, words, title in [
         ("ppo", [], "PPO"),
-        ("ppo", ["--method", "reinforce_pp", "--reward_function", "length"], "REINFORCE++"),
+        ("ppo", ["--method", "reinforce_pp", "--reward-function", "length"], "REINFORCE++"),
         ("dpo", ["--method", "ipo"], "identity preference optimisation"),
         ("sft", [], "supervised fine-tuning"),
     ]:

@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, steps: int, *more: object) -> None:
-    words = ["--model_name_or_path", "base", "--data_path", "train.jsonl", "--data_split", "none", "--max_seq_len", 48]
-    size = ["--per_device_train_batch_size", 2, "--max_steps", steps, "--lr_scheduler_type", "constant"]
-    ended = run_command("step1_sft", [*words, *size, "--output_dir", "out/sft", "--enable_wandb", *more], folder=folder)
+    words = ["--model-name-or-path", "base", "--data-path", "train.jsonl", "--data-split", "none", "--max-seq-len", 48]
+    size = ["--per-device-train-batch-size", 2, "--max-steps", steps, "--lr-scheduler-type", "constant"]
+    ended = run_command("step1_sft", [*words, *size, "--output-dir", "out/sft", "--enable-wandb", *more], folder=folder)
     assert ended.code == 0 and "wandb: not available" not in ended.stderr, ended.stderr[-2000:]
 
 

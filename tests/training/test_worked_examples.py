@@ -34,8 +34,8 @@ def run(changed: Path, folder: Path, *words: str, **variables: str) -> str:
 
 
 def train(changed: Path, folder: Path, output: str, *more: str) -> list[dict]:
-    words = "--model_name_or_path base --data_path train.jsonl --data_split none --max_seq_len 48 --max_steps 2"
-    also = f"--per_device_train_batch_size 2 --data_output_path cache --output_dir {output} --learning_rate 1e-3"
+    words = "--model-name-or-path base --data-path train.jsonl --data-split none --max-seq-len 48 --max-steps 2"
+    also = f"--per-device-train-batch-size 2 --data-output-path cache --output-dir {output} --learning-rate 1e-3"
     run(changed, folder, "-m", "step1_sft.main", *words.split(), *also.split(), *more)
     return read_metrics(folder / Path(output).parent / "runs" / Path(output).name)
 
@@ -53,7 +53,7 @@ def test_the_new_flag_changes_training_as_its_row_says(changed: Path, tmp_path: 
     folder = make_folder(tmp_path)
     twin = run(changed, folder, "-c", "import flag_tests; print(flag_tests.TWINS['sft.focal_gamma'].value)").strip()
     plain = train(changed, folder, "plain/sft")
-    focal = train(changed, folder, "focal/sft", "--focal_gamma", twin)
+    focal = train(changed, folder, "focal/sft", "--focal-gamma", twin)
     # Tokens weigh less than 1: the loss of the same model on the same rows falls, that of evaluations is as before.
     first, second = ([line["loss"] for line in lines if "loss" in line][0] for lines in (plain, focal))
     assert 0 < second < first
@@ -66,9 +66,9 @@ def judge(changed: Path, folder: Path, output: str, answers: list[str | None]) -
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
     write_lines(folder / "held_out.jsonl", rows)
     write_lines(folder / "prompts.jsonl", [{"prompt": f"{prompt} Why?", "answer": "-"} for prompt in prompts])
-    words = "--actor_model_name_or_path base --critic_model_name_or_path scorer --data_split none --dtype fp32"
-    lengths = "--max_prompt_seq_len 48 --max_answer_seq_len 12 --max_steps 1 --per_device_train_batch_size 4"
-    also = f"--data_path prompts.jsonl --eval_data_path held_out.jsonl --data_output_path cache --output_dir {output}"
+    words = "--actor-model-name-or-path base --critic-model-name-or-path scorer --data-split none --dtype fp32"
+    lengths = "--max-prompt-seq-len 48 --max-answer-seq-len 12 --max-steps 1 --per-device-train-batch-size 4"
+    also = f"--data-path prompts.jsonl --eval-data-path held_out.jsonl --data-output-path cache --output-dir {output}"
     run(changed, folder, "-m", "step3_ppo.main", *words.split(), *lengths.split(), *also.split())
     samples = map(json.loads, (folder / output / "runs/ppo/samples.jsonl").open(encoding="utf-8"))
     return [sample for sample in samples if sample["step"] == 0]

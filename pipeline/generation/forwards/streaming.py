@@ -132,8 +132,8 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
     )
     if total > free:
         raise InputError(
-            f"--rollout_weights: also streamed, the actor's weights take {total:.2f} GiB during a rollout, {free:.2f} "
-            "GiB are free; take more GPUs, or free memory (--offload_optimizer_during_rollout)"
+            f"--rollout-weights: also streamed, the actor's weights take {total:.2f} GiB during a rollout, {free:.2f} "
+            "GiB are free; take more GPUs, or free memory (--offload-optimizer-during-rollout)"
         )
 
 

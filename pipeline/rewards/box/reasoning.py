@@ -47,7 +47,7 @@ def reasoning_gym(
 
 
 def prompt_lines(task: str, number: int, *, seed: int = 0, **settings: Any) -> Iterator[str]:
-    """Yield JSON lines of prompts with their entries, for stage 3's `--data_path`; settings are the task's.
+    """Yield JSON lines of prompts with their entries, for stage 3's `--data-path`; settings are the task's.
 
     For example 1000 prompts of one task:
 

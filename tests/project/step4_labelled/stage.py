@@ -31,10 +31,10 @@ def start_models(config: LabelledConfig, base_of_output: Mapping[str, str]) -> "
     path = config.model.model_name_or_path
     source = ModelSource(base_of_output.get(path, path))
     fits = [
-        partial(check_positions, source, config.data.max_seq_len, "--max_seq_len"),
+        partial(check_positions, source, config.data.max_seq_len, "--max-seq-len"),
         partial(check_settings, source, config.model),
     ]
-    return [StartModel("--model_name_or_path", path, source, check_language_model, fits=fits)]
+    return [StartModel("--model-name-or-path", path, source, check_language_model, fits=fits)]
 
 
 def needs(config: LabelledConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":

@@ -23,7 +23,7 @@ LEAST = 1e-6  # of the probability that a token is not the bad answer's
 
 
 def train(run: Run, config: LabelledConfig) -> None:
-    """Train on answers with a label, and leave the model in `--output_dir`."""
+    """Train on answers with a label, and leave the model in `--output-dir`."""
     parts = build(run, config)
     state, course = parts.resume(Counters, SUPERVISED, ("loss",))
     steps = PrefetchedSteps(parts.loader, end=parts.total_steps, device=run.world.device)
