@@ -280,7 +280,7 @@ def load(
         refuse(folder, list(lines), SAME, force=force)
     check_same_fingerprints(folder, then, now, force=force)
     if (found := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
-        raise InputError(f"{folder}: found the state of {found}, expected that of {expected}: it is of another stage")
+        raise InputError(f"{folder}: got the state of {found}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)
     if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
         end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max-steps, epochs)"

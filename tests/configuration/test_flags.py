@@ -192,7 +192,7 @@ def test_yaml_takes_dashes_and_old_names(tmp_path):
         ("steps: 1\nsteps: 2\n", "c.yaml: line 2: steps: occurs twice"),
         ("a_b: 1\na-b: 2\n", "c.yaml: line 2: a-b: occurs twice"),
         ("sft: {a-b: 1, a_b: 2}\n", "c.yaml: line 1: a_b: occurs twice"),
-        ("sft: 3\n", "c.yaml: sft: got 3, wanted"),
+        ("sft: 3\n", "c.yaml: sft: got 3, expected"),
         ("sft: {}\nsteps: 3\n", "c.yaml: steps: beside the sections sft; put flags into a section"),
         ("sft: {}\nrewrd: {}\n", "did you mean reward?"),
         ("stpes: 3\n", "c.yaml: stpes: unknown flag; did you mean steps?"),

@@ -206,7 +206,7 @@ def test_a_checkpoint_of_another_stage_is_refused(folder):
     checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
     story = Story("ppo", folder, steps=1, more=("--force-resume", "true", "--resume", str(checkpoint)))
     assert run(story, "other") == 2
-    assert "found the state of model, expected that of actor, critic" in (folder / "other.ppo.log").read_text()
+    assert "got the state of model, expected that of actor, critic" in (folder / "other.ppo.log").read_text()
 
 
 def test_a_best_model_that_is_gone_is_not_taken_for_saved(folder):

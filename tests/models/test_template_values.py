@@ -167,7 +167,7 @@ def test_without_the_flag_templates_caches_and_checkpoints_are_as_before(
     for words, number in (([], 0), (["none"], 0), (["enable_thinking=false"], 1)):
         asked = parse(SFTConfig, ["--chat-template-kwargs", *words] if words else [], section="sft").config
         found = list(other_settings(saved, asked, "same", ranks=1, holder="the checkpoint"))
-        assert len(found) == number and all(line.startswith("--chat-template-kwargs: found") for line in found)
+        assert len(found) == number and all(line.startswith("--chat-template-kwargs: got") for line in found)
 
 
 @pytest.mark.parametrize(("template", "is_apart"), [(SWITCHED, False), ("{{ messages[0].content }}", True)])

@@ -141,7 +141,7 @@ CASES = {
         "--ppo.actor-model-name-or-path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
         "stage 1 trains it",
     ),
-    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; expected auto, never, or a check"),
+    "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; expected auto, never, or a"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),
 }  # fmt: skip
 
