@@ -313,5 +313,5 @@ class PPOCoefficients(Group):
     def _k1_has_no_gradient(self) -> Self:
         if self.kl_in_loss and self.kl_estimator == "k1":
             why = "which has no useful gradient as a loss (kl_in_loss, which method grpo sets)"
-            raise ValueError(f"kl_estimator: found k1, {why}; use k2 or k3, or --kl-in-loss false")
+            raise ValueError(f"kl_estimator: got k1, {why}; use k2 or k3, or --kl-in-loss false")
         return self

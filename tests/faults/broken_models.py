@@ -206,7 +206,7 @@ BROKEN: dict[str, Broken] = {
     ),
     "adapter-that-scales-a-layer": Broken(
         adapter(base_model_name_or_path="x", lora_alpha=1, alpha_pattern={"q_proj": float("nan")}),
-        "lora_alpha: found nan",
+        "lora_alpha: got nan",
     ),
     "half-adapter": Broken(
         all_of(adapter(), text("adapter_config.json", '{"peft')), "adapter_config.json: cannot be read as JSON"

@@ -99,7 +99,7 @@ CASES = [
     # Conflicts.
     Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "packing: flash_attention_2"),
     Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "centering_coef: needs --reward-loss"),
-    Case("ppo", {"kl_in_loss": "true"}, "kl_estimator: found k1, which has no useful gradient"),
+    Case("ppo", {"kl_in_loss": "true"}, "kl_estimator: got k1, which has no useful gradient"),
     Case(
         "ppo",
         {"per_device_train_batch_size": 3, "per_device_generation_batch_size": 16},

@@ -123,7 +123,7 @@ def test_changed_data_is_refused_unless_forced(folder, stage):
     assert code == 2 and f"error: {changed}" in said and "found content" not in said, said
     code, said = go_on(folder, "--force-resume", "true", stage=stage)
     assert code == 0 and f"resumed nevertheless: {changed}" in said
-    assert f"resumed nevertheless: {kind}: found content " in said
+    assert f"resumed nevertheless: {kind}: got content " in said
 
 
 def test_changed_data_of_an_older_checkpoint_is_refused_by_its_rows(folder):
@@ -138,7 +138,7 @@ def test_changed_data_of_an_older_checkpoint_is_refused_by_its_rows(folder):
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "train.jsonl").write_text("".join(lines[1:]))
     code, said = go_on(folder)
-    assert code == 2 and "error: training rows: found content " in said, said
+    assert code == 2 and "error: training rows: got content " in said, said
 
 
 def test_fewer_steps_than_before_are_told_of(folder):

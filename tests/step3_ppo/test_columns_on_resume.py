@@ -19,7 +19,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.stage import STAGE
 from step3_ppo.state import State, checkpoint_content
 
-CHANGED = "other columns of prompts: found content [0-9a-f]{12}, the checkpoint has content [0-9a-f]{12}"
+CHANGED = "other columns of prompts: got content [0-9a-f]{12}, the checkpoint has content [0-9a-f]{12}"
 
 
 class Answers:
