@@ -22,7 +22,7 @@ from benchmarks.speed.run_list import PlannedRun
 from pipeline.configuration.flag_table import CHOSEN
 from pipeline.files import GIB, read_object, write_json
 from pipeline.launching.target import with_limit
-from pipeline.planning.fastest import choice_in_words, fastest
+from pipeline.planning.fastest import choice_text, fastest
 from pipeline.planning.page import StagePlanner
 
 DEVICE, LARGE_DEVICE, LARGE = "1xH100-80GB", "1xH200-141GB", 80  # the latter for limits of so many GiB
@@ -145,7 +145,7 @@ class Choice:
         if best is None or best.lacks:
             raise SystemExit(f"{run.name}: nothing fits")
         phases = {name: round(peak.total / GIB, 3) for name, peak in best.plan.phases.items()}
-        return cls(choice_in_words(best.resolved), best.flags, phases, round(best.plan.reserved()[1] / GIB, 3))
+        return cls(choice_text(best.resolved), best.flags, phases, round(best.plan.reserved()[1] / GIB, 3))
 
 
 def limit_of(run: PlannedRun) -> int:

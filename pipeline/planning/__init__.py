@@ -1,6 +1,6 @@
-"""Plan a run before it starts: the memory of each phase, whether it fits, and what to change where it does not.
+"""Plan a run before it starts: the memory of each phase, whether it fits, and what to change if it does not.
 
-A stage says in its `needs.py` what it holds and computes (`needs.py` here has the types). Models are built and run on
-the meta device (`measurement.py`), DeepSpeed's states are counted by formula (`memory.py`), and a page says the result
-(`page.py`). Nothing here knows a stage, and nothing is allocated.
+Each stage lists its models and passes in its `needs.py`; `needs.py` here has the types. `measurement.py` builds and
+runs the models on the meta device, where nothing is allocated. `memory.py` adds DeepSpeed's states by formula, and
+`page.py` prints the result. No module here knows a particular stage.
 """

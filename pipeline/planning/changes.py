@@ -1,6 +1,6 @@
-"""The ways to change flags so that a plan takes less memory, the cheapest first, of which the ladder takes its changes.
+"""Memory options: ways to change flags so that a stage takes less memory, the cheapest first.
 
-They know values of flags and a target, and no plan.
+An option reads values of flags and a target, and knows no plan. `remedies.py` chooses among them.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,20 +19,20 @@ LORA_DIM = 16
 OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 STREAMED = "rollout_weights"
 NF4, BACKEND, STATIC = "nf4", "generation_engine", "static"
-# Elements of DeepSpeed's buffers, and the fewest that the ladder gives them.
+# Sizes of DeepSpeed's buffers in elements, and the smallest size that an option sets.
 BUFFERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
 BUFFER = 50_000_000
 
 
 def named(values: Values, flag: str) -> list[str]:
-    """Return the flags of this name: one, or in stage 3 one of each trained model."""
+    """Return the flags of this name: one, or in stage 3 one for each trained model."""
     return [name for name in (flag, f"actor_{flag}", f"critic_{flag}") if name in values]
 
 
 def smaller_micro_batch(values: Values, target: Target) -> dict[str, Any]:
-    """Halve the micro-batch, to a divisor of a rank's rows in an optimizer step, whose number stays the same.
+    """Halve the micro-batch, rounded to a divisor of a rank's rows in an optimizer step. Those rows stay the same.
 
-    --train-batch-size gives that number where the ranks divide it; else the rows that it was rounded to.
+    Their number follows from --train-batch-size, rounded if the ranks do not divide it.
     """
     micro, meant, ranks = values["per_device_train_batch_size"], values["train_batch_size"], target.num_gpus
     rows = micro * values["gradient_accumulation_steps"]
@@ -52,12 +52,12 @@ def smaller_evaluation_batch(values: Values, target: Target) -> dict[str, Any]:
 
 
 def fewer_prompts_at_once(values: Values, target: Target) -> dict[str, Any]:
-    """Halve the prompts that are sampled at once, to a divisor of a rank's prompts in a rollout, which stay as many."""
+    """Halve the prompts sampled at once, rounded to a divisor of a rank's prompts in a rollout, which stay the same."""
     if GENERATED not in values:
         return {}
     ranks = target.num_gpus
-    known = {**values, "ranks": ranks}
-    size = RolloutSize(**{field.name: known[field.name] for field in fields(RolloutSize)})
+    of_run = {**values, "ranks": ranks}
+    size = RolloutSize(**{field.name: of_run[field.name] for field in fields(RolloutSize)})
     prompts = max(1, size.prompts // ranks)
     sizes = divisors(prompts, up_to=size.at_once // 2)
     return {GENERATED: sizes[-1], **({BATCHES: prompts // sizes[-1]} if values[BATCHES] else {})} if sizes else {}
@@ -72,7 +72,7 @@ def save_synchronously(values: Values, target: Target) -> dict[str, Any]:
 
 
 def shared_rollout(values: Values, target: Target) -> dict[str, Any]:
-    """Let more GPUs of a machine share the actor's weights in a rollout, where they are not streamed."""
+    """Let more GPUs of a machine share the actor's weights in a rollout, unless the weights are streamed."""
     if values.get(STREAMED) in (None, "streamed"):
         return {}
     sizes = [size for size in range(values[SHARED] + 1, target.gpus + 1) if all(n % size == 0 for n in target.slots)]
@@ -84,7 +84,7 @@ def streamed_rollout(values: Values, target: Target) -> dict[str, Any]:
 
 
 def partitioned(stage: int) -> ChangeOf:
-    """Return the change to a ZeRO stage, where there are ranks to partition over; 3 takes no quantised weights."""
+    """Return the change to a ZeRO stage if there are several ranks; stage 3 is not used for quantised weights."""
 
     def change(values: Values, target: Target) -> dict[str, Any]:
         names = [name for name in named(values, STAGE) if target.num_gpus > 1 and values[name] < stage]
@@ -97,17 +97,17 @@ def partitioned(stage: int) -> ChangeOf:
 
 
 def states_in_8_bits(values: Values, target: Target) -> dict[str, Any]:
-    """Round the moments where bitsandbytes is installed; offload and ZeRO stage 3 have them in fp32."""
+    """Store the moments in 8 bits if bitsandbytes is installed; offload and ZeRO stage 3 need fp32."""
     return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
 
 
 def offload_states_during_rollout(values: Values, target: Target) -> dict[str, Any]:
-    """Keep optimizer states in host memory during rollouts; no change where the stage has none."""
+    """Keep optimizer states in host memory during rollouts; a stage without rollouts has no such flag."""
     return {} if values["offload"] or OFFLOAD_DURING_ROLLOUT not in values else {OFFLOAD_DURING_ROLLOUT: True}
 
 
 def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
-    """Keep optimizer states in host memory always, at ZeRO stage 1 at least."""
+    """Keep optimizer states in host memory always; this needs ZeRO stage 1 or higher."""
     if values["offload"]:
         return {}
     stages = {name: 1 for name in named(values, STAGE) if not values[name]}
@@ -116,7 +116,7 @@ def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
 
 
 def parameter_offload(values: Values, target: Target) -> dict[str, Any]:
-    """Keep weights that are not quantised in host memory, under ZeRO stage 3; one rank will do."""
+    """Keep weights that are not quantised in host memory, under ZeRO stage 3; this works on one rank too."""
     stages = named(values, STAGE)
     whole = [name.removesuffix(STAGE) for name in stages if values[f"{name.removesuffix(STAGE)}quantization"] == "none"]
     if values["offload_parameters"] or not whole or values.get(BACKEND) == STATIC:
@@ -128,7 +128,7 @@ def parameter_offload(values: Values, target: Target) -> dict[str, Any]:
 
 
 def frozen_offload(values: Values, target: Target) -> dict[str, Any]:
-    """Keep the weights of models that are only read in host memory, where those that they share flags with are."""
+    """Keep the weights of the frozen models in host memory, as those of the models whose flags they share."""
     return {name: True for name in ("offload_reference_model", "offload_reward_model") if name in values}
 
 
@@ -137,24 +137,24 @@ def smaller_buffers(values: Values, target: Target) -> dict[str, Any]:
 
 
 def other_sampling(values: Values, target: Target) -> dict[str, Any]:
-    """Sample without copied weights; under ZeRO stage 3 this backend gathers all of them."""
+    """Sample by the backend that copies no weights, except under ZeRO stage 3, where it would gather all of them."""
     return {BACKEND: STATIC} if values.get(BACKEND) == "auto" and values[f"actor_{STAGE}"] < 3 else {}
 
 
 def rounded_rewards(values: Values, target: Target) -> dict[str, Any]:
-    """Quantise the reward model by itself; the critic, whose flags it follows, may learn all of its weights."""
+    """Quantise the reward model only. It shares the critic's flags, but the critic may train all of its weights."""
     name = "reward_model_quantization"
     return {name: "int8", f"reward_model_{STAGE}": "0"} if values.get(name) in ("auto", "none") else {}
 
 
-def adapters(place: int, base: str = "none") -> ChangeOf:
-    """Return the change to adapters of a stage's first trained model, or of its second.
+def adapters(index: int, base: str = "none") -> ChangeOf:
+    """Return the change to LoRA adapters for the stage's first trained model (index 0) or its second (1).
 
-    base: how the frozen weights are quantised; ZeRO stage 3 does not partition them then.
+    base: quantisation of the frozen weights; ZeRO stage 3 cannot partition quantised weights.
     """
 
     def change(values: Values, target: Target) -> dict[str, Any]:
-        dims, bases, stages = (named(values, flag)[place : place + 1] for flag in ("lora_dim", "quantization", STAGE))
+        dims, bases, stages = (named(values, flag)[index : index + 1] for flag in ("lora_dim", "quantization", STAGE))
         new: dict[str, Any] = {name: LORA_DIM for name in dims if not values[name]}
         unavailable = base == NF4 and not find_spec("bitsandbytes")
         if base == "none" or unavailable or any(values[name] in (base, NF4) for name in bases):
@@ -166,12 +166,12 @@ def adapters(place: int, base: str = "none") -> ChangeOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class MemoryOption:
     """A way to change flags.
 
-    change: values, target -> other values.
-    cost: what it costs, in words.
-    times: steps of it that are taken at once.
+    change: values of flags, target -> the values that change.
+    cost: the cost in words.
+    times: how often the change is applied.
     """
 
     change: ChangeOf
@@ -179,39 +179,39 @@ class Rung:
     times: int = 1
 
 
-# The cheapest first. Those that take no memory of the host,
+# The cheapest first. Options that need no host memory:
 LIGHT = (
-    Rung(save_synchronously, "training waits for each checkpoint"),
-    Rung(smaller_micro_batch, "smaller products"),
-    Rung(smaller_evaluation_batch, "smaller passes of an evaluation"),
-    Rung(with_checkpointing, "one more forward pass"),
-    Rung(partitioned(1), "the weights are gathered once a step"),
-    Rung(partitioned(2), "gradients are reduced in each micro-batch"),
-    Rung(shared_rollout, "GPUs exchange hidden states for each token"),
-    Rung(streamed_rollout, "GPUs gather all layers for each token"),
+    MemoryOption(save_synchronously, "training waits for each checkpoint"),
+    MemoryOption(smaller_micro_batch, "smaller products"),
+    MemoryOption(smaller_evaluation_batch, "smaller passes of an evaluation"),
+    MemoryOption(with_checkpointing, "one more forward pass"),
+    MemoryOption(partitioned(1), "the weights are gathered once a step"),
+    MemoryOption(partitioned(2), "gradients are reduced in each micro-batch"),
+    MemoryOption(shared_rollout, "GPUs exchange hidden states for each token"),
+    MemoryOption(streamed_rollout, "GPUs gather all layers for each token"),
 )
-# those that take it, or time at each pass,
+# Options that need host memory, or time in each pass:
 HEAVY = (
-    Rung(offload_states_during_rollout, "states cross the bus twice a rollout"),
-    Rung(fewer_prompts_at_once, "more decode steps, each of fewer rows"),
-    Rung(optimizer_offload, "states cross the bus each step"),
-    Rung(other_sampling, "decode steps of the model's own layers, several times as long"),
-    Rung(partitioned(3), "weights are gathered in each pass"),
-    Rung(parameter_offload, "weights cross the bus in each pass"),
-    Rung(frozen_offload, "weights that are only read cross the bus in each pass"),
-    Rung(smaller_buffers, "more and smaller transfers"),
+    MemoryOption(offload_states_during_rollout, "states cross the bus twice a rollout"),
+    MemoryOption(fewer_prompts_at_once, "more decode steps, each for fewer rows"),
+    MemoryOption(optimizer_offload, "states cross the bus each step"),
+    MemoryOption(other_sampling, "decode steps run the model's own layers and take several times as long"),
+    MemoryOption(partitioned(3), "weights are gathered in each pass"),
+    MemoryOption(parameter_offload, "weights cross the bus in each pass"),
+    MemoryOption(frozen_offload, "weights of frozen models cross the bus in each pass"),
+    MemoryOption(smaller_buffers, "more and smaller transfers"),
 )
-# and those that train something else.
+# Options that change what is trained:
 OTHER = (
-    Rung(states_in_8_bits, "rounded moments"),
-    Rung(adapters(0), "adapters only"),
-    Rung(adapters(0, "int8"), "adapters on rounded weights"),
-    Rung(adapters(1), "adapters only"),
-    Rung(adapters(1, "int8"), "adapters on rounded weights"),
-    Rung(rounded_rewards, "rounded weights of the reward model"),
-    Rung(adapters(0, NF4), "adapters on weights in 4 bits"),
-    Rung(adapters(1, NF4), "adapters on weights in 4 bits"),
+    MemoryOption(states_in_8_bits, "8-bit moments"),
+    MemoryOption(adapters(0), "adapters only"),
+    MemoryOption(adapters(0, "int8"), "adapters on 8-bit weights"),
+    MemoryOption(adapters(1), "adapters only"),
+    MemoryOption(adapters(1, "int8"), "adapters on 8-bit weights"),
+    MemoryOption(rounded_rewards, "8-bit weights of the reward model"),
+    MemoryOption(adapters(0, NF4), "adapters on 4-bit weights"),
+    MemoryOption(adapters(1, NF4), "adapters on 4-bit weights"),
 )
-QUANTISED = tuple(rung for rung in OTHER if "weights" in rung.cost)  # which are not offloaded
-ON_HOST = tuple(rung for rung in HEAVY if "weights" in rung.cost)  # under ZeRO stage 3
-BY_BUS = tuple(rung for rung in HEAVY if "bus" in rung.cost)  # which take memory of the host
+QUANTISED = tuple(option for option in OTHER if "weights" in option.cost)  # quantised weights are not offloaded
+ON_HOST = tuple(option for option in HEAVY if "weights" in option.cost)  # weights under ZeRO stage 3
+BY_BUS = tuple(option for option in HEAVY if "bus" in option.cost)  # options that take host memory

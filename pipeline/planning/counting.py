@@ -1,7 +1,7 @@
-"""Count what operations do on the meta device, where tensors have shapes and no values: live bytes, and GPU kernels.
+"""Count live bytes and GPU kernels of operations on the meta device, where tensors have shapes and no values.
 
-An operation that makes or changes a tensor is a kernel; views are none. Its work is the operations of a matrix product
-or of attention, and the bytes that it reads and writes.
+An operation that writes a tensor is a kernel; a view is not. The work of a kernel is its arithmetic operations (of
+matrix products and attention), and the bytes that it reads and writes.
 """
 
 import weakref
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-ALLOCATION_UNIT = 512  # Bytes to whose multiples torch's CUDA allocator rounds up.
+ALLOCATION_UNIT = 512  # bytes; torch's CUDA allocator rounds up to multiples of this
 # Operations that write nothing.
 WITHOUT_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-# Operations that read as much as they give out.
+# Operations that read only as many bytes as they return.
 LOOK_UPS = frozenset({"embedding", "gather", "index", "index_select"})
 # Prefix of the names of attention operations, and those that mask half of their pairs.
 ATTENTION = "_scaled_dot_product_"
@@ -50,11 +50,15 @@ class PassCount:
 
 
 class PassCounter(TorchDispatchMode):
-    """Counts live bytes of all tensors that operations make while the mode is on, their peak, and kernels."""
+    """Counts kernels and the live bytes of new tensors, with their peak, while the mode is on.
 
-    def __init__(self, known: list[Tensor]) -> None:
+    Args:
+        existing: tensors that are not counted, such as weights and inputs.
+    """
+
+    def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
-        self._live = {id(tensor.untyped_storage()): 0 for tensor in known}  # a tensor keeps its storage object
+        self._live = {id(tensor.untyped_storage()): 0 for tensor in existing}  # ids stay valid: tensors hold storages
         self.now = self.peak = self.earlier_peak = 0
         self.kernels = Counter[Kernel]()
 
@@ -72,7 +76,7 @@ class PassCounter(TorchDispatchMode):
         return out
 
     def divide(self) -> None:
-        """Begin another part of the pass: `peak` is that of what follows, `earlier_peak` that of what was."""
+        """Begin the second part of the pass: from now on `peak` is its peak, and `earlier_peak` that of the first."""
         self.earlier_peak, self.peak = self.peak, self.now
 
     def _free(self, key: int) -> None:
@@ -80,10 +84,10 @@ class PassCounter(TorchDispatchMode):
 
 
 def with_layers(two: PassCounter, three: PassCounter, *, more: int) -> PassCount:
-    """Return the count of a pass through three layers and `more` of them, from those through two and three.
+    """Return the count of a pass through three layers and `more` of them, from passes through two and three layers.
 
-    Until the backward pass of the lowest layer the peak grows by what a layer keeps, then by its gradients. Where
-    gradients are larger, the peak is in the second part, as it is the largest then at the lowest layer.
+    In the first part, up to the backward pass of the lowest layer, the peak grows by a layer's saved activations. In
+    the second part it grows by a layer's gradients. The larger of both is the peak.
     """
     peaks = ((two.earlier_peak, three.earlier_peak), (two.peak, three.peak))
     kernels = {key: count + more * (count - two.kernels[key]) for key, count in three.kernels.items()}
@@ -91,7 +95,7 @@ def with_layers(two: PassCounter, three: PassCounter, *, more: int) -> PassCount
 
 
 def kernel_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Kernel | None:
-    """Return the work of an operation that has returned `out`; None for one that only allocates, or views."""
+    """Return the work of an operation that returned `out`; None if it only allocates or makes a view."""
     name, is_mutable = described(func)
     if name in WITHOUT_KERNEL:
         return None
@@ -124,7 +128,7 @@ def described(func: Any) -> tuple[str, bool]:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or results, also of lists among them."""
+    """Yield the tensors among arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -133,17 +137,17 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def attention_operations(name: str, args: Any) -> float:
-    """Return the operations of attention between unmasked pairs; torch before 2.12 counts no grouped queries.
+    """Return the arithmetic operations of attention between unmasked pairs.
 
-    The forward pass has two products, scores and output; the backward pass computes the scores again, and two gradients
-    of each product.
+    torch's own counter ignores grouped queries before 2.12. The forward pass has two products: scores and output. The
+    backward pass computes the scores again, and two gradients of each product.
     """
     is_backward = name.endswith("_backward")
-    query, key, value = args[is_backward : is_backward + 3]  # behind the gradient of the output
+    query, key, value = args[is_backward : is_backward + 3]  # backward: after the gradient of the output
     width = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
     return (1.0 if name in CAUSAL else 2.0) * query.shape[:-1].numel() * key.shape[-2] * width
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's values in memory; an expanded one repeats some."""
+    """Return the bytes of a tensor in memory; an expanded tensor has fewer than its shape says."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

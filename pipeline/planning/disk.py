@@ -1,4 +1,4 @@
-"""Count what a stage takes on a disk, and of host memory to write it: saved models, checkpoints, offload to NVMe."""
+"""Count the disk space of a stage for models, checkpoints and offload to NVMe, and the host memory of a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,13 +51,13 @@ def outputs(models: Sequence[ModelUse], dtype: str, run: RunConfig, *, saves_ada
 def with_checkpoint(
     plan: MemoryPlan, models: Sequence[ModelUse], engines: Mapping[str, Json], run: RunConfig, moments: OptimizerStates
 ) -> MemoryPlan:
-    """Return the plan with the host memory of a checkpoint that is written, on the machine of the first rank.
+    """Return the plan with the host memory for writing a checkpoint, on the machine of rank 0.
 
-    `--save-in-background` copies the checkpoint to host memory: each rank its partition, rank 0 what is not
-    partitioned. 8-bit moments are always converted to fp32 on the host. On a CPU each process's own share counts in
-    its phases; what only rank 0 writes counts for the machine.
+    `--save-in-background` copies the checkpoint to host memory: each rank its partition, and rank 0 everything that is
+    not partitioned. 8-bit moments are always converted to fp32 on the host. On a CPU, a process's own share counts in
+    its phases, and rank 0's other tensors count for the machine.
     """
-    background, share_of_each, machine = run.save_in_background, 0, 0  # bytes of each process, and of all
+    background, share_of_each, machine = run.save_in_background, 0, 0  # the numbers: bytes of each process, and of all
     for use in models if run.keep_checkpoints else ():
         if not use.trained:
             continue
@@ -81,10 +81,10 @@ def with_checkpoint(
 def nvme_files(
     sizes: Mapping[str, ModelSize], engines: Mapping[str, Json], *, ranks: int, per_host: int
 ) -> dict[Path, int]:
-    """Return the bytes of DeepSpeed's files in each folder of NVMe on a machine, of all models and processes there.
+    """Return the bytes of DeepSpeed's files in each folder of NVMe on a machine, for all models and processes there.
 
-    Weights have their own dtype, and a tied head is counted again, since it is tied later; master weights, moments and
-    gradients are fp32. Tensors below 1 MiB count too, though DeepSpeed keeps them in memory.
+    Weights have their own dtype; a tied head counts again, since it is written before it is tied. Master weights,
+    moments and gradients are fp32. Tensors below 1 MiB are included, though DeepSpeed keeps them in memory.
 
     Args:
         sizes, engines: sizes and DeepSpeed JSONs of a stage's models, by role.
@@ -94,7 +94,7 @@ def nvme_files(
     for role, size in sizes.items():
         zero, shares = engines[role]["zero_optimization"], list[tuple[Path, int]]()
         if is_on_nvme(engines[role], "offload_param"):
-            # Several models have a folder each below the given one.
+            # With several models, each has its own folder below the given one.
             folder = Path(zero["offload_param"]["nvme_path"])
             whole = size.num_bytes + size.tied * size.element
             shares.append((folder.parent if len(sizes) > 1 else folder, whole))
@@ -106,15 +106,15 @@ def nvme_files(
 
 
 def earlier_files(folder: Path) -> Iterator[Path]:
-    """Yield the files that earlier runs have left in a folder of NVMe: a run deletes them when it starts."""
-    for below in ("", "*/"):  # the second: the folder of one model of several
+    """Yield the files that earlier runs left in a folder of NVMe; a run deletes them when it starts."""
+    for below in ("", "*/"):  # the second if several models have a folder each
         yield from folder.glob(f"{below}zero_stage_3/*/rank*/*.tensor.swp")
 
 
 def without_room(files: Mapping[Path, int]) -> Iterator[str]:
-    """Yield a line for each folder of this machine that lacks room for its files even without earlier ones."""
+    """Yield a line for each folder of this machine with too little space, counting earlier runs' files as free."""
     for folder, size in files.items():
         room = free_bytes(folder) + sum(file.stat().st_size for file in earlier_files(folder))
         if size > room:
-            fault = f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
-            yield f"{fault}: free some, or give an nvme_path on another disk"
+            fault = f"{folder} (NVMe) has {room / GIB:.2f} of {size / GIB:.2f} GiB free"
+            yield f"{fault}: delete files there, or give an nvme_path on another disk"

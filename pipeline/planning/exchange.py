@@ -1,8 +1,8 @@
-"""Estimate the time that GPUs exchange tensors in each phase of a step.
+"""Estimate how long GPUs exchange tensors in each phase of a step.
 
-Collectives are rings by the stated bandwidths of a target (benchmarks/reports/scale.md), none overlapped with
-computation. Not counted: what Python takes at each parameter under ZeRO stage 3, and the few bytes of metrics and
-lengths.
+The estimate takes collectives as rings with the target's bandwidths (benchmarks/reports/scale.md) and lets none overlap
+with computation. It leaves out Python's time at each parameter under ZeRO stage 3, and metrics and lengths, which are a
+few bytes.
 """
 
 import math
@@ -16,27 +16,31 @@ from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import Rollout, StageNeeds
 from pipeline.planning.states import gathers_once, gradient_bytes
 
-# Seconds to start a collective, from rollouts that two and four GPUs shared, and of each hop of its ring, as in NCCL's
-# model.
+# Seconds to start a collective (measured in rollouts that two and four GPUs shared), and of each hop of its ring (from
+# NCCL's model).
 START, HOP = 15e-6, 3.4e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """GPUs that exchange tensors in rings: `ranks` of them, each sending `bytes_per_s`."""
+    """GPUs that exchange tensors in rings.
+
+    ranks: number of GPUs.
+    bytes_per_s: bytes that each of them sends per second.
+    """
 
     ranks: int
     bytes_per_s: float
 
     @classmethod
     def of(cls, target: Target, ranks: int) -> Self:
-        """Return the ring of so many neighbouring GPUs. Between machines all GPUs of one share its network."""
+        """Return the ring of `ranks` neighbouring GPUs. All GPUs of a machine share its network."""
         is_local = target.hosts_of(ranks) == 1
         gb_per_s = target.link_gb_per_s if is_local else min(target.link_gb_per_s, target.network_gb_per_s)
         return cls(ranks, gb_per_s * 1e9 * LINKS)
 
     def gather(self, num_bytes: float, calls: float = 1) -> float:
-        """Return the seconds of all-gathers, or reduce-scatters, of so many bytes of whole tensors in `calls`."""
+        """Return the seconds of `calls` all-gathers or reduce-scatters; num_bytes: whole tensors of all calls."""
         if self.ranks == 1:
             return 0.0
         steps = self.ranks - 1
@@ -50,7 +54,7 @@ class Ring:
 def exchange_seconds(
     needs: StageNeeds, engines: Mapping[str, Json], plan: MemoryPlan, target: Target, *, gather: str
 ) -> Mapping[str, float]:
-    """Return the seconds of exchange in each phase that `phase_seconds` times; {} where the bandwidths are not known.
+    """Return the seconds of exchange in each phase of `phase_seconds`; {} if the bandwidths are not known.
 
     gather: --zero3-gather.
     """
@@ -80,7 +84,7 @@ def exchange_seconds(
 
 
 def gradient_seconds(ring: Ring, plan: MemoryPlan, role: str, engine: Json, *, micro_batches: int, steps: int) -> float:
-    """Return the seconds in which gradients of a model are reduced, and at ZeRO stages 1 and 2 its weights gathered."""
+    """Return the seconds to reduce a model's gradients and, at ZeRO stages 1 and 2, to gather its new weights."""
     zero, size = engine["zero_optimization"], plan.sizes[role]
     num_bytes = gradient_bytes(size, engine) * size.trained
     buckets = math.ceil(size.trained / zero.get("reduce_bucket_size", 500_000_000))

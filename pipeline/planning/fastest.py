@@ -1,9 +1,11 @@
-"""The fastest way to run a stage that its plan finds: values of the flags that are `auto`.
+"""Choose the fastest values of the flags that are `auto`, by the plan.
 
-None of them changes what is trained, but for rounding: how an optimizer step is cut into micro-batches, whether
-activations are recomputed, how many prompts are sampled at once, whether their KV cache is given back, the rows of an
-evaluation batch, the sizes of buckets; and on one GPU whether each layer is gathered, as ZeRO stage 3 of a preset does.
-A CPU has their defaults. The ladder (`ladder.py`) goes the other way: it changes what was given until a plan fits.
+These flags affect only speed and memory; the training stays the same up to rounding. They set the micro-batch,
+gradient checkpointing, the prompts sampled at once, whether the KV cache is freed for updates, the rows of an
+evaluation batch and the sizes of buckets. On one GPU, a preset's ZeRO stage 3 may also become stage 2. A CPU has the
+defaults.
+
+`remedies.py` changes flags that the user gave; this module does not.
 """
 
 import shlex
@@ -34,27 +36,27 @@ from pipeline.configuration.global_batch import (
 from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
-from pipeline.planning.duration import GIVEN_BACK_S
+from pipeline.planning.duration import RECREATE_CACHE_S
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
-# Elements of a bucket: with overlap DeepSpeed's 5e8 hold 1.9 GiB of a GPU, and these are sent at the same speed.
+# Elements of a bucket. DeepSpeed's default of 5e8 takes 1.9 GiB of a GPU with overlap and is no faster.
 BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
-# Rows of a pass without gradients that take less than one of a pass with them, also where its layers are recomputed.
+# Rows of a pass without gradients that take less memory than one row with gradients, even with checkpointing.
 ROWS_WITHOUT_GRADIENTS = 4
-FEWEST_PROMPTS = 8  # sampled at once where as many fit: a decode step of fewer takes hardly less time
-ALIKE = 1.05  # times of a step whose quotient is at most this are alike
+FEWEST_PROMPTS = 8  # sampled at once, if they fit; a decode step of fewer rows takes about as long
+ALIKE = 1.05  # largest quotient of two times of a step that count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Values of flags that are `auto`, with the plan of the settings that have them.
+    """Values of the flags that are `auto`, and the plan with them.
 
     flags: the values.
-    resolved: the settings.
-    plan: their plan.
-    seconds: seconds of an optimizer step, with its share of a rollout; 0 where they are not known.
+    resolved: the settings with these values.
+    plan: the plan of these settings.
+    seconds: seconds of an optimizer step, with its share of a rollout; 0 if they are not known.
     lacks: bytes that the GPU or the host lacks, by the high estimate.
     """
 
@@ -66,7 +68,7 @@ class Candidate:
 
     @classmethod
     def of(cls, planner: StagePlanner, resolved: Resolved, flags: Mapping[str, Any]) -> Self:
-        """Plan settings with other values of some flags. Raises InputError, EnvironmentFault."""
+        """Plan settings with these values of flags. Raises InputError, EnvironmentFault."""
         settings = Choice(flags, f"{CHOSEN}{planner.target}").of(resolved, planner.target.num_gpus)
         plan, needs = planner.memory(settings), planner.needs(settings)
         lacks = sum(lacking(plan, planner.target, high=True))
@@ -80,31 +82,31 @@ class Candidate:
 
     @property
     def is_best_of_its_kind(self) -> bool:
-        """Tell whether no smaller micro-batch can be faster: it fits, and beside a KV cache, if any, that stays."""
+        """Tell whether no smaller micro-batch can be faster: this one fits, and a KV cache, if any, stays too."""
         return not self.lacks and (self.plan.keeps_rollout or not self.plan.slots)
 
     @property
     def line(self) -> str:
-        """The choice, and what it gives."""
+        """The chosen flags, with time and memory."""
         time = f"{seconds_text(self.seconds)} a step and " if self.seconds else ""
         memory = " to ".join(f"{n / GIB:.1f}" for n in self.plan.reserved())
-        lacks = ", more than there is" if self.lacks else ""
-        return f"{choice_in_words(self.resolved) or 'the defaults'} ({time}{memory} GiB by the plan{lacks})"
+        lacks = ", which does not fit" if self.lacks else ""
+        return f"{choice_text(self.resolved) or 'the defaults'} ({time}{memory} GiB by the plan{lacks})"
 
 
 def auto_flags(resolved: Resolved) -> list[str]:
-    """Return the flags that the plan chooses: those that are `auto`, of models that there are, and that nobody gave."""
+    """Return the flags that the plan chooses: flags that are `auto` and unset, of models that the stage has."""
     config = resolved.config
     table = flag_table(type(config)).items()
     return [name for name, flag in table if flag.auto and not config.absent(flag) and not resolved.is_given(name)]
 
 
 def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
-    """Return the fastest settings that fit by the high estimate; None on a CPU, or where a GPU's memory is not known.
+    """Return the fastest settings that fit by the high estimate; None on a CPU, or if a GPU's memory is not known.
 
-    Of those whose times are alike the one with the largest micro-batch, then the one that takes least. Where times are
-    not known, the first: with the least recomputed, then the most prompts at once. Where none fits, the one that lacks
-    least.
+    - Among times that are alike (ALIKE), take the largest micro-batch, then the least memory.
+    - If times are not known, take the first candidate: the least recomputed, then the most prompts at once.
+    - If none fits, take the one that lacks least.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
@@ -113,7 +115,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
         return None
     whole = whole_weights(planner, resolved)
     planned = list(candidates(planner, resolved, names, whole))
-    if whole and not any(fits(one.plan, planner.target) for one in planned):  # the ladder offloads weights of stage 3
+    if whole and not any(fits(one.plan, planner.target) for one in planned):  # only stage 3 can offload weights
         whole = {}
         planned = list(candidates(planner, resolved, names, whole))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
@@ -128,10 +130,10 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 
 
 def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
-    """Return ZeRO stage 2 for the models whose weights a preset partitions, where one GPU holds all of them anyway.
+    """Return ZeRO stage 2 for the models that a preset partitions by stage 3, if there is one GPU.
 
-    Stage 3 gathers each layer before it is used, from one rank as from many. {} where weights are offloaded, or a flag
-    is given by hand that only stage 3 reads.
+    With one rank, stage 3 saves nothing and still gathers each layer before it is used. Returns {} if weights are
+    offloaded, or if the user gave a flag that only stage 3 reads.
     """
     values, origins = dict(flat_items(resolved.config)), resolved.origins
     names = [name for name in values if name.endswith(STAGE) and (values[name], origins[name]) == (3, resolved.preset)]
@@ -144,7 +146,7 @@ def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
     if any(unmet_need(flag, values | whole, kind, on_cpu=False) for flag in given):
         return {}
     changed = Choice(whole, CHOSEN).of(resolved, 1)
-    # What offloads weights contradicts stage 2; of a preset it would give way.
+    # Weight offload needs stage 3; a preset's offload would be dropped silently.
     alike = dict(flat_items(changed.config)) == values | whole and not contradiction(changed, 1)
     return whole if alike else {}
 
@@ -156,12 +158,14 @@ def candidates(
     whole: Mapping[str, int],
     sizes: range | None = None,
 ) -> Iterator[Candidate]:
-    """Yield the settings that may be the fastest, with more and more recomputed, and fewer and fewer prompts at once.
+    """Yield the settings that may be the fastest: with ever more recomputation, and ever fewer prompts at once.
 
-    whole: flags that all of them have. sizes: numbers of prompts at once; None: see `prompts_at_once`.
+    The search ends early in two cases. If the largest micro-batch fits without recomputation and with all prompts at
+    once, nothing is faster. If fewer prompts at once are slower, still fewer gain nothing.
 
-    Without any recomputation, and with all prompts at once, the largest micro-batch is the fastest: where it fits,
-    nothing else is tried. Where fewer prompts at once are slower, still fewer are too, or what they may gain is less.
+    Args:
+        whole: flags of all candidates.
+        sizes: numbers of prompts at once; None: see `prompts_at_once`.
     """
     micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
     shared = {**whole, **buckets(planner, resolved, names, whole)}
@@ -181,22 +185,23 @@ def candidates(
 
 
 def least_seconds(ones: Sequence[Candidate]) -> float:
-    """Return the least seconds of a step with fewer prompts at once than these candidates have, 0 if not known.
+    """Return a lower bound of the seconds of a step with fewer prompts at once than these candidates; 0 if not known.
 
-    An update needs no less memory with fewer prompts: where one of these fits, so do the same micro-batches, and all
-    that they may gain is a KV cache that stays.
+    Fewer prompts do not lower the memory of an update, so they allow the same micro-batches. At best their KV cache
+    stays in memory, and need not be allocated again.
     """
     fitting = [one for one in ones if not one.lacks]
-    gain = 0.0 if all(one.plan.keeps_rollout for one in fitting) else GIVEN_BACK_S
+    gain = 0.0 if all(one.plan.keeps_rollout for one in fitting) else RECREATE_CACHE_S
     return min((one.seconds for one in fitting), default=0.0) - gain
 
 
 def planned_size(
     planner: StagePlanner, resolved: Resolved, names: Sequence[str], flags: Mapping[str, int], size: int
 ) -> Candidate:
-    """Plan micro-batches of `size` rows with these other flags, and what follows from them.
+    """Plan micro-batches of `size` rows together with these flags, and choose the flags that follow from them.
 
-    A KV cache that would not stay is given back from the first rollout on, before an update runs out of memory.
+    If the KV cache does not fit beside an update, `--release-inference-cache` is chosen. Else the first update would
+    run out of memory before the run frees the cache.
     """
     chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
     if EVALUATED in names:
@@ -209,7 +214,7 @@ def planned_size(
 
 
 def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str], whole: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of DeepSpeed's buckets: between GPUs, and on one for what it offloads or ZeRO stage 3 keeps."""
+    """Return the sizes of DeepSpeed's buckets. One GPU has buckets only with offload or ZeRO stage 3; else {}."""
     zeros = [engine["zero_optimization"] for engine in planner.jsons_of(resolved).values()]
     devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
     partitions = not whole and any(zero["stage"] == 3 for zero in zeros)
@@ -217,10 +222,10 @@ def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str], whol
     return {name: elements for name, elements in BUCKETS.items() if has_any and name in auto}
 
 
-def choice_in_words(resolved: Resolved) -> str:
-    """Return the values that were chosen and are not the defaults of their flags, as a command line has them.
+def choice_text(resolved: Resolved) -> str:
+    """Return the chosen values that differ from the defaults, as flags of a command line.
 
-    Without the sizes of buckets, on which the others do not depend.
+    The sizes of buckets are left out: the other flags do not depend on them.
     """
     table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
     origins = {name: origin for name, origin in resolved.origins.items() if name not in BUCKETS}
@@ -229,25 +234,25 @@ def choice_in_words(resolved: Resolved) -> str:
 
 
 def of_sizes(planned: Callable[[int], Candidate], sizes: Sequence[int]) -> Iterator[Candidate]:
-    """Yield the largest of ascending micro-batches that fits, and smaller ones as long as they may be faster.
+    """Yield the largest of ascending micro-batches that fits, then smaller ones as long as they may be faster.
 
-    The smallest where none fits.
+    If none fits, yield the smallest.
     """
-    place = len(sizes) - 1
-    if planned(sizes[place]).lacks:
-        place = max(0, bisect_left(sizes, True, key=lambda size: bool(planned(size).lacks)) - 1)
-    yield (largest := planned(sizes[place]))
-    for size in reversed(sizes[:place]):
+    last = len(sizes) - 1
+    if planned(sizes[last]).lacks:
+        last = max(0, bisect_left(sizes, True, key=lambda size: bool(planned(size).lacks)) - 1)
+    yield (largest := planned(sizes[last]))
+    for size in reversed(sizes[:last]):
         if largest.is_best_of_its_kind or largest.lacks or (one := planned(size)).seconds > largest.seconds:
             return
         yield one
 
 
 def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
-    """Return the micro-batches into which a rank's rows of an optimizer step can be cut, ascending."""
+    """Return the sizes of micro-batches that divide a rank's rows of an optimizer step, ascending."""
     optimizer = resolved.config.optimizer
     micro, steps = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
-    # A DeepSpeed JSON that names the accumulation is held to it.
+    # A DeepSpeed JSON that names the accumulation fixes it.
     if MICRO not in names or resolved.origins[STEPS] == resolved.config.deepspeed.deepspeed_config:
         return [micro]
     return divisors(micro * steps, up_to=micro * steps)
@@ -256,10 +261,12 @@ def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
 def prompts_at_once(
     planner: StagePlanner, resolved: Resolved, names: Sequence[str], sizes: range | None
 ) -> Iterator[dict[str, int]]:
-    """Yield the flag of the prompts that are sampled at once: all of a rank's rollout, then half of them, and so on.
+    """Yield the flag for the prompts sampled at once: all of a rank's rollout, then half of them, and so on.
 
-    {} alone where the stage samples nothing, or its rollouts are so many of them as a flag says. sizes: yield these
-    numbers alone; None: all of a rollout, and its halves that are not below FEWEST_PROMPTS.
+    Yields only {} if the stage samples nothing, or if a flag gives the number of batches of a rollout.
+
+    Args:
+        sizes: numbers that may be yielded; None: all prompts of a rollout, and halves down to FEWEST_PROMPTS.
     """
     if GENERATED not in names or dict(flat_items(resolved.config))[BATCHES]:
         if sizes is None:
@@ -277,9 +284,11 @@ def prompts_at_once(
 def evaluation_batch(planner: StagePlanner, resolved: Resolved, *, micro_batch: int, at_once: int) -> int:
     """Return the rows of an evaluation batch.
 
-    It has as many tokens as a scoring pass, but no more rows than surely take less than an update's. In stage 3, which
-    plans no evaluation, it is the default or an update's, but not above what a rollout samples at once: an evaluation's
-    rows are sampled in as many slots. at_once: prompts of a rollout that are (0: as many as the flag says).
+    The batch has as many tokens as a scoring pass, and so few rows that it takes less memory than an update. Stage 3
+    plans no evaluation: it takes the larger of the default and the micro-batch, limited to the slots of a rollout.
+
+    Args:
+        at_once: prompts of a rollout that are sampled at once; 0: as the flag says.
     """
     passes, rows = planner.needs(resolved).phases.get("evaluate"), resolved.config.optimizer.per_device_eval_batch_size
     if not passes:

@@ -1,4 +1,4 @@
-"""Measure models without memory: they are built and run on the meta device, where tensors have shapes and no values.
+"""Measure models without allocating them: they are built and run on the meta device, where tensors have only shapes.
 
 The modules are those of training, so that sizes and live bytes of a pass are counted, not estimated. Stand-ins take the
 places of kernels (stand_ins.py).
@@ -46,26 +46,25 @@ from pipeline.planning.stand_ins import (
     counted_rotary,
 )
 
-# Bytes of a weight in 4 bits with its share of the scale of its block of 64 in fp32, and doubly quantised (QLoRA,
-# section 3).
+# Bytes of a 4-bit weight. Each block of 64 weights has a scale: in fp32, or itself quantised (QLoRA, section 3).
 NF4_BYTES, DOUBLE_NF4_BYTES = 0.5 + 4 / 64, 0.5 + 0.127 / 8
 BUFFERED_ROTARY = frozenset({"dynamic", "longrope"})
-FEW_LAYERS = (2, 3)  # of a model whose layers are alike, whose passes are counted
+FEW_LAYERS = (2, 3)  # numbers of layers that are run to measure a model whose layers are alike
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of weights, tied ones once, and bytes as they are loaded.
+    """Numbers of weights of a model, and their bytes when loaded. Tied weights count once.
 
     weights: all weights.
     trained: weights that are trained.
-    embeddings: weights of tables of embeddings, and of the head.
-    linear: weights of linear layers but the heads.
+    embeddings: weights of embedding tables and of the head.
+    linear: weights of linear layers without the heads.
     largest: weights of the largest parameter.
     layer: weights of the largest decoder layer.
     num_bytes: bytes of all weights and buffers.
-    element: bytes of a weight that is trained.
-    tied: weights of the head, if it is the embedding.
+    element: bytes of one trained weight.
+    tied: weights of the head if it is tied to the embedding, else 0.
     """
 
     weights: int
@@ -80,7 +79,7 @@ class ModelSize:
 
     @property
     def num_layers(self) -> int:
-        """The number of decoder layers, 1 where none is known."""
+        """The number of decoder layers; 1 if the model does not name their class."""
         return max(1, (self.weights - self.embeddings) // self.layer) if self.layer else 1
 
     @classmethod
@@ -113,7 +112,7 @@ class ModelSize:
 
 
 def saved_by_nf4(model: PreTrainedModel) -> int:
-    """Return the bytes that 4-bit linear layers take less; by config.json's entry, where they are stored in 4 bits."""
+    """Return the bytes that 4-bit linear layers save. If config.json says that they are stored so, use its entry."""
     entry = getattr(model.config, "quantization_config", None) or {"bnb_4bit_use_double_quant": True}
     skipped = entry.get("llm_int8_skip_modules")
     names = [name for name in linear_names(model, "all-linear") if should_convert_module(name, skipped)]
@@ -124,22 +123,22 @@ def saved_by_nf4(model: PreTrainedModel) -> int:
 
 @cache
 def shapes() -> dict[str, dict[str, Any]]:
-    """Return launch/shapes.yaml: hub ids of known models, and the fields of their configurations that fix the shape."""
+    """Return launch/shapes.yaml: hub id -> the fields of the model's configuration that fix its shape."""
     return load_yaml(str(launch_file("shapes.yaml")))
 
 
 @lru_cache(maxsize=64)
 def planned_config(path: str) -> PretrainedConfig:
-    """Return the configuration of a model: of a known hub id without the hub. Raises as `ModelSource.config`."""
-    known = shapes().get(path.removesuffix("-Instruct"))
-    if known is None or Path(path).exists():
+    """Return the configuration of a model; ids of launch/shapes.yaml need no hub. Raises as `ModelSource.config`."""
+    shape = shapes().get(path.removesuffix("-Instruct"))
+    if shape is None or Path(path).exists():
         return ModelSource(path).config
-    config: PretrainedConfig = AutoConfig.for_model(**known)
+    config: PretrainedConfig = AutoConfig.for_model(**shape)
     return config
 
 
 def shape_of(use: ModelUse) -> ModelUse:
-    """Return the use without what changes neither its weights nor its passes: what is counted is remembered by it."""
+    """Return the use without settings that affect neither weights nor passes; it is the key of the caches below."""
     flags = use.settings.model_dump(include={
         "attn_implementation", "gradient_checkpointing", "lora_alpha", "lora_dim", "lora_module_name", "quantization",
     })  # fmt: skip
@@ -156,7 +155,7 @@ def build(use: ModelUse, dtype: str) -> Any:
 
 @lru_cache(maxsize=64)
 def build_shape(use: ModelUse, dtype: str) -> Any:
-    """Build a model by what `shape_of` returns."""
+    """Build the model of a use that `shape_of` returned."""
     config, settings = without_dropout(planned_config(use.path)), use.settings
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if use.has_values:
@@ -202,43 +201,43 @@ def model_size(use: ModelUse, dtype: str) -> ModelSize:
 
 @lru_cache(maxsize=64)
 def size_of_shape(use: ModelUse, dtype: str) -> ModelSize:
-    """Return the size of a model by what `shape_of` returns."""
+    """Return the size of the model of a use that `shape_of` returned."""
     return ModelSize.of(build(use, dtype).model, quantization=use.settings.quantization)
 
 
 def peak_bytes(use: ModelUse, dtype: str, work: Pass) -> int:
-    """Return the peak of bytes that a pass holds, see `count_pass`."""
+    """Return the peak of live bytes in a pass; see `count_pass`."""
     return count_pass(use, dtype, work).peak
 
 
 def count_pass(use: ModelUse, dtype: str, work: Pass) -> PassCount:
-    """Count the kernels of a pass, and the bytes that it holds beside weights and gradients, logits included.
+    """Count the kernels of a pass, and the bytes that it holds besides weights and gradients. Logits are included.
 
-    Where no earlier gradients exist, those that the pass makes are included.
+    If no earlier gradients exist, the gradients of this pass are included.
 
     Raises:
-        InputError: the model's forward pass depends on values, as those of some mixtures of experts do.
+        InputError: the forward pass depends on values, as in some mixtures of experts.
     """
     shape = shape_of(use)
-    if not work.trains:  # nothing is kept that could be recomputed
+    if not work.trains:  # without a backward pass there is nothing to recompute
         shape = replace(shape, settings=shape.settings.model_copy(update={"gradient_checkpointing": False}))
     return count_pass_of_shape(shape, dtype, replace(work, role="", times=1, without_adapters=False))
 
 
 @lru_cache(maxsize=256)
 def count_pass_of_shape(use: ModelUse, dtype: str, work: Pass) -> PassCount:
-    """Count a pass of a model by what `shape_of` returns."""
+    """Count a pass of the model of a use that `shape_of` returned."""
     try:
         return run_counted(use, dtype, work)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"{use.path}: its passes cannot be planned, they depend on values: {reason}") from error
+        raise InputError(f"{use.path}: its passes cannot be planned since they depend on values: {reason}") from error
 
 
 def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
-    """Run a pass on the meta device and return what it takes.
+    """Run a pass on the meta device and return its count.
 
-    Of a model whose decoder layers are alike only two and three are run, and say what each further one takes.
+    A model whose decoder layers are alike is run with two and with three layers. The difference is the cost of a layer.
     """
     wrapped, stack, makes_buffers = counted_model(use, dtype)
     if stack is None:
@@ -257,19 +256,19 @@ def run_counted(use: ModelUse, dtype: str, work: Pass) -> PassCount:
 
 @lru_cache(maxsize=64)
 def counted_model(use: ModelUse, dtype: str) -> tuple[Any, tuple[nn.Module, str] | None, bool]:
-    """Return a model, where its layers are if they are alike, and whether a first pass makes buffers."""
+    """Return a model, the module and name of its list of layers if they are alike, and whether a pass adds buffers."""
     wrapped = build(use, dtype)
     if (stack := alike_layers(base_model(wrapped.model))) is None:
         return wrapped, None, False
-    # Of long rotary positions.
+    # Long rotary positions allocate buffers in the first pass.
     makes_buffers = any(getattr(module, "rope_type", "") in BUFFERED_ROTARY for module in wrapped.modules())
     return wrapped, stack, makes_buffers
 
 
 def alike_layers(model: PreTrainedModel) -> tuple[nn.Module, str] | None:
-    """Return the module that has the list of a model's decoder layers, and its name there; None where they differ.
+    """Return the module that has the list of a model's decoder layers, and the list's name there.
 
-    None too for a few layers, which are counted as they are, and for an encoder and a decoder.
+    None if the layers differ, if there are so few that all are run, or if the model has an encoder and a decoder.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [
@@ -297,21 +296,21 @@ def parts_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def run_pass(wrapped: Any, use: ModelUse, work: Pass, *, lowest: nn.Module | None = None) -> PassCounter:
-    """Run a pass on the meta device; it is divided where the backward pass of the `lowest` layer begins."""
+    """Run a pass on the meta device; count what follows the backward pass of the `lowest` layer separately."""
     of_two = isinstance(wrapped, Seq2SeqLM)
     device, rows, length = torch.device("meta"), work.rows, work.length // 2 if of_two else work.length
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if work.accumulates else None
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-    # transformers uses a dense mask as it is and reads the values of any other; BLOOM makes its own dense mask.
+    # transformers reads the values of any mask but a dense one, and here are none; BLOOM builds its own dense mask.
     makes_mask = base_model(wrapped.model).config.model_type == "bloom"
     shape = (rows, length) if makes_mask else (1, 1, length, length)
     mask = torch.ones(shape, dtype=torch.bool, device=device)
     positions = torch.arange(length, device=device).unsqueeze(0)
     selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
-    known = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    counter = PassCounter([*known, ids, mask, positions, selected])
+    held = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
+    counter = PassCounter([*held, ids, mask, positions, selected])
 
     def watch(layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output if isinstance(output, torch.Tensor) else output[0]

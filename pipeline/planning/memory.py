@@ -1,6 +1,6 @@
 """Count the memory of a GPU and of the host by model and phase, in bytes of one rank.
 
-What each model holds comes from `states.py`, activations from `measurement.py`.
+The states of each model come from `states.py`, activations from `measurement.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,33 +17,33 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import States, states_of, with_average
 from pipeline.run.device import bytes_of_cuda
 
-# What a process takes besides its tensors, expected and high, all measured (benchmarks/reports/memory.md).
-# Unused part of the allocator's blocks, as a share of the tensors. The largest one measured is 8.5 % (7B with LoRA, on
-# a device with little memory to spare).
+# Memory of a process besides its tensors, expected and high, all measured (benchmarks/reports/memory.md).
+# Unused part of the allocator's blocks, as a share of the tensors. The largest measured is 8.5 % (7B with LoRA, on a
+# nearly full device).
 UNUSED_REST = (0.04, 0.09)
 # Host memory of a process on a CPU: Python, torch, DeepSpeed, transformers, tokenizer and data.
 PROCESS = (GIB * 6 // 10, GIB)
-# Host memory of a process that computes on a GPU, with what CUDA and the loading of weights take.
+# Host memory of a process that computes on a GPU, including that of CUDA and of loading weights.
 PROCESS_BESIDE_GPU = (2 * GIB, GIB * 9 // 2)
-# Freed blocks below 32 MiB, which the C library's heap does not return on a CPU.
+# Freed blocks below 32 MiB of a process on a CPU, which the C library's heap does not return to the system.
 HEAP_REST = (GIB // 2, GIB * 9 // 10)
-# Block that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph.
+# Block in bytes that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph.
 POOL_BLOCK = 20 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """The peak of a phase on one GPU, in bytes of tensors, by what holds them.
+    """The peak of a phase on one GPU: bytes of tensors by kind.
 
-    states: weights, optimizer states and what else lasts.
+    states: weights, optimizer states and everything else that is always there.
     gradients: gradients with buckets, by role.
-    step: temporary copies of an optimizer step, where that is the peak.
+    step: temporary copies of an optimizer step, if the peak is there.
     gathered: weights that ZeRO stage 3 gathers.
     rollout: KV cache and copied weights.
     activations: activations with logits.
-    graph: the pool of the decode step's CUDA graph, which is in no tensor: it counts in expected and high alone.
-    fitted_cache: bytes of `rollout` that are a KV cache as large as what was left: unused blocks would have made it
-        smaller, so they are not added to it.
+    graph: the pool of the decode step's CUDA graph. It is in no tensor, so it counts only in expected and high.
+    fitted_cache: bytes of a KV cache that fills the free memory (part of `rollout`). No share of unused blocks is added
+        to it, since the cache would be smaller by that.
     """
 
     states: int
@@ -69,17 +69,17 @@ class MemoryPlan:
     """The memory of a stage on a target.
 
     sizes: numbers of weights, by role.
-    states: what each model holds, by role.
+    states: bytes of each model, by role.
     phases: peaks, by phase.
-    rollout: the buffers of generation, as the run would decide about them; None for a stage that samples nothing.
+    rollout: the buffers of generation that the run would choose; None for a stage that samples nothing.
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing.
     keeps_rollout: the buffers of generation stay in memory through updates, except possibly the first.
-    host: bytes of each machine's memory for what is offloaded, and for a checkpoint.
+    host: bytes of each machine's memory for offloaded tensors, and for a checkpoint.
     ranks: processes of the run.
-    besides: bytes that CUDA and NCCL take of a GPU, or Python and its libraries of a CPU; expected and high.
-    on_cpu: the run computes on a CPU, and its phases hold what is offloaded, too.
+    besides: bytes of CUDA and NCCL on a GPU, or of Python and its libraries on a CPU; expected and high.
+    on_cpu: the run computes on a CPU; then its phases include offloaded tensors.
     per_host: processes of a machine.
-    checkpoint: bytes of a machine's memory for the copy of a checkpoint that is being written (disk.py).
+    checkpoint: bytes of a machine's memory for the copy of a checkpoint while it is written (disk.py).
     """
 
     sizes: Mapping[str, ModelSize]
@@ -101,7 +101,7 @@ class MemoryPlan:
         return max(self.phases, key=lambda name: self.reserved(name)[0])
 
     def reserved(self, phase: str = "") -> tuple[int, int]:
-        """Return what a process takes of the device in a phase, by default at most in any: expected and high."""
+        """Return the device memory of a process in a phase (by default the largest of all): expected and high."""
         peaks = [self.phases[phase]] if phase else self.phases.values()
         rest = (0, 0) if self.on_cpu else UNUSED_REST
         expected, high = (max(reserved(peak, rest[i]) for peak in peaks) + self.besides[i] for i in (0, 1))
@@ -115,12 +115,12 @@ class MemoryPlan:
 
 
 def reserved(peak: PhaseMemory, rest: float) -> int:
-    """Return the bytes of the device at a peak, with an unused `rest` of the allocator's blocks."""
+    """Return the bytes of the device at a peak; rest: unused share of the allocator's blocks."""
     return int((peak.total - peak.fitted_cache) * (1 + rest)) + peak.fitted_cache + peak.graph
 
 
 def bytes_of_libraries(target: Target, ranks: int) -> tuple[int, int]:
-    """Return what CUDA and, with several ranks, NCCL take of a GPU, or a process of a CPU; expected and high."""
+    """Return the bytes of CUDA and, with several ranks, NCCL on a GPU, or of a process on a CPU: expected and high."""
     if target.is_cpu:
         return PROCESS[0] + HEAP_REST[0], PROCESS[1] + HEAP_REST[1]
     return bytes_of_cuda(target.measured, ranks)
@@ -174,7 +174,7 @@ def plan_memory(
         first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
             phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # its numbers alone
-        # Nothing is gathered besides copies; a backend without copies gathers all weights, not a layer at a time.
+        # A backend that copies weights gathers nothing; one without copies gathers all weights at once.
         whole = sizes["actor"].num_bytes if states["actor"].gathered and not rollout.copied_bytes else 0
         phases["generate"] = replace(phases["generate"], gathered=whole)
     host *= per_host
@@ -185,7 +185,7 @@ def rollout_buffers(
     rollout: Rollout, actor: ModelUse, states: States, dtype: str, target: Target, *, free: int
 ) -> tuple[int, dict[str, int]]:
     """Return the rows of the KV cache, and the bytes of generation's buffers by the fields of `PhaseMemory`."""
-    if target.is_cpu:  # the eager backend's cache has the rows that are sampled, and only gathers weights
+    if target.is_cpu:  # the eager backend's cache has a row for each sampled row; it copies weights only to gather them
         copied = rollout.copied_bytes if states.gathered else 0
         rollout = replace(rollout, copied_bytes=copied, slots=min(rollout.slots, rollout.num_responses))
         return rollout.slots, {"rollout": rollout.num_bytes(rollout.slots)}
@@ -200,10 +200,13 @@ def rollout_buffers(
 def updates_with_cache(
     rollout: Rollout, phases: Mapping[str, PhaseMemory], buffers: Mapping[str, int], target: Target, *, free: int
 ) -> tuple[bool, bool]:
-    """Tell whether the first update runs with the buffers of generation in memory, and whether later ones do.
+    """Tell whether the buffers of generation stay in memory in the first update, and whether in later ones.
 
-    The run asks the same `keeps_cache`. A first update that runs out of memory is repeated without the buffers, which
-    all later updates release, too. free: bytes of the device besides the states.
+    A run decides by the same `keeps_cache`. If the first update runs out of memory, the run frees the buffers and
+    repeats it, and frees them before all later updates.
+
+    Args:
+        free: bytes of the device besides the states.
     """
     if rollout.always_released or target.is_cpu or not target.memory:
         return (not rollout.always_released and not target.is_cpu,) * 2
@@ -220,9 +223,9 @@ def phase_memory(
     dtype: str,
     resident: int,
 ) -> PhaseMemory:
-    """Return the highest moment of a phase: one of its passes, or an optimizer step of the models that it trains.
+    """Return the peak of a phase: one of its passes, or an optimizer step of a model that it trains.
 
-    A phase without passes has what is resident.
+    In a phase without passes the peak is the resident memory.
     """
     used = dict.fromkeys(work.role for work in passes)
     trained = [role for role in used if any(work.trains for work in passes if work.role == role)]
@@ -246,5 +249,5 @@ def phase_memory(
 
 
 def is_before(role: str, work: Pass, trained: Sequence[str]) -> bool:
-    """Tell whether gradients of `role` exist in a pass: where steps accumulate, or its own passes came first."""
+    """Tell whether gradients of `role` exist in a pass: gradients accumulate, or the model's own passes came first."""
     return work.accumulates or (work.role in trained and trained.index(role) < trained.index(work.role))

@@ -1,4 +1,4 @@
-"""A stage's needs: the models and passes of each phase, which its `needs` gives to the planner."""
+"""The needs of a stage: its models, and the passes of each phase. Each stage's `needs` returns them to the planner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ class ModelUse:
 
     role: the name of its engine, as in the stage's DeepSpeed JSONs.
     path: the folder or hub id whose config.json has its shape.
-    settings: its flags, or those of its trained twin.
-    trained: it has an optimizer.
-    has_values: it has a scalar head, not a language model's.
-    only_lora: with LoRA, nothing else is trained.
-    averaged: it has a moving average in fp32.
-    on_cpu: it computes without the kernels of a GPU.
+    settings: the model's flags; a frozen model may share those of a trained one.
+    trained: the model has an optimizer.
+    has_values: the model has a scalar head in place of the language model's.
+    only_lora: with LoRA, only the adapters are trained.
+    averaged: the model has a moving average in fp32.
+    on_cpu: the model computes without the kernels of a GPU.
     """
 
     role: str
@@ -36,16 +36,16 @@ class ModelUse:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The largest forward pass of a model in a phase, or forward and backward pass, on one rank.
+    """The largest forward pass of a model in a phase on one rank, with its backward pass if the model trains.
 
     role: the role of the model.
-    rows: sequences that pass at once.
+    rows: sequences of the pass.
     length: tokens of each sequence.
     num_head_tokens: tokens that pass through a language model's head.
     trains: there is a backward pass.
     accumulates: gradients of an earlier pass exist.
-    times: passes like it in a step, or in stage 3 in a rollout.
-    without_adapters: adapters of LoRA are switched off.
+    times: number of such passes in an optimizer step, or in a rollout of stage 3.
+    without_adapters: LoRA's adapters are switched off.
     """
 
     role: str
@@ -62,20 +62,20 @@ class Pass:
 class Rollout:
     """The buffers of generation: a KV cache, and copied weights.
 
-    slots: rows of the KV cache, at most; with fewer of them some responses wait for a free one.
+    slots: rows of the KV cache, at most; if fewer fit, some responses wait for a free slot.
     cache_length: tokens of a slot.
     bytes_per_token: bytes of a token's keys and values, in all layers.
     copied_bytes: bytes of the weights that generation copies.
     num_responses: responses of a rollout on a rank, at most.
     num_new_tokens: tokens of a response, at most.
-    always_released: the KV cache is freed before every update; False: only where an update would not fit beside it.
-    merges_adapters: adapters of LoRA are merged into the copied weights.
-    tensor_parallel_size: GPUs that share the weights, each with as many rows.
+    always_released: the KV cache is freed before every update; False: only if an update would not fit beside it.
+    merges_adapters: LoRA's adapters are merged into the copied weights.
+    tensor_parallel_size: GPUs that share the weights; each has as many rows.
     hidden_bytes: bytes of a token's hidden state, which these GPUs exchange.
-    logits_bytes: bytes of a slot's logits at a decode step, and of what the draw computes from them.
-    gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: they are not streamed.
+    logits_bytes: bytes of a slot's logits at a decode step, and of the tensors that the draw computes from them.
+    gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: weights are not streamed.
     kernels_per_step: kernels of a decode step.
-    streamed: the buffers of streamed weights, where the memory decides about them; else None.
+    streamed: the buffers with streamed weights, if free memory decides whether to stream; else None.
     """
 
     slots: int
@@ -94,22 +94,22 @@ class Rollout:
     streamed: "Rollout | None" = None
 
     def as_decided(self, free: int) -> "Rollout":
-        """Return the buffers of a run on a device with so many free bytes: these, or those of streamed weights."""
+        """Return the buffers of a run on a device with `free` bytes: these, or those with streamed weights."""
         if self.streamed is None or leave_slots(self.copied_bytes, self.cache_length * self.bytes_per_token, free):
             return self
         return self.streamed
 
     def rounds(self, slots: int) -> int:
-        """Return how often a cache of so many rows is filled for all responses, where they are of full length."""
+        """Return how often a cache of `slots` rows is filled for all responses, if each has full length."""
         return -(-self.num_responses // slots)
 
     def slots_that_fit(self, free: int) -> int:
-        """Return the rows of a cache beside which a device has so many free bytes, one at least."""
+        """Return the rows of the cache that fit in `free` bytes beside the copied weights; at least one."""
         tokens = tokens_that_fit(free - self.copied_bytes, self.bytes_per_token)
         return max(1, min(self.slots, tokens // self.cache_length))
 
     def num_bytes(self, slots: int) -> int:
-        """Return the bytes of copied weights and of a cache of so many rows."""
+        """Return the bytes of copied weights and of a cache of `slots` rows."""
         return slots * self.cache_length * self.bytes_per_token + self.copied_bytes
 
 
@@ -121,10 +121,10 @@ class StageNeeds:
     phases: passes by the names of phases (generate, score, train, evaluate).
     batch: lines of batch arithmetic.
     num_steps: number of rows or prompts -> optimizer steps of a run.
-    steps_at_most: they may be fewer, which only the run finds out.
+    steps_at_most: the run may take fewer steps than `num_steps`.
     rollout: the buffers of generation; None for a stage that samples nothing.
     idle_states_leave: optimizer states are in host memory outside the training phase.
-    steps_each: optimizer steps that the phases take.
+    steps_each: optimizer steps in one pass through the phases.
     """
 
     models: Sequence[ModelUse]
@@ -138,7 +138,7 @@ class StageNeeds:
 
 
 def step_arithmetic(optimizer: OptimizerConfig, ranks: int, rows: str) -> str:
-    """Return the line `4 rows x 2 accumulated x 8 ranks = 64 rows an optimizer step`; `rows` says what they are."""
+    """Return the line `micro-batch 4 x 2 accumulated x 8 ranks = 64 ROWS an optimizer step`; rows: the word there."""
     micro, accumulation = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
     product = f"micro-batch {micro} x {accumulation} accumulated x {counted(ranks, 'rank')}"
     return f"{product} = {micro * accumulation * ranks} {rows} an optimizer step"
@@ -154,12 +154,12 @@ def supervised_needs(
     sequences: int = 1,
     has_values: bool = False,
 ) -> StageNeeds:
-    """Return the needs of a rank of a stage that trains one model on rows of data.
+    """Return the needs of one rank in a stage that trains one model on rows of data.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model that it starts from.
         length: tokens of a sequence.
-        what: the rows, in words.
+        what: the word for rows.
         sequences: sequences of a row.
         has_values: the model has a scalar head.
     """

@@ -12,7 +12,7 @@ from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
-from pipeline.planning.duration import GIVEN_BACK_S, phase_seconds, states_seconds, waiting_seconds
+from pipeline.planning.duration import RECREATE_CACHE_S, phase_seconds, states_seconds, waiting_seconds
 from pipeline.planning.exchange import exchange_seconds
 from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
@@ -34,28 +34,29 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class StagePlanner:
-    """A stage on a target, planned for any settings: those that were given, and those of the ladder.
+    """A stage on a target, which can be planned for any settings: the user's, and those of each remedy.
 
     needs_of: the stage's `needs`.
     jsons_of: settings -> the DeepSpeed JSON of each engine.
     base_of_output: folder of an earlier stage's output -> the model that it starts from.
     target: the GPUs that are planned for.
-    known: needs that were asked for, by the identity of the settings, which are kept beside them.
+    cached: needs computed so far, by the identity of the settings. The settings are stored too, so that no other
+        object can get their identity.
     """
 
     needs_of: NeedsOf
     jsons_of: JsonsOf
     base_of_output: Mapping[str, str]
     target: Target
-    known: dict[int, tuple[Resolved, StageNeeds]] = field(default_factory=dict, repr=False)
+    cached: dict[int, tuple[Resolved, StageNeeds]] = field(default_factory=dict, repr=False)
 
     def needs(self, resolved: Resolved) -> StageNeeds:
         """Return what the stage needs under these settings. Raises InputError, EnvironmentFault."""
-        if id(resolved) not in self.known:
+        if id(resolved) not in self.cached:
             ranks = self.target.num_gpus
             needs = self.needs_of(resolved.config, self.base_of_output, self.dtype(resolved), ranks)
-            self.known[id(resolved)] = resolved, needs
-        return self.known[id(resolved)][1]
+            self.cached[id(resolved)] = resolved, needs
+        return self.cached[id(resolved)][1]
 
     def memory(self, resolved: Resolved) -> MemoryPlan:
         """Count the stage's memory under these settings. Raises InputError, EnvironmentFault."""
@@ -71,7 +72,7 @@ class StagePlanner:
         return with_checkpoint(plan, needs.models, engines, config.run, config.optimizer.optimizer_states)
 
     def seconds(self, resolved: Resolved, plan: MemoryPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Return the seconds of each phase, and those of them in which GPUs exchange tensors; {} where not known."""
+        """Return the seconds of each phase, and its seconds of exchange between GPUs; {} where they are not known."""
         needs, target = self.needs(resolved), self.target
         gather = resolved.config.deepspeed.zero3_gather
         engines, dtype = self.jsons_of(resolved), self.dtype(resolved)
@@ -80,7 +81,7 @@ class StagePlanner:
         if computed and needs.idle_states_leave:
             computed["generate"] += states_seconds(needs, plan, target)
         if computed and plan.slots and not plan.keeps_rollout:
-            computed["generate"] += GIVEN_BACK_S
+            computed["generate"] += RECREATE_CACHE_S
         waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
         return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in computed.items()}, exchanged
 
@@ -89,7 +90,7 @@ class StagePlanner:
         return nvme_files(plan.sizes, self.jsons_of(resolved), ranks=plan.ranks, per_host=plan.per_host)
 
     def disk_faults(self, resolved: Resolved, plan: MemoryPlan) -> list[str]:
-        """Return a line for each such folder of this machine that has too little room."""
+        """Return a line for each folder of NVMe on this machine that has too little space."""
         return [] if self.target.described else list(without_room(self.files(resolved, plan)))
 
     def dtype(self, resolved: Resolved) -> str:
@@ -104,11 +105,11 @@ class StagePlan:
 
     planner: the stage on its target.
     resolved: the settings.
-    needs: what they need.
-    memory: what that takes.
-    num_steps: optimizer steps of the run; 0 where they are not known.
-    seconds: seconds of each phase (`StagePlanner.seconds`); {} too where the plan does not fit.
-    exchanged: those of them in which GPUs exchange tensors.
+    needs: models and passes under these settings.
+    memory: memory that they take, by phase.
+    num_steps: optimizer steps of the run; 0 where the number is not known.
+    seconds: seconds of each phase (`StagePlanner.seconds`); {} if they are not known or the plan does not fit.
+    exchanged: seconds of each phase in which GPUs exchange tensors.
     """
 
     planner: StagePlanner
@@ -163,7 +164,7 @@ def gib(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Return a time with two digits, `1.3 s` or `130 s`: more would say more than is known."""
+    """Return a time with two digits, `1.3 s` or `130 s`: the estimate is not more exact than that."""
     return f"{float(f'{value:.2g}'):g} s"
 
 
@@ -176,16 +177,16 @@ def run_text(seconds: float) -> str:
 
 
 def part_lines(parts: Mapping[str, str], holders: Collection[Any]) -> list[str]:
-    """Return a row of GiB for each of `parts`, title -> attribute, that any of the holders has; "-": this has none."""
+    """Return a row of GiB for each of `parts` (title -> attribute) that any holder has; "-" stands for 0."""
     sizes = {title: [getattr(one, name) for one in holders] for title, name in parts.items()}
     return [row(title, [gib(n) if n else "-" for n in line]) for title, line in sizes.items() if any(line)]
 
 
 def model_lines(plan: MemoryPlan) -> list[str]:
-    """Return the table of models: numbers of weights in millions, and what each holds on a GPU in GiB.
+    """Return the table of models: numbers of weights in millions, and what each model holds on a GPU in GiB.
 
-    Weights, optimizer states, buffers and averages of all models add up to the states of a phase, the gradients to
-    those at the peak of training.
+    Weights, optimizer states, buffers and averages of all models add up to the states of a phase. The gradients of all
+    models add up to those at the peak of training.
     """
     sizes, gradients = plan.sizes.values(), plan.phases["train"].gradients
     counts = {"weights": [size.weights for size in sizes], "trained": [size.trained for size in sizes]}
@@ -197,42 +198,45 @@ def model_lines(plan: MemoryPlan) -> list[str]:
 
 
 def phase_lines(plan: MemoryPlan) -> list[str]:
-    """Return the table of phases: the peak of each in GiB of a GPU, by what holds it, whose sum is low."""
+    """Return the table of phases: the peak of each in GiB of a GPU. The row `low` is the sum of its parts."""
     lines = [row("GiB", plan.phases), *part_lines(PARTS, plan.phases.values())]
     figures = zip(*(plan.reserved(name) for name in plan.phases), strict=True)
     lines += [row(name, map(gib, line)) for name, line in zip(("expected", "high"), figures, strict=True)]
     context = " to ".join(f"{value / GIB:.1f}" for value in plan.besides)
     rest = " to ".join(f"{share:.0%}" for share in UNUSED_REST)
     libraries = "CUDA's and NCCL's" if plan.ranks > 1 else "CUDA's"
-    what = f"{libraries} own, and {rest} of blocks that are not full"
+    what = f"{libraries} own memory, and {rest} of unused space in the allocator's blocks"
     if plan.on_cpu:
         what = "Python, its libraries and freed blocks of the heap (measured on CPUs)"
-    lines.append(f"  besides  in expected and high: {context} GiB of {what}")
+    lines.append(f"  besides  expected and high include {context} GiB of {what}")
     if graphs := [f"{gib(peak.graph)} in {name}" for name, peak in plan.phases.items() if peak.graph]:
         lines.append(f"  graph    {', '.join(graphs)}: pool of a decode step's CUDA graph, estimated from its tensors")
     return lines
 
 
 def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults: Sequence[str] = ()) -> list[str]:
-    """Return whether the stage fits, by how much, and what it takes of the host; faults: of the disks of offload."""
+    """Return lines on the KV cache, on the host's memory, and on whether the stage fits and by how much.
+
+    faults: lines about disks for offload that have too little space.
+    """
     lines = []
     if plan.slots:
-        cache = "given back before the update, and made again with its graph for each rollout"
+        cache = "is freed before the update, and allocated again with its graph for each rollout"
         if plan.on_cpu:
-            cache = "made for each rollout"
+            cache = "is allocated for each rollout"
         elif plan.keeps_rollout:
-            cache = "kept during the update"
+            cache = "stays in memory during the update"
         elif plan.phases["train"].rollout:
-            cache = "kept during the first update alone, and made again with its graph for each rollout"
+            cache = "stays in memory during the first update only; it is then allocated again for each rollout"
         if (seconds := states_seconds(needs, plan, target)) and fits(plan, target):
-            cache += f": {seconds_text(seconds)} in which optimizer states move to the host and back (estimate)"
-        lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache is {cache}")
+            cache += f"; moving optimizer states to the host and back takes {seconds_text(seconds)} (estimate)"
+        lines.append(f"  rollout  {counted(plan.slots, 'response')} at a time; the KV cache {cache}")
     lines.append(f"  host     {host_text(plan, target)}")
     return [*lines, f"  verdict  {'; '.join([verdict(plan, target), *faults])}"]
 
 
 def host_text(plan: MemoryPlan, target: Target) -> str:
-    """Return what the processes of a machine take of its memory, expected to high, and its parts."""
+    """Return the host memory of a machine's processes, expected to high, and its parts."""
     machine = "the largest machine" if target.is_uneven else "each machine"
     total = f"{' to '.join(map(gib, plan.on_host))} GiB of {machine}"
     if target.host_memory:
@@ -246,8 +250,8 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     if plan.on_cpu:
         return f"{total}: {copied}{offloaded}{processes}"
     each = f"{' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
-    judged = "" if target.host_memory else "; not compared with its memory: give host_memory_gib in a target file"
-    return f"{total}: {offloaded}{copied}{processes} with {each}{judged}"
+    unknown = "" if target.host_memory else "; whether that fits is unknown: give host_memory_gib in a target file"
+    return f"{total}: {offloaded}{copied}{processes} with {each}{unknown}"
 
 
 def time_lines(
@@ -259,9 +263,9 @@ def time_lines(
     num_steps: int,
     is_measured: bool,
 ) -> list[str]:
-    """Return the time of the phases, and of the run where its steps are known; rough figures, of full-length rows.
+    """Return the time of the phases, and of the run if its steps are known: rough figures for rows of full length.
 
-    is_measured: the target's speeds are measured, also that of copies to host memory and back.
+    is_measured: the target's speeds were measured, including that of copies between GPU and host.
     """
     if not seconds:
         return []
@@ -269,33 +273,33 @@ def time_lines(
     all_steps = sum(seconds.values()) / needs.steps_each * num_steps
     run = f", {counted(num_steps, 'step')} {run_text(all_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
-    line = f"  time     {phases}{whole}{run}: not measured; by the device's speeds and shares that an H200 reached"
+    line = f"  time     {phases}{whole}{run}: estimated from the device's speeds, by the shares that an H200 reached"
     if plan.host > plan.checkpoint and not (needs.idle_states_leave and is_measured):
-        line += "; what offload adds is not counted"
+        line += "; the time of offload is not included"
     return [line, exchange_line(seconds, exchanged)] if plan.ranks > 1 else [line]
 
 
 def why_no_time(target: Target, dtype: str) -> str:
-    """Return what a plan's time lacks."""
+    """Return why a plan has no time."""
     if target.is_cpu:
         return "not planned for a CPU"
     if dtype == "fp32":
-        return "not planned in fp32: the TFLOP/s of data sheets, and those that are measured, are of 16 bits"
+        return "not planned in fp32: data sheets and measurements give TFLOP/s in 16 bits only"
     if missing := " and ".join(name for name in ("tb_per_s", "tflops") if not getattr(target, name)):
         given = "give them in a target file, or its name if it has a data sheet" if target.described else "see device"
         return f"not known without {missing} of the device; {given}"
-    return "not planned: the operations of these models are not known"
+    return "not planned: the number of operations of these models is not known"
 
 
 def exchange_line(seconds: Mapping[str, float], exchanged: Mapping[str, float]) -> str:
     """Return the share of a step in which GPUs exchange tensors."""
     share = sum(exchanged.values()) / sum(seconds.values())
-    known = f"{share:.1%} of these times; not measured" if exchanged else "not counted: the bandwidths are not known"
-    return f"  exchange {known}"
+    text = f"{share:.1%} of these times (estimate)" if exchanged else "not included: the bandwidths are not known"
+    return f"  exchange {text}"
 
 
 def disk_text(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:
-    """Return what the stage's models, its checkpoints and what it offloads to NVMe take on the disk of a machine."""
+    """Return the disk space of a machine for the stage's models, checkpoints and offload to NVMe."""
     config, models = resolved.config, planner.needs(resolved).models
     taken = outputs(models, planner.dtype(resolved), config.run, saves_adapters=config.deepspeed.save_adapter_only)
     number, size = taken.num_checkpoints, gib(taken.checkpoint)
@@ -308,7 +312,7 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
     """Return `fits`, `tight` or `does not fit`, with the figures of the worst phase."""
     expected, high = plan.reserved()
     if not target.memory:
-        return "not judged: no GPU of known memory"
+        return "unknown: the GPU's memory is not known"
     peak = f"{gib(expected)} to {gib(high)} of {gib(target.memory)} GiB{target.limit} in phase {plan.worst}"
     if not fits(plan, target):
         over = f"the host lacks {gib(plan.on_host[0] - target.host_memory)} GiB" if expected <= target.memory else peak
@@ -321,12 +325,12 @@ def verdict(plan: MemoryPlan, target: Target) -> str:
 
 
 def fits(plan: MemoryPlan, target: Target) -> bool:
-    """Tell whether the expected peak is within the device's memory, processes and offloaded states in the host's."""
+    """Tell whether the expected peak fits in the device's memory, and the processes and offload in the host's."""
     return not any(lacking(plan, target))
 
 
 def lacking(plan: MemoryPlan, target: Target, *, high: bool = False) -> tuple[int, int]:
-    """Return the bytes that a GPU and a host lack, by the expected figures or by the high ones."""
+    """Return the bytes that a GPU and a host lack, by the expected estimate or by the high one."""
     if not target.memory:
         return 0, 0
     on_host = plan.on_host[high] - target.host_memory if target.host_memory else 0

@@ -1,6 +1,8 @@
-"""Stand-ins that count on the meta device as a GPU's kernels do, which keep or move less than torch's plain functions.
+"""Stand-ins for GPU kernels on the meta device.
 
-They take the places of flash attention, fused norms, gates and rotary positions, and of the statistics of logits.
+The kernels store and move fewer bytes than torch's plain functions. A stand-in stores and moves the same bytes as its
+kernel, and computes no values. There are stand-ins for flash attention, fused norms, gates, rotary positions and the
+statistics of logits.
 """
 
 from typing import Any
@@ -29,9 +31,9 @@ def counted_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as torch's flash kernel does, whatever the mask: it keeps inputs, output and one number per query.
+    """Attend as torch's flash kernel does, with any mask: it saves inputs, output and one number per query.
 
-    With a learned bias (T5) attend as the memory-efficient kernel, which also keeps bias and mask of all rows.
+    With a learned bias (T5), attend as the memory-efficient kernel, which also saves bias and mask of all rows.
     """
     if position_bias is None:
         attend = torch.ops.aten._scaled_dot_product_flash_attention
@@ -47,7 +49,7 @@ AttentionInterface.register(COUNTED_ATTENTION, counted_attention)
 
 
 class KeepsInput(torch.autograd.Function):
-    """Keeps what the fused norms of `pipeline/kernels/norm_kernels.py` keep: their input and weight."""
+    """Saves the tensors that the fused norms of `pipeline/kernels/norm_kernels.py` save: input and weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -61,19 +63,19 @@ class KeepsInput(torch.autograd.Function):
 
 
 class CountedNorm(nn.Module):
-    """An RMSNorm that keeps what it keeps on a GPU with triton; the base class before one of RMS_NORMS."""
+    """An RMSNorm that saves the same tensors as on a GPU with triton; the base class in front of one of RMS_NORMS."""
 
     weight: nn.Parameter
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map (..., H) to (..., H) without values where the kernel would norm them."""
+        """Map (..., H) to (..., H) without values if the tensor is large enough for the kernel."""
         if not is_large(hidden_states.numel()):
             return super().forward(hidden_states)
         return KeepsInput.apply(hidden_states, self.weight)
 
 
 class KeepsGate(torch.autograd.Function):
-    """Keeps what `FusedGate` of `pipeline/kernels/gate_kernels.py` keeps: gate and up, of which it makes the rest."""
+    """Saves the tensors that `FusedGate` of `pipeline/kernels/gate_kernels.py` saves: gate and up."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class KeepsGate(torch.autograd.Function):
 
 
 class CountedMLP(nn.Module):
-    """An MLP that keeps what it keeps on a GPU with triton; the base class before one of GATED_MLPS."""
+    """An MLP that saves the same tensors as on a GPU with triton; the base class in front of one of GATED_MLPS."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -96,7 +98,7 @@ class CountedMLP(nn.Module):
     act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., H) to (..., H) without values where the kernel would multiply gate and up."""
+        """Map (..., H) to (..., H) without values if the tensor is large enough for the kernel."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         out: Tensor = self.down_proj(KeepsGate.apply(gate, up) if is_large(gate.numel()) else self.act_fn(gate) * up)
         return out
@@ -116,14 +118,14 @@ class Rotated(torch.autograd.Function):
 
 
 def counted_rotary(usual: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Map q and k (B, heads, S, D) to their shapes without values where the kernel would rotate them."""
+    """Map q and k (B, heads, S, D) to tensors of their shapes without values, if the kernel would rotate them."""
     if cos.shape[-1] != q.shape[-1] or not is_large(q.numel()):
         return usual(q, k, cos, sin)
     return Rotated.apply(q, cos.unsqueeze(1)), Rotated.apply(k, sin.unsqueeze(1))
 
 
 class KeepsLogits(torch.autograd.Function):
-    """Keeps what `FusedStatistics` of `pipeline/kernels/token_kernels.py` keeps; the gradient overwrites the logits."""
+    """Saves the logits, as `FusedStatistics` of `pipeline/kernels/token_kernels.py`; the gradient overwrites them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ class KeepsLogits(torch.autograd.Function):
 
 
 class CountedLM(CausalLM):
-    """A causal language model whose head keeps what it keeps on a GPU with triton."""
+    """A causal language model whose head saves the same tensors as on a GPU with triton."""
 
     def head(
         self, hidden: Tensor, targets: Tensor, scaling: LogitScaling, with_entropy: bool
@@ -147,7 +149,7 @@ class CountedLM(CausalLM):
 
 
 class KeepsSelectedLogits(KeepsLogits):
-    """Keeps what `KeepsLogits` keeps of rows that were selected, which are a copy with a gradient of its own."""
+    """As `KeepsLogits`, for selected rows: these are a copy of the logits, with a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ class KeepsSelectedLogits(KeepsLogits):
 
 
 class CountedSeq2SeqLM(Seq2SeqLM):
-    """An encoder-decoder model that keeps what it keeps on a GPU with triton, where every position has a label."""
+    """An encoder-decoder model that saves the same tensors as on a GPU with triton; every position has a label."""
 
     def label_log_probs(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Map (B, T, V) logits to (B, T) log-probabilities without values."""

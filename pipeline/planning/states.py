@@ -1,6 +1,6 @@
-"""Count what an engine holds of a model on a rank: weights, gradients, optimizer states and buffers, in bytes.
+"""Count the bytes of a model's weights, gradients, optimizer states and buffers on a rank.
 
-It follows from the JSON of the engine, by the rules of DeepSpeed's optimizers (benchmarks/reports/memory.md).
+They follow from the engine's JSON, by the rules of DeepSpeed's optimizers (benchmarks/reports/memory.md).
 """
 
 from dataclasses import dataclass, replace
@@ -10,25 +10,25 @@ from pipeline.configuration.groups import OptimizerStates
 from pipeline.models.partitions import GATHERED_SHARE_OF_DEVICE
 from pipeline.planning.measurement import ModelSize
 
-# Bytes of a number in fp32, and of AdamW's two moments: in fp32, and in 8 bits with a scale for 256.
+# Bytes of a number in fp32, and of AdamW's two moments: in fp32, and in 8 bits with a scale for each 256 weights.
 FP32, MOMENTS, MOMENTS_8BIT = 4, 8, 2 + 8 / 256
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The bytes that a model holds on a rank.
+    """Bytes of a model on a rank. Fields without another place are on the device.
 
-    weights: weights that last.
-    optimizer: optimizer states that last.
-    gathered: weights that ZeRO stage 3 makes whole while the model trains.
-    passing: weights that it makes whole in a pass without gradients.
-    gradients: gradients from the first backward pass to the step.
-    lasting_gradients: gradients that ZeRO stage 3 holds always, with a bucket.
+    weights: weights, always there.
+    optimizer: optimizer states, always there.
+    gathered: weights that ZeRO stage 3 gathers while the model trains.
+    passing: weights that ZeRO stage 3 gathers in a pass without gradients.
+    gradients: gradients from the first backward pass to the optimizer step.
+    lasting_gradients: gradients and a bucket that ZeRO stage 3 always holds.
     buckets: buckets of a backward pass.
-    step: temporary bytes of the optimizer step, gradients in fp32 above all.
+    step: temporary bytes of the optimizer step, mainly gradients in fp32.
     host: bytes in host memory.
-    starting: further bytes in host memory while the engine is made.
-    streams: gradients leave each parameter in the backward pass (ZeRO stages 2 and 3), so that they never are whole.
+    starting: further bytes in host memory while the engine is created.
+    streams: each gradient is reduced in the backward pass (ZeRO stages 2 and 3), so that they are never all there.
     average: the moving average.
     """
 
@@ -60,7 +60,7 @@ def states_of(
     gather: str,
     on_cpu: bool = False,
 ) -> States:
-    """Count what DeepSpeed holds of a model under the JSON `engine`.
+    """Count the bytes of a model under the DeepSpeed JSON `engine`.
 
     Args:
         moments: --optimizer-states; None for a model that is not trained.
@@ -76,7 +76,7 @@ def states_of(
             swap = {"buffer_count": 5, "buffer_size": 10**8, "max_in_cpu": 10**9} | zero["offload_param"]
             host = swap["buffer_count"] * swap["buffer_size"] * size.element
             host += min(share, swap["max_in_cpu"] * size.element)
-        elif offloaded and moments and zero["offload_param"].get("pin_memory"):  # those of loading stay, too
+        elif offloaded and moments and zero["offload_param"].get("pin_memory"):  # the copy from loading stays too
             host = page_locked(share) + share
         layer = min(size.weights, size.layer + size.embeddings)
         live = min(size.weights, max(zero.get("stage3_max_live_parameters", 10**9), layer))
@@ -84,7 +84,7 @@ def states_of(
             live = layer  # nothing is prefetched from a disk
         if offloaded or (ranks > 1 and not gathers_once(size, gather, device_bytes)):
             gathered, passing = live * size.element, layer * size.element
-        elif ranks > 1:  # the partition of a single rank is the whole, and is used where it lies
+        elif ranks > 1:  # a single rank's partition is the whole model, and needs no gathering
             gathered = passing = size.num_bytes
     frozen = States(weights, gathered=gathered, passing=passing, host=host)
     return training_states(size, engine, frozen, moments, ranks=ranks, on_cpu=on_cpu) if moments else frozen
@@ -110,7 +110,7 @@ def state_bytes(size: ModelSize, engine: Json, states: OptimizerStates) -> tuple
 def training_states(
     size: ModelSize, engine: Json, frozen: States, moments: OptimizerStates, *, ranks: int, on_cpu: bool
 ) -> States:
-    """Add gradients, optimizer states and buffers of a trained model to its weights, which are counted already."""
+    """Add gradients, optimizer states and buffers of a trained model to `frozen`, the bytes of its weights."""
     zero, stage, host, starting = engine["zero_optimization"], engine["zero_optimization"]["stage"], frozen.host, 0
     gradient, (master, both_moments) = gradient_bytes(size, engine), state_bytes(size, engine, moments)
     share = -(-size.trained // ranks)  # elements of a partition
@@ -119,16 +119,16 @@ def training_states(
         optimizer = masters + int(both_moments * size.trained)
         return replace(frozen, optimizer=optimizer, gradients=gradient * size.trained, step=step)
     elements = zero.get("reduce_bucket_size", 500_000_000)
-    bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU has no page that nobody wrote to
+    bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU allocates only pages written to
     optimizer, offloaded = int((master + both_moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":
         buffers, starting = buffers_of_offload(size, zero, share, gradient)
-        optimizer, host = 0, host + buffers + (optimizer if offloaded == "cpu" else 0)  # what NVMe holds is no memory
+        optimizer, host = 0, host + buffers + (optimizer if offloaded == "cpu" else 0)  # states on NVMe take no memory
     if stage == 3:
         # The step flattens the gradients of a sub-group and copies them in fp32.
         step = (gradient + master) * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         lasting = bucket + (gradient * share if offloaded == "none" else 0)
-        buckets = bucket if ranks > 1 or on_cpu else 0  # the partitions that are reduced
+        buckets = bucket if ranks > 1 or on_cpu else 0  # for the partitions while they are reduced
         states = replace(frozen, optimizer=optimizer, lasting_gradients=lasting, buckets=buckets, step=step, host=host)
         return replace(states, starting=starting, streams=True)
     num_buckets = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
@@ -143,7 +143,7 @@ def training_states(
 
 
 def with_average(states: States, size: ModelSize, engine: Json, *, ranks: int) -> States:
-    """Add the moving average, in fp32 where the weights are; at ZeRO stage 3 each rank has its share of both."""
+    """Add the moving average: fp32, on the device of the weights. At ZeRO stage 3 each rank has its share."""
     zero = engine["zero_optimization"]
     num_bytes = FP32 * (-(-size.trained // ranks) if zero["stage"] == 3 else size.trained)
     if device_of(zero, "offload_param") == "none":
@@ -152,11 +152,13 @@ def with_average(states: States, size: ModelSize, engine: Json, *, ranks: int) -
 
 
 def buffers_of_offload(size: ModelSize, zero: Json, share: int, gradient: int) -> tuple[int, int]:
-    """Return the bytes of host memory of an offloaded optimizer's buffers, and further bytes while it is made.
+    """Return the bytes of an offloaded optimizer's buffers in host memory, and further bytes while it is created.
 
-    The buffers are fp32 gradients of `share` weights, or NVMe's buffers of sub-groups; at ZeRO stage 3 also gradients
-    of the backward pass, of which DeepSpeed makes a page-locked copy; below it also the new weights on their way back.
-    Page-locked blocks are rounded up; below stage 3 the master weights are among them.
+    - All stages: fp32 gradients of `share` weights, or NVMe's buffers of sub-groups.
+    - ZeRO stage 3: also gradients of the backward pass, of which DeepSpeed makes a page-locked copy.
+    - ZeRO stages 1 and 2: also the new weights on their way back to the device; master weights are page-locked.
+
+    Page-locked blocks are rounded up.
     """
     is_locked = zero["offload_optimizer"].get("pin_memory")
     locked, group_size = page_locked if is_locked else int, min(share, zero.get("sub_group_size", 10**9))
@@ -170,5 +172,5 @@ def buffers_of_offload(size: ModelSize, zero: Json, share: int, gradient: int) -
 
 
 def page_locked(num_bytes: int) -> int:
-    """Return what torch takes for a page-locked block of so many bytes: the next power of two."""
+    """Return the size of torch's page-locked block for so many bytes: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

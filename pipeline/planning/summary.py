@@ -1,4 +1,4 @@
-"""The first lines of a dry run: a line for each stage, and for one that lacks memory what would make it fit."""
+"""The first lines of a dry run: a line for each stage, and the remedies for a stage that lacks memory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -8,11 +8,11 @@ from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import outputs
-from pipeline.planning.fastest import choice_in_words
-from pipeline.planning.ladder import NOT_ENOUGH, Answer, Answers, gained_on_disk, size
+from pipeline.planning.fastest import choice_text
 from pipeline.planning.page import StagePlan, fits, run_text, seconds_text, verdict, why_no_time
+from pipeline.planning.remedies import NOT_ENOUGH, Remedies, Remedy, freed_by_nvme, size
 
-FIRST = 3  # changes of an answer that are shown without --explain
+FIRST = 3  # changes of a remedy that are shown without --explain
 ON_DISK = '"offload_optimizer": {"device": "nvme", "nvme_path": FOLDER} in a --deepspeed-config'
 
 
@@ -22,7 +22,7 @@ def columns(*cells: str) -> str:
 
 
 def table(plans: Mapping[str, StagePlan]) -> Iterator[str]:
-    """Yield a line for each stage, by section, below the hardware that it is planned for."""
+    """Yield a table for each hardware that stages are planned for, with a line for each stage. plans: by section."""
     for hardware, group in groupby(plans, key=lambda section: plans[section].hardware):
         sections = list(group)
         target, dtype = (first := plans[sections[0]]).planner.target, first.planner.dtype(first.resolved)
@@ -32,16 +32,16 @@ def table(plans: Mapping[str, StagePlan]) -> Iterator[str]:
         for section in sections:
             yield stage_line(section, plans[section])
         for section in sections:
-            if words := choice_in_words(plans[section].resolved):
-                yield f"  {section}, chosen for it: {words}"
+            if words := choice_text(plans[section].resolved):
+                yield f"  chosen for {section}: {words}"
         if any(plans[section].seconds for section in sections):
-            yield f"  times are rough, of rows of full length (device: {target.source})"
+            yield f"  times are rough, for rows of full length (device: {target.source})"
         elif any(fits(plans[section].memory, target) for section in sections):
             yield f"  times: {why_no_time(target, dtype)}"
 
 
 def stage_line(section: str, plan: StagePlan) -> str:
-    """Return the line of a stage: without times where they are not known, or where it does not fit."""
+    """Return the line of a stage, without times if they are not known or the stage does not fit."""
     target, memory, config = plan.planner.target, plan.memory, plan.resolved.config
     of = f" of {target.memory / GIB:.1f}" if target.memory else ""
     step = sum(plan.seconds.values()) / plan.needs.steps_each
@@ -55,43 +55,43 @@ def stage_line(section: str, plan: StagePlan) -> str:
     )
 
 
-def proposals(section: str, plan: StagePlan, answers: Answers, *, all_of_them: bool) -> Iterator[str]:
-    """Yield what a stage lacks, and the answers to it: their first changes, or `all_of_them`."""
-    target, same, another = plan.planner.target, answers.same, answers.another
+def proposals(section: str, plan: StagePlan, remedies: Remedies, *, show_all: bool) -> Iterator[str]:
+    """Yield the verdict on a stage and its remedies: their first changes, or all with `show_all`."""
+    target, same, another = plan.planner.target, remedies.same, remedies.another
     does_fit = fits(plan.memory, target)
     yield f"{section} {'is ' if does_fit else ''}{verdict(plan.memory, target)}"
     if same.is_enough:
-        yield from answer_lines("the same training", same, target, all_of_them=all_of_them)
+        yield from remedy_lines("the same training", same, target, show_all=show_all)
     elif not does_fit:
-        gained, on_disk = gained_on_disk(plan.planner, same.resolved)
-        if gained and fits(on_disk, target):
-            yield from answer_lines("the same training", replace(same, plan=on_disk), target, all_of_them=all_of_them)
-            yield f"    with {ON_DISK}: gives back {size(gained)} of the host; cost: states cross the disk each step"
+        freed, on_disk = freed_by_nvme(plan.planner, same.resolved)
+        if freed and fits(on_disk, target):
+            yield from remedy_lines("the same training", replace(same, plan=on_disk), target, show_all=show_all)
+            yield f"    with {ON_DISK}: frees {size(freed)} of the host; cost: states cross the disk each step"
         elif another is None or not another.is_enough:
             yield f"  {NOT_ENOUGH}"
         else:
-            yield f"  the same training does not fit by any changes of flags: {what_it_takes(same, target)}"
+            yield f"  no change of flags makes the same training fit: it takes {memory_text(same, target)}"
     if another is not None and another.is_enough:
-        yield from answer_lines("another training", another, target, all_of_them=all_of_them)
+        yield from remedy_lines("another training", another, target, show_all=show_all)
 
 
-def answer_lines(name: str, answer: Answer, target: Target, *, all_of_them: bool) -> Iterator[str]:
-    """Yield an answer: its first changes, or `all_of_them`, and what it takes."""
+def remedy_lines(name: str, remedy: Remedy, target: Target, *, show_all: bool) -> Iterator[str]:
+    """Yield a remedy: its first changes, or all with `show_all`, and the memory that the stage then takes."""
     yield f"  {name} fits with these changes, each planned with those before it:"
-    shown = answer.changes if all_of_them else answer.changes[:FIRST]
+    shown = remedy.changes if show_all else remedy.changes[:FIRST]
     yield from (f"    {change}" for change in shown)
-    if more := len(answer.changes) - len(shown):
+    if more := len(remedy.changes) - len(shown):
         yield f"    and {counted(more, 'change')} more (--explain)"
-    yield f"    then it takes {what_it_takes(answer, target)}"
+    yield f"    then it takes {memory_text(remedy, target)}"
 
 
-def what_it_takes(answer: Answer, target: Target) -> str:
-    """Return what an answer takes of a GPU and of the host, and whether the host has it."""
-    device, host = span(answer.plan.reserved()), span(answer.plan.on_host)
+def memory_text(remedy: Remedy, target: Target) -> str:
+    """Return the memory of a GPU and of the host with a remedy, and the host's total."""
+    device, host = span(remedy.plan.reserved()), span(remedy.plan.on_host)
     if target.is_cpu:
         return f"{device} GiB of a process"
-    known = f"of its {target.host_memory / GIB:.1f}" if target.host_memory else "whose memory is not known"
-    return f"{device} GiB of a GPU, and {host} of the host, {known}"
+    total = f"of its {target.host_memory / GIB:.1f}" if target.host_memory else "whose memory is not known"
+    return f"{device} GiB of a GPU, and {host} of the host, {total}"
 
 
 def span(figures: tuple[int, int]) -> str:

@@ -23,8 +23,8 @@ from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest
 from pipeline.launching.target import Target, this_machine
 from pipeline.models.source import ModelSource
-from pipeline.planning.ladder import Answers
 from pipeline.planning.page import fits, verdict
+from pipeline.planning.remedies import Remedies
 from pipeline.preparation.plans import choose, stage_planner
 
 # Function that runs the stage with more words and other values of some flags, and tells whether memory suffices.
@@ -75,7 +75,7 @@ def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str
     say(f"auto_fit: {verdict(plan, target)}")
     if fits(plan, target):
         return {}
-    answers = Answers.of(planner, resolved)
+    answers = Remedies.of(planner, resolved)
     if (answer := answers.chosen(resolved.config.run.auto_fit)) is None:
         raise EnvironmentFault(f"--auto-fit: {verdict(answers.same.plan, target)} ({target}); {answers.instead}")
     for change in answer.changes:

@@ -14,8 +14,8 @@ from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.launching.target import parse_target
-from pipeline.planning.ladder import NOT_ENOUGH, Answers
 from pipeline.planning.page import StagePlan, fits, seconds_text
+from pipeline.planning.remedies import NOT_ENOUGH, Remedies
 from pipeline.preparation.plans import choose, stage_planner
 
 
@@ -46,7 +46,7 @@ def cheapest(
         if fits(planner.memory(resolved), target):
             return cells(resolved, "as it is")
         key = stage, gpus, target.memory, target.dtype
-        answers = answered[key] = answered.get(key) or Answers.of(planner, resolved)
+        answers = answered[key] = answered.get(key) or Remedies.of(planner, resolved)
         if answers.same.is_enough:
             return cells(answers.same.resolved, shlex.join(flag_words(answers.same.flags)))
         if another is None and answers.another and answers.another.is_enough:

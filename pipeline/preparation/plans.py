@@ -14,9 +14,9 @@ from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, RunError, show
 from pipeline.files import GIB, read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
-from pipeline.planning.fastest import Candidate, choice_in_words, fastest
-from pipeline.planning.ladder import Answers
+from pipeline.planning.fastest import Candidate, choice_text, fastest
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
+from pipeline.planning.remedies import Remedies
 from pipeline.planning.summary import proposals, table
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
@@ -61,7 +61,7 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, target):
-                return Choice(same, origin, f"{choice_in_words(began.resolved)} (as the run began)")
+                return Choice(same, origin, f"{choice_text(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
     hardware = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
@@ -146,8 +146,8 @@ def print_proposals(section: str, plan: StagePlan) -> list[str]:
     faults = [f"{section}: {fault}" for fault in plan.planner.disk_faults(plan.resolved, plan.memory)]
     if not any(lacking(plan.memory, target, high=True)):
         return faults
-    answers = Answers.of(plan.planner, plan.resolved)
-    show(*map(wrapped, proposals(section, plan, answers, all_of_them=run.explain)))
+    answers = Remedies.of(plan.planner, plan.resolved)
+    show(*map(wrapped, proposals(section, plan, answers, show_all=run.explain)))
     if fits(plan.memory, target):
         return faults
     if answers.chosen(run.auto_fit):

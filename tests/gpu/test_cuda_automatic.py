@@ -1,4 +1,4 @@
-"""A capped CUDA device: --auto-batch finds a micro-batch by trying, --auto-fit takes rungs of the ladder; both hold.
+"""A capped CUDA device: --auto-batch finds a micro-batch by trying, --auto-fit takes memory options; both hold.
 
 Stages 1 and 3 by their launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on
 OPT-125M. Checkpointing is given, as false: a plan that knows of the cap would choose it, and nothing would be cut.

@@ -22,6 +22,7 @@ from pipeline.launching.target import COPIES, parse_target
 from pipeline.planning.counting import Kernel
 from pipeline.planning.duration import (
     ATTENTION,
+    CHECK_S,
     CODES,
     DECODE_KERNEL_S,
     DEQUANTISED,
@@ -29,7 +30,6 @@ from pipeline.planning.duration import (
     GATHER_S,
     HOOK_S,
     LAUNCH_S,
-    LOOK_S,
     MOVED,
     PRODUCTS,
     STEP_TRAFFIC,
@@ -210,7 +210,7 @@ def test_hooks_and_waits_for_deepspeeds_python_by_hand():
         hooks.append([has_hooks(engines[role]) for role in ("actor", "critic")])
     assert hooks == [[stage > 1] * 2 for stage in (0, 1, 2, 3, 3)]
     nothing = {"generate": 0, "score": 0, "train": 0}
-    assert seconds[0] == nothing | {"train": pytest.approx((388 + 389) * LOOK_S)}
+    assert seconds[0] == nothing | {"train": pytest.approx((388 + 389) * CHECK_S)}
     assert seconds[1] == seconds[2] == seconds[3] == nothing
     layers = {"score": 3 * 2 * 24 * GATHER_S, "train": 2 * 2 * 3 * 24 * GATHER_S}
     assert seconds[4] == pytest.approx(nothing | layers)
@@ -221,9 +221,13 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand():
     constants = DeviceConstants("NVIDIA H200", "2026-11-22", 0, 0.0, 0.0, host_gb_per_s=50.0)
     moved = 2 * 12 * (1_315_758_080 + 331_196_416) / 50e9
     for words, expected, said in (
-        ("", 0.0, "is kept during the update"),
+        ("", 0.0, "stays in memory during the update"),
         ("--release-inference-cache true", 0.0, "for each rollout"),
-        ("--offload-optimizer-during-rollout true", moved, ": 0.79 s in which optimizer states move to the host and"),
+        (
+            "--offload-optimizer-during-rollout true",
+            moved,
+            "; moving optimizer states to the host and back takes 0.79 s",
+        ),
     ):
         planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
         needs, plan, known = planner.needs(resolved), planner.memory(resolved), replace(H200, measured=constants)
@@ -284,7 +288,7 @@ def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said):
     planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
     needs, plan = planner.needs(resolved), planner.memory(resolved)
     line = time_lines(needs, plan, {"train": 1.0}, {}, num_steps=0, is_measured=is_measured)[0]
-    assert line.endswith("; what offload adds is not counted") == is_said
+    assert line.endswith("; the time of offload is not included") == is_said
 
 
 @pytest.mark.parametrize(

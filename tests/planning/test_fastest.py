@@ -15,7 +15,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.fastest import ALIKE, Candidate, choice_in_words, fastest
+from pipeline.planning.fastest import ALIKE, Candidate, choice_text, fastest
 from pipeline.planning.page import StagePlanner, fits, lacking
 from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
@@ -289,7 +289,7 @@ def test_a_choice_that_does_not_fit_says_so(models):
 def test_the_choice_is_said_with_what_it_gives(models):
     planner, resolved = stage_planner(SFT, given(SFT, models, "--train-batch-size", 32), gpu(4 * GIB), {})
     choice = choose(SFT, planner, resolved)
-    words = choice_in_words(choice.of(resolved, 1))
+    words = choice_text(choice.of(resolved, 1))
     assert words.startswith("--per-device-train-batch-size 32 --per-device-eval-batch-size 32")
     assert choice.line.startswith(f"{words} (") and "s a step and" in choice.line and "GiB by the plan" in choice.line
     origins = choice.of(resolved, 1).origins

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, OPTForCausalLM
 
 from benchmarks.speed.planned import planner_of
 from pipeline.files import GIB
-from pipeline.planning.ladder import Answers
 from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, host_text
+from pipeline.planning.remedies import Remedies
 from pipeline.planning.states import page_locked
 
 WORDS = "--model-name-or-path 125m --per-device-train-batch-size 1 --max-seq-len 64"
@@ -174,9 +174,9 @@ def test_a_host_without_room_for_the_copy_lets_training_wait_for_checkpoints(tmp
     words = f"{WORDS} --dtype bf16 --save-in-background true"
     planner, resolved = planned(tmp_path, words, name="mine", memory_gib=80, host_memory_gib=3)
     assert not fits(planner.memory(resolved), planner.target)
-    (change,) = Answers.of(planner, resolved).same.changes
+    (change,) = Remedies.of(planner, resolved).same.changes
     assert str(change) == (
-        "--save-in-background false: gives back 1.4 GiB of the host; cost: training waits for each checkpoint"
+        "--save-in-background false: frees 1.4 GiB of the host; cost: training waits for each checkpoint"
     )
 
 

@@ -60,10 +60,10 @@ def test_a_run_that_keeps_its_cache_is_planned_so(phase):
 @pytest.mark.parametrize(
     "first, later, line",
     [
-        (True, True, "is kept during the update"),
-        (True, False, "is kept during the first update alone, and made again"),
-        (False, True, "is kept during the update"),
-        (False, False, "is given back before the update, and made again"),
+        (True, True, "stays in memory during the update"),
+        (True, False, "stays in memory during the first update only; it is then allocated again"),
+        (False, True, "stays in memory during the update"),
+        (False, False, "is freed before the update, and allocated again"),
     ],
 )
 def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_ones(monkeypatch, first, later, line):
@@ -161,7 +161,7 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
             "make_schedule",
             lambda *words, **named: replace(schedule(*words, **named), steps_per_rollout=7, total_steps=70),
         )
-        planner = replace(planner, known={})
+        planner = replace(planner, cached={})
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
         page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
@@ -174,13 +174,13 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
                 options(config, ranks), min_slots=5, max_sequence_length=100, release_cache=True
             ),
         )
-        buffers = replace(planner, known={}).needs(resolved).rollout
+        buffers = replace(planner, cached={}).needs(resolved).rollout
         assert (buffers.slots, buffers.cache_length, buffers.always_released) == (5, 128, True)
     forgotten = backend_of, decode_needs
     for cached in forgotten:
         cached.cache_clear()
     monkeypatch.setattr(step3_ppo.models.needs, "choose_backend", lambda *_: ("eager", []))
-    assert replace(planner, known={}).needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
+    assert replace(planner, cached={}).needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
     for cached in forgotten:
         cached.cache_clear()
 
@@ -287,7 +287,7 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
 
 
 def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan():
-    """12 heads; a run would refuse it, and the ladder proposes it to nobody."""
+    """12 heads: a run would refuse it, so no remedy proposes it."""
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference-tp-size 5"), "5xH200")
     with pytest.raises(InputError, match="inference_tp_size 5: must divide the 12 heads of keys and values"):
         planner.needs(resolved)

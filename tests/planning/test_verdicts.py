@@ -1,4 +1,4 @@
-"""Verdicts of the ladder beside an exhaustive search over all combinations of its levers.
+"""Verdicts of the remedies beside an exhaustive search over all combinations of its levers.
 
 Both ask the planner's rules of memory for models that exist as sizes alone: a formula in this file takes the place of
 passes on the meta device, so that no model is built. It need not be near: what is compared is the search.
@@ -24,10 +24,10 @@ from pipeline.generation.options import GenerationOptions
 from pipeline.launching.target import parse_target
 from pipeline.planning import disk, memory
 from pipeline.planning.changes import fewer_prompts_at_once
-from pipeline.planning.ladder import Answers
 from pipeline.planning.measurement import ModelSize
 from pipeline.planning.needs import ModelUse, Pass
 from pipeline.planning.page import StagePlanner, fits
+from pipeline.planning.remedies import Remedies
 from pipeline.preparation.engine_jsons import engine_jsons
 from rlhf.stages import stage_of
 from step3_ppo.models import needs as ppo_needs
@@ -210,7 +210,7 @@ def fits_with(planner: StagePlanner, resolved: Resolved, flags: Mapping[str, Any
     try:
         config: Any = validated(type(resolved.config), values | dict(flags), origins)
         settings = with_ranks(Resolved(config, origins), 1)
-        planner.known.clear()
+        planner.cached.clear()
         return fits(planner.memory(settings), planner.target)
     except RunError:
         return False
@@ -221,10 +221,10 @@ def check(case: Case, more: str = "") -> bool:
     planner, resolved = planned(case, more)
     if fits(planner.memory(resolved), planner.target):
         return True
-    answers = Answers.of(planner, resolved)
-    enough = [one for one in (answers.same, answers.another) if one and one.is_enough]
-    for answer in enough:
-        assert fits_with(planner, resolved, answer.flags), (case, answer.flags)
+    remedies = Remedies.of(planner, resolved)
+    enough = [one for one in (remedies.same, remedies.another) if one and one.is_enough]
+    for remedy in enough:
+        assert fits_with(planner, resolved, remedy.flags), (case, remedy.flags)
     if not enough:
         missed = next((flags for flags in levers(resolved) if fits_with(planner, resolved, flags)), None)
         assert missed is None, (case, missed)
@@ -248,7 +248,7 @@ def test_a_verdict_is_that_of_an_exhaustive_search(case, does_fit):
 def test_two_prompts_at_once_and_an_int8_base_are_found_behind_a_cache_that_fills_what_is_left():
     """Neither frees memory of a rollout by itself until the cache has all the rows that it wants."""
     planner, resolved = planned(("qwen3-8b", "24GB", "grpo"), "--actor-lora-dim 16")
-    another = Answers.of(planner, resolved).another
+    another = Remedies.of(planner, resolved).another
     assert another is not None and another.is_enough
     assert another.flags["actor_quantization"] == "int8"
     assert another.flags["per_device_generation_batch_size"] in (1, 2, 4)

@@ -11,7 +11,7 @@ from support.source_tree import ROOT
 PROGRAM = """
 import sys
 sys.modules["triton"] = None
-import pipeline.planning.ladder, pipeline.planning.page, step3_ppo.models.needs
+import pipeline.planning.remedies, pipeline.planning.page, step3_ppo.models.needs
 from step3_ppo.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -103,11 +103,11 @@ def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, 
     given = settings(tmp_path, "--auto-fit")
     assert flags_that_fit(SFT, given, Target("GPU", 80 * GIB)) == {}
     flags = flags_that_fit(SFT, given, Target("GPU", int(2.6 * GIB)))
-    said = [line for line in capsys.readouterr().err.splitlines() if "gives back" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "frees" in line]
     assert flags == {"offload": True, "zero_stage": 1}, (
         "checkpointing and evaluation are auto: the plan has them already"
     )
-    assert len(said) == 1 and all(re.search(r"^auto_fit: --.*gives back .* GiB .*; cost: ", line) for line in said)
+    assert len(said) == 1 and all(re.search(r"^auto_fit: --.*frees .* GiB .*; cost: ", line) for line in said)
     planner, changed = stage_planner(SFT, settings(tmp_path, *flag_words(flags)), Target("GPU", int(2.6 * GIB)), {})
     assert fits(planner.memory(choose(SFT, planner, changed).of(changed, 1)), planner.target)
     with pytest.raises(EnvironmentFault, match="--auto-fit: does not fit: .*take more GPUs"):
@@ -126,7 +126,7 @@ def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_pat
         flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "true"), target)
     assert str(fault.value).endswith(f"; --auto-fit any would train something else: {' '.join(flag_words(flags))}")
     assert flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), target) == flags
-    assert "auto_fit: --lora-dim 16: gives back " in capsys.readouterr().err
+    assert "auto_fit: --lora-dim 16: frees " in capsys.readouterr().err
     enough = Target("GPU", int(2.6 * GIB), host_memory=64 * GIB)
     assert "lora_dim" not in flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), enough), "the first suffices"
 
@@ -152,9 +152,7 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     assert done.returncode == 0, done.stderr
     preset = tmp_path / "out/runs/sft/automatic.yaml"
     chosen = yaml.safe_load(preset.read_text())
-    assert (
-        started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("gives back") == 2
-    )
+    assert started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("frees") == 2
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
     assert read.optimizer.per_device_train_batch_size == 1 and read.deepspeed.offload
     finished = parse(SFTConfig, [*map(str, words)], section="sft")
@@ -162,7 +160,7 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     assert automatic_words(parse(SFTConfig, [*map(str, words), "--overwrite"], section="sft"), preset.parent) is None
     again = launched(tmp_path, *words, memory_mib=80000)
     assert f"as chosen before ({preset}): --per-device-train-batch-size 1 " in again.stderr
-    assert "gives back" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
+    assert "frees" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
     lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
     assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto-fit: does not fit: ")
     assert len(started(tmp_path)) == 2

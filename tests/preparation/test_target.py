@@ -275,7 +275,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"  sft      does not fit +\d\.\d to \d\.\d of 0\.4 +\d\.\d", lines[2]), "and no time"
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
-    assert lines[3].startswith("  sft, chosen for it: --per-device-train-batch-size 1")
+    assert lines[3].startswith("  chosen for sft: --per-device-train-batch-size 1")
     told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
     assert lines[told + 1].startswith("  no change of flags is enough: take")
     assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
@@ -336,7 +336,7 @@ def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, shee
 
 def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
     """The context replaces 0.6 GiB in the expected figure, half the speeds double the time; an A100 keeps its sheet."""
-    for constant in ("LAUNCH_S", "LOOK_S"):  # of the host, for which so small a model waits
+    for constant in ("LAUNCH_S", "CHECK_S"):  # of the host, for which so small a model waits
         monkeypatch.setattr(f"pipeline.planning.duration.{constant}", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("pipeline.run.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])

@@ -1,4 +1,4 @@
-"""The ladder's two answers: each change is planned with those before it, the last one makes the plan fit."""
+"""The two remedies of a plan: each change is planned with those before it, and the last one makes the plan fit."""
 
 import re
 from pathlib import Path
@@ -14,16 +14,16 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
 from pipeline.launching.target import Target, parse_target
-from pipeline.planning.changes import OTHER, Rung, optimizer_offload, shared_rollout, smaller_micro_batch
-from pipeline.planning.ladder import Answer, Answers, Change, answer, helps
+from pipeline.planning.changes import OTHER, MemoryOption, optimizer_offload, shared_rollout, smaller_micro_batch
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, verdict_lines
+from pipeline.planning.remedies import Change, Remedies, Remedy, helps, remedy
 from pipeline.planning.summary import NOT_ENOUGH, proposals
 from pipeline.preparation.automatic import with_flags
 from step1_sft.config import SFTConfig
 
 WORDS = "--model-name-or-path 125m --per-device-train-batch-size 8 --dtype bf16"
 FITS = "    then it takes "
-CHANGE = re.compile(r"(--.*): gives back ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
+CHANGE = re.compile(r"(--.*): frees ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
 
 
 def planned(
@@ -36,20 +36,20 @@ def planned(
     return planner_of("sft", f"{WORDS} {more}", str(file))
 
 
-def answers(memory_gib: float, folder: Path, **target: int) -> Answers:
+def remedies_of(memory_gib: float, folder: Path, **target: int) -> Remedies:
     planner, resolved = planned(memory_gib, folder, **target)
-    return Answers.of(planner, resolved)
+    return Remedies.of(planner, resolved)
 
 
-def flags_of(answer: Answer) -> list[str]:
+def flags_of(remedy: Remedy) -> list[str]:
     """The first flag of each change."""
-    return [str(change).split()[0] for change in answer.changes]
+    return [str(change).split()[0] for change in remedy.changes]
 
 
 def page(planner: StagePlanner, resolved: Resolved) -> list[str]:
     """What a dry run says of a stage that does not fit, or is tight."""
     plan = StagePlan.of(planner, resolved, 0)
-    return list(proposals("sft", plan, Answers.of(planner, resolved), all_of_them=True))
+    return list(proposals("sft", plan, Remedies.of(planner, resolved), show_all=True))
 
 
 def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) -> tuple[bool, float]:
@@ -65,7 +65,7 @@ def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) 
 
 @pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.4, 1), (3.2, 2)]))
 def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus):
-    same = answers(memory_gib, tmp_path, gpus=gpus).same
+    same = remedies_of(memory_gib, tmp_path, gpus=gpus).same
     lines = [str(change) for change in same.changes]
     assert same.is_enough and lines
     for count in range(1, len(lines) + 1):
@@ -76,7 +76,7 @@ def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus
 
 def test_cheap_changes_come_first_and_go_on_where_a_dearer_one_has_moved_the_peak(tmp_path):
     """At first the step's copies of gradients are the peak, with states over four ranks it is the activations."""
-    same = answers(2.26, tmp_path, gpus=4).same
+    same = remedies_of(2.26, tmp_path, gpus=4).same
     assert flags_of(same) == ["--per-device-train-batch-size", "--zero-stage"] and same.is_enough
     assert same.flags == {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "zero_stage": 1}
 
@@ -101,10 +101,10 @@ def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accu
 
 @pytest.mark.parametrize("micro, meant, gpus, rows", [(3, 0, 1, 3), (6, 48, 16, 48), (5, 64, 9, 45)])
 def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, meant, gpus, rows):
-    """The flags of its line, given to a run, make as many rows an optimizer step as the ladder says."""
+    """A run with the flags of the line has as many rows an optimizer step as the remedy says."""
     planner, resolved = planned(2.2, tmp_path, gpus=gpus, more=f"--max-seq-len 1024 --train-batch-size {meant}")
     given = with_flags(resolved, {"per_device_train_batch_size": micro}, gpus)
-    line = str(Answers.of(planner, given).same.changes[0])
+    line = str(Remedies.of(planner, given).same.changes[0])
     assert line.startswith("--per-device-train-batch-size 1")
     words = CHANGE.match(line)[1].split()
     given = [*WORDS.split(), "--train-batch-size", str(meant), *words]
@@ -124,7 +124,7 @@ def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, mea
 def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, on_host, said):
     plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
     change = Change(OTHER[1], {"lora_dim": 16}, None, plan, (gained, on_host))
-    assert str(change) == f"--lora-dim 16: gives back {said}; cost: adapters only"
+    assert str(change) == f"--lora-dim 16: frees {said}; cost: adapters only"
 
 
 def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_left_out():
@@ -142,7 +142,7 @@ def test_changes_that_are_not_enough_end_with_what_else_helps(tmp_path):
 def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless(tmp_path, monkeypatch):
     """Adapters alone suffice, where the same training halves its micro-batch twice and offloads."""
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
-    found = answers(2.6, tmp_path)
+    found = remedies_of(2.6, tmp_path)
     assert flags_of(found.same) == ["--per-device-train-batch-size", "--offload"]
     assert found.same.flags["per_device_train_batch_size"] == 2, "by two steps, told as one"
     assert found.another.flags == {"lora_dim": 16} and found.another.is_enough
@@ -160,27 +160,29 @@ def test_of_two_changes_one_of_which_is_needless_the_dearer_is_left_out():
         return SimpleNamespace(reserved=lambda: (taken, taken), host=0, on_host=(0, 0))
 
     planner = SimpleNamespace(target=Target("GPU", 10 * GIB), memory=memory)
-    rungs = [Rung(lambda values, target, name=name: {name: 0.5}, "") for name in names]
-    found = answer(planner, parse(SFTConfig, WORDS.split(), section="sft"), rungs)
+    options = [MemoryOption(lambda values, target, name=name: {name: 0.5}, "") for name in names]
+    found = remedy(planner, parse(SFTConfig, WORDS.split(), section="sft"), options)
     assert found.is_enough and list(found.flags) == ["min_learning_rate_ratio", "learning_rate"]
 
 
 @pytest.mark.slow
 def test_a_plan_that_fits_by_keeping_the_training_has_no_other_answer(tmp_path):
     """Two GPUs share the optimizer states; with more memory a plan is tight, and is proposed what fits easily."""
-    assert answers(3.2, tmp_path, gpus=2).another is None
+    assert remedies_of(3.2, tmp_path, gpus=2).another is None
     planner, resolved = planned(4.0, tmp_path)
     assert fits(planner.memory(resolved), planner.target)
     first, _, change, end = page(planner, resolved)
     assert first.startswith("sft is tight: ") and change.startswith("    --per-device-train-batch-size 4")
-    assert end.startswith(FITS) and not any(lacking(Answers.of(planner, resolved).same.plan, planner.target, high=True))
+    assert end.startswith(FITS) and not any(
+        lacking(Remedies.of(planner, resolved).same.plan, planner.target, high=True)
+    )
 
 
 @pytest.mark.slow
 def test_moments_in_8_bits_are_another_training_where_bitsandbytes_is(tmp_path, monkeypatch):
     for is_installed in (True, False):
         monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name, found=is_installed: found or None)
-        another = answers(2.8, tmp_path, more="--per-device-train-batch-size 2").another
+        another = remedies_of(2.8, tmp_path, more="--per-device-train-batch-size 2").another
         assert another.flags == ({"optimizer_states": "8bit"} if is_installed else {"lora_dim": 16})
 
 
@@ -209,7 +211,7 @@ def test_the_page_says_where_the_memory_of_the_host_is_not_known(tmp_path):
     )
     parts = "2.18 offloaded, 1 process with 2.00 to 4.50 each"
     assert known == f"  host     4.18 to 6.68 GiB of each machine's 64.00: {parts}"
-    more = "; not compared with its memory: give host_memory_gib in a target file"
+    more = "; whether that fits is unknown: give host_memory_gib in a target file"
     assert unknown == f"  host     4.18 to 6.68 GiB of each machine: {parts}{more}"
 
 
@@ -235,12 +237,12 @@ def test_an_answer_names_the_host_memory_that_it_takes_and_whether_the_host_has_
 def test_offload_is_no_help_where_the_host_lacks_the_memory(tmp_path):
     """16 bytes for each of 125 million weights are 1.9 GiB."""
     planner, resolved = planned(2.6, tmp_path, host_gib=3)
-    found = Answers.of(planner, resolved)
+    found = Remedies.of(planner, resolved)
     assert not found.same.is_enough and found.chosen("true") is None and found.chosen("any") is found.another
     assert found.another.flags == {"lora_dim": 16}
     assert found.instead == "--auto-fit any would train something else: --lora-dim 16"
     line = page(planner, resolved)[1]
-    assert line.startswith("  the same training does not fit by any changes of flags: ")
+    assert line.startswith("  no change of flags makes the same training fit: it takes ")
     assert line.endswith("GiB of a GPU, and 4.2 to 6.7 of the host, of its 3.0")
 
 
@@ -251,9 +253,7 @@ def test_states_that_the_host_lacks_memory_for_can_be_on_disk(tmp_path):
     *_, head, takes, line = page(*planned(8, tmp_path, host_gib=3.2, more=more))
     assert head == "  the same training fits with these changes, each planned with those before it:"
     assert takes.endswith(" of the host, of its 3.2")
-    assert re.match(
-        r' *with "offload_optimizer": \{"device": "nvme", .*: gives back 1\.6 GiB of the host; cost: ', line
-    )
+    assert re.match(r' *with "offload_optimizer": \{"device": "nvme", .*: frees 1\.6 GiB of the host; cost: ', line)
 
 
 @pytest.mark.slow
@@ -264,6 +264,6 @@ def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path)
     file.write_text("gpus: 4\nmemory_gib: 52\nhost_memory_gib: 400", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(LLAMA, 1, 4, 3, checkpointing), str(file))
     assert planner.memory(resolved).worst == "generate"
-    same = Answers.of(planner, resolved).same
+    same = Remedies.of(planner, resolved).same
     assert [str(change.flags) for change in same.changes] == ["{'offload_optimizer_during_rollout': True}"]
     assert same.is_enough
