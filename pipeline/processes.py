@@ -25,7 +25,7 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`, at whose death the supervisor stops
-WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `has_word`
+WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `wait_for_go`
 # Variable of the ranks of `rlhf train`: `2/3 340`, the stage's place among those that it runs, and the seconds that the
 # later ones took when they last ran, where all have.
 PIPELINE = "RLHF_PIPELINE"
@@ -105,23 +105,23 @@ def is_of_train() -> bool:
 
 
 def let_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait, unless OMP_WAIT_POLICY is set. Read once, when torch is imported.
+    """Let OpenMP's threads sleep while they wait, unless OMP_WAIT_POLICY is set; call it before torch is imported.
 
-    By default they spin, each on a core that the others need where something else is busy too.
+    By default they spin and keep a core busy that other processes may need.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def has_word() -> bool:
-    """Wait for the word of the process that started this one early; False where that ends, or closes the pipe, instead.
+def wait_for_go() -> bool:
+    """Wait for the go signal of the process that started this one early; return False if that process ends before.
 
-    True at once for a process that was not started early, and once the word was there.
+    Return True at once if this process was not started early, or has got the signal before.
     """
     return not os.environ.pop(WAITS, "") or bool(os.read(0, 1))
 
 
-def give_word(process: "subprocess.Popen[bytes]") -> None:
-    """Let a process go on that was started early; it may be gone."""
+def give_go(process: "subprocess.Popen[bytes]") -> None:
+    """Send the go signal to a process that was started early; it may have ended."""
     if process.stdin:
         with suppress(BrokenPipeError), process.stdin as pipe:
             pipe.write(b"\n")
@@ -130,7 +130,7 @@ def give_word(process: "subprocess.Popen[bytes]") -> None:
 def end_with_parent(parent: int, number: int) -> None:
     """Have the kernel send this process the signal `number` when its parent, the process `parent`, dies (Linux)."""
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)
-    if os.getppid() != parent:  # it has died before
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), number)
 
 
@@ -141,14 +141,14 @@ def free_memory() -> str:
 
 
 def memory_of_machine() -> int:
-    """Return the bytes of memory that the processes of this machine, or of this container, can have together."""
+    """Return the bytes of memory that all processes of this machine, or of this container, can have together."""
     return min([psutil.virtual_memory().total, *memory_limits()])
 
 
 def memory_limits() -> Iterator[int]:
-    """Yield the limits in bytes on the memory of this process's cgroups and of those above them, of versions 1 and 2.
+    """Yield the memory limits in bytes of this process's cgroups and of their parents, in versions 1 and 2.
 
-    In a container the path may be that of the host, and only the uppermost folder there: it is the container's own.
+    In a container the path may be that of the host, and only the top folder may exist: it is the container's own.
     """
     lines = []
     with suppress(OSError):

@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
         what = f"deepspeed is not installed for {sys.executable}"
         say(f"error: {what}; activate the environment of the project (README.md, Install)")
         return EXIT_ENVIRONMENT
-    from pipeline.processes import Signals, has_word
+    from pipeline.processes import Signals, wait_for_go
 
     signals = Signals()
     # Imported once the handlers are installed: reading all flags takes a good part of a second.
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         say(str(stop))
         return stop.code
     except RunError as error:
-        return print_error(error) if has_word() else error.code  # without the word nobody has asked for the stage
+        return print_error(error) if wait_for_go() else error.code  # without the go signal nobody requested the stage
 
 
 def usage(deployment: str) -> str:

@@ -21,7 +21,7 @@ from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, with_hyphens, wrapped
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, InputError, RunError, dashed, print_error, say, show
 from pipeline.files import has_config
-from pipeline.launching.scripts import Script, place_in_pipeline, run_script, started_early
+from pipeline.launching.scripts import Script, position_in_pipeline, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.reporting.process import Reporter
@@ -155,7 +155,7 @@ def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]
     """Return the environment of a stage: its place among those of the plan, and how long later ones have taken."""
     place = plan.chosen.index(planned) + 1
     seconds = [recorded_seconds(later.run_dir) for later in plan.chosen[place:]]
-    return {**environment, **place_in_pipeline(place, len(plan.chosen), seconds)}
+    return {**environment, **position_in_pipeline(place, len(plan.chosen), seconds)}
 
 
 def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:

@@ -1,8 +1,8 @@
-"""Agent on one host of a job: for remote_ranks.py it starts, stops and ends the ranks there, and says how they do.
+"""The agent on one host of a job: it starts, stops and ends the ranks there for remote_ranks.py, and reports on them.
 
-It reads JSON lines from its standard input and writes such lines; when they cease it ends its ranks, so that none
-outlives the job or the link. Behind pdsh, which has no input, its job is a word of its command and a signal stops its
-ranks. Where the run's folder is not shared it sends the ranks' beats and outcomes.
+It reads JSON lines from its standard input and writes JSON lines. When the input ends, it ends its ranks, so that none
+outlives the job or the connection. pdsh has no input: there the job is an argument of the command, and a signal stops
+the ranks. If the run's folder is not shared, the agent sends the ranks' heartbeats and outcomes.
 """
 
 import base64
@@ -35,7 +35,7 @@ from pipeline.run.layout import beat_file, lock_file, outcome_file
 from pipeline.run.lock import locked
 from pipeline.run.outcome import AGENT, SUPERVISOR, Outcome, check_nobody_left, clear_outcomes, read_outcome
 
-SILENCE_S = 40.0  # of the supervisor: this host is cut off, and its ranks end before the supervisor gives it up
+SILENCE_S = 40.0  # seconds without the supervisor, after which the ranks end; shorter than the supervisor's own limit
 PING_S = 1.0
 
 # Libraries whose versions must be the same on all hosts.
@@ -45,7 +45,7 @@ Message = dict[str, Any]
 
 
 def facts(chosen: int, packages: Sequence[str]) -> Message:
-    """Return what must be the same on all hosts, and `gpus`, of which `chosen` are to be used; imports no torch."""
+    """Return facts that must be the same on all hosts, the number of GPUs, and `chosen`, the GPUs to use. No torch."""
     code, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
     for package in packages:
         for file in sorted((root / package).rglob("*.py")):
@@ -56,7 +56,7 @@ def facts(chosen: int, packages: Sequence[str]) -> Message:
 
 
 def contents(inputs: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return flag -> fingerprint of each local source and start model; empty: this host has no such path."""
+    """Return flag -> fingerprint of each local source and start model; an empty one: this host has no such path."""
     result: dict[str, str] = {}
     for name, path, kind in inputs:
         try:
@@ -67,7 +67,7 @@ def contents(inputs: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def write_end(run_dir: Path, rank: int, message: str, *, host: str, supervisor: str) -> None:
-    """Write the outcome of a rank that could not write it; one that it has written stays."""
+    """Write the outcome of a rank that could not write it; an outcome that the rank wrote itself stays."""
     before = read_outcome(run_dir, rank)
     said = before if before and before.supervisor == supervisor else None
     if said and said.code is not None:
@@ -79,7 +79,7 @@ def write_end(run_dir: Path, rank: int, message: str, *, host: str, supervisor: 
 
 
 class Agent:
-    """The ranks of this host, and the link to the supervisor."""
+    """The ranks of this host, and the connection to the supervisor."""
 
     def __init__(self, job: Message, *, listens: bool) -> None:
         self.job, self.run_dir, self.listens = job, Path(job["run_dir"]), listens
@@ -90,14 +90,14 @@ class Agent:
         self.is_shared = False
 
     def say(self, content: Message) -> None:
-        """Write a line to the supervisor; where nobody reads it, the link is cut."""
+        """Write a line to the supervisor; if nobody reads it, note that the connection is cut."""
         try:
             print(json.dumps({"agent": content}), flush=True)
         except OSError:
             self.is_cut_off = True
 
     def problems(self, stack: ExitStack) -> list[str]:
-        """Enter the folders of the run; return what is wrong with this host, a line for each."""
+        """Enter the folders of the run; return a line for each problem of this host."""
         try:
             os.chdir(self.job["cwd"])
         except OSError as error:
@@ -130,9 +130,9 @@ class Agent:
         return self.is_cut_off or (self.listens and time.monotonic() - self.heard_s > SILENCE_S)
 
     def run(self) -> int:
-        """Start the ranks and follow them to their end; return the exit code of one that wrote no outcome, or 0."""
+        """Start the ranks and watch them to their end; return 0, or the exit code of a rank that wrote no outcome."""
         environment = {**os.environ, AGENT: f"{os.getpid()}@{socket.gethostname()}"}
-        # The ranks' words are not ours: they go where errors go.
+        # Standard output is for messages to the supervisor: the ranks' output goes to standard error.
         started = start_ranks(RankStart(**self.start), environment, sys.stderr)
         watch = RankWatch(self.run_dir, environment.get(SUPERVISOR, ""), started)
         pinged_s = 0.0
@@ -158,14 +158,14 @@ class Agent:
         return watch.silent_code() or 0
 
     def tell_death(self, state: RankState, memory: str) -> None:
-        """Write how a rank ended that was killed."""
+        """Write the outcome of a rank that was killed."""
         kills = num_oom_kills() - self.oom_kills
         why = cause_of_death(state, JobStatus(self.run_dir, None, False, memory, kills))
         outcome = state.outcome
         write_end(self.run_dir, outcome.rank, why, host=outcome.host, supervisor=outcome.supervisor)
 
     def changed_files(self, watch: RankWatch) -> dict[str, str]:
-        """Return the outcomes and beats of the ranks here that have changed since the last call: path -> text."""
+        """Return the files of outcomes and heartbeats that have changed since the last call: path -> text."""
         changed = {}
         for rank in watch.ranks:
             for file in (outcome_file(self.run_dir, rank), beat_file(self.run_dir, rank)):
@@ -177,11 +177,11 @@ class Agent:
 
 
 def main(words: list[str]) -> int:
-    """Do what the supervisor says, or the job that is encoded in a word; return the exit code."""
+    """Run the supervisor's job, from standard input or encoded in an argument; return the exit code."""
     text = base64.urlsafe_b64decode(words[0]) if words else sys.stdin.readline()
     agent = Agent(json.loads(text), listens=not words)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the supervisor's end is noticed by the end of the link
+        signal.signal(number, signal.SIG_IGN)  # the end of the connection tells the agent that the supervisor ended
     if words:
         signal.signal(signal.SIGTERM, lambda *_: setattr(agent, "must_stop", True))
     with ExitStack() as stack:

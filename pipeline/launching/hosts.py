@@ -1,4 +1,4 @@
-"""Hosts and devices of a launch request: the host file, and the ranks that start on each host. No torch."""
+"""Hosts and devices of a launch request: the host file, and the ranks that start on each host. Imports no torch."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
 from pipeline.rendezvous import LOOPBACK
 
-# A name that began with a dash would be an option to ssh.
+# A name must not begin with a dash: ssh would take it as an option.
 HOST_LINE = re.compile(r"([A-Za-z0-9][\w.@-]*)\s+slots=(\d{1,4})\s*(#.*)?", re.ASCII)
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 
@@ -20,7 +20,7 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 def read_hostfile(path: Path) -> dict[str, int]:
     """Return host -> slots from DeepSpeed's host file. Raises InputError naming file, line and the right one."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows write a byte order mark
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise InputError(f"--hostfile: {path}: cannot read it: {reason}; expected lines `name slots=GPUS`") from None
@@ -45,13 +45,13 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def corrected(line: str) -> str:
-    """Return the line that a wrong line of a host file was probably meant to be, or the form of all lines."""
+    """Return the probable correction of a wrong line of a host file, or the general form of a line."""
     name = re.match(r"[A-Za-z0-9][\w.-]*", line, re.ASCII)
     if not name or "=" in name[0] or line.startswith("slots"):
         return "`name slots=GPUS`, with a name that begins with a letter or digit"
     rest = line[name.end() :]
     if rest.count(":") > 1:
-        return "a name or an IPv4 address: DeepSpeed takes no address of IPv6"
+        return "a name or an IPv4 address: DeepSpeed takes no IPv6 address"
     if len(re.findall(r"\bslots=", rest)) > 1:
         return f"one host on each line, such as `{name[0]} slots=8`"
     if also := re.match(r"\s+slots=([1-9]\d{0,3})\s+(\w+)=", rest, re.ASCII):
@@ -66,12 +66,12 @@ def chosen_gpus(
     """Return host -> numbers of its GPUs, in the host file's order, as DeepSpeed's launcher chooses them.
 
     Args:
-        hosts: host -> number of its GPUs; 0: it has none, and processes on its CPU are not checked.
+        hosts: host -> number of its GPUs; 0: it has none, and numbers of processes on its CPU are not checked.
         included, excluded: `host:0,1@host`; a host alone stands for all of its GPUs.
         num_nodes, num_gpus: take the first hosts, and of each the first GPUs; 0: all.
 
     Raises:
-        InputError: an unknown host or GPU number, more than there are, or no GPU is left.
+        InputError: a host or GPU number is unknown, more are requested than exist, or no GPU remains.
     """
     flag, text = ("--exclude", excluded) if excluded else ("--include", included)
     named: dict[str, set[int]] = {}
@@ -100,10 +100,10 @@ def chosen_gpus(
 
 
 def chosen_hosts(request: LaunchRequest) -> dict[str, list[int]]:
-    """Return host -> numbers of its GPUs that a request for several hosts chooses. Raises InputError."""
+    """Return host -> numbers of its GPUs, for a request for several hosts. Raises InputError."""
     file = Path(request.hostfile or DEFAULT_HOSTFILE)
     if not request.hostfile and not file.is_file():
-        raise InputError(f"--hostfile: several machines need one, and there is no {file}; lines of one: `name slots=8`")
+        raise InputError(f"--hostfile: several machines need it, and there is no {file}; its lines: `name slots=8`")
     choices = bool(request.include), bool(request.exclude), bool(request.num_nodes or request.num_gpus)
     if sum(choices) > 1:
         raise InputError("--include, --exclude, --num-nodes and --num-gpus: give --include, --exclude, or the numbers")
@@ -116,7 +116,7 @@ def chosen_hosts(request: LaunchRequest) -> dict[str, list[int]]:
     )
     if not 0 <= request.node_rank < len(hosts):
         raise InputError(
-            f"--node-rank: got {request.node_rank}, expected 0 to {len(hosts) - 1}, the place of this host in {file}"
+            f"--node-rank: got {request.node_rank}, expected 0 to {len(hosts) - 1}, the index of this host in {file}"
         )
     return hosts
 
@@ -138,7 +138,7 @@ def chosen_devices(request: LaunchRequest) -> list[str]:
 
 
 def take_cpu_without_gpu(request: LaunchRequest) -> None:
-    """Set the variables of a run on this machine's CPU where it has no GPU: the processes share the cores."""
+    """Set the environment variables of a run on the CPU if this machine has no GPU; its processes share the cores."""
     if not request.is_on_one_machine or count_gpus():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -148,10 +148,10 @@ def take_cpu_without_gpu(request: LaunchRequest) -> None:
 
 
 def ranks_by_host(request: LaunchRequest) -> list[int]:
-    """Return how many ranks a request starts on each machine: on a CPU one process, without a number.
+    """Return how many ranks a request starts on each machine. A CPU gets one process by default.
 
     Raises:
-        InputError: the host file, or a host or GPU number that is not in it.
+        InputError: the host file is wrong, or does not have a host or GPU number of the request.
     """
     if request.is_on_one_machine:
         return [len(chosen_devices(request))]
@@ -159,9 +159,9 @@ def ranks_by_host(request: LaunchRequest) -> list[int]:
 
 
 def starts_by_host(request: LaunchRequest, module: str, port: int) -> dict[str, RankStart]:
-    """Return what the ranks of each host of a request are started with, without the address of rank 0.
+    """Return host -> the `RankStart` of its ranks, without the address of rank 0.
 
-    The host of one machine is localhost. Raises InputError: see `ranks_by_host`.
+    A request for one machine has the host localhost. Raises InputError: see `ranks_by_host`.
     """
     if request.is_on_one_machine:
         devices = {"localhost": chosen_devices(request)}
@@ -185,17 +185,17 @@ def starts_by_host(request: LaunchRequest, module: str, port: int) -> dict[str, 
 
 
 def address_of(request: LaunchRequest, names: Sequence[str]) -> str:
-    """Return the address of the first host at which the others reach it. Raises EnvironmentFault."""
+    """Return the address at which the other hosts reach the first one. Raises EnvironmentFault."""
     if request.master_addr or request.is_on_one_machine:
         return request.master_addr or LOOPBACK
     try:
         address = socket.gethostbyname(names[0].rpartition("@")[2])
         if address.startswith("127.") and len(names) > 1:
-            # Its own name is of the loopback interface: take the interface that leads to the second host.
+            # The first host's name resolves to the loopback interface: take the interface to the second host.
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 probe.connect((socket.gethostbyname(names[1].rpartition("@")[2]), 9))
                 address = str(probe.getsockname()[0])
     except OSError as error:
         reason = error.strerror or error
-        raise EnvironmentFault(f"{names[0]}: no address known: {reason}; give --master-addr ADDRESS") from None
+        raise EnvironmentFault(f"{names[0]}: its address is unknown: {reason}; give --master-addr ADDRESS") from None
     return address

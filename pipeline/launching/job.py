@@ -1,6 +1,6 @@
-"""One supervised job: its ranks are started, here or by an agent on each host, watched, stopped, ended and judged.
+"""One supervised job: start its ranks here or by an agent on each host, watch them, stop them, and report the outcome.
 
-The state of the ranks is read by rank_watch.py; verdict.py makes the exit code of it.
+rank_watch.py reads the state of the ranks. verdict.py derives the exit code.
 """
 
 import os
@@ -23,47 +23,47 @@ from pipeline.launching.ranks import POLL_S, Started, kill_ranks, start_ranks
 from pipeline.launching.remote_host import passed_on
 from pipeline.launching.remote_ranks import RemoteRanks, port_of
 from pipeline.launching.request import LaunchRequest
-from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, judge
-from pipeline.processes import WAITS, Signals, free_memory, give_word, num_oom_kills
+from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, verdict_on
+from pipeline.processes import WAITS, Signals, free_memory, give_go, num_oom_kills
 from pipeline.run.outcome import SUPERVISOR
 
-RANKS_PER_POLL = 64  # with more ranks the files are read less often
-SETTLE_S = 2.0  # after a rank's failure, for the others to write theirs
-AGENTS_SETTLE_S = 10.0  # for those of other hosts, whose outcomes an agent sends
-ENDING_S = 15.0  # how long a rank may outlive one that has stopped: they stop together, after the save
+RANKS_PER_POLL = 64  # with more ranks, files are read less often
+SETTLE_S = 2.0  # seconds after a rank's failure, in which the others write their outcomes
+AGENTS_SETTLE_S = 10.0  # the same for ranks of other hosts, whose outcomes an agent sends
+ENDING_S = 15.0  # seconds that a rank may outlive one that has stopped: all stop together, after the save
 
 
 def do_nothing() -> None:
-    """Do nothing: nothing is looked after beside the ranks."""
+    """Do nothing: the default of `Job.supervise`."""
 
 
 def start_here(
     request: LaunchRequest, module: str, environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> dict[int, "subprocess.Popen[bytes]"]:
-    """Start the ranks of this host: all of one machine, or those of one of several that are started by hand."""
-    port, place = request.master_port or free_port(), 0
+    """Start the ranks of this host. With several hosts (--launcher none), each host is started by hand."""
+    port, index = request.master_port or free_port(), 0
     if not request.is_on_one_machine:
-        port, place = port_of(request), request.node_rank
+        port, index = port_of(request), request.node_rank
         environment = {**environment, **passed_on(environment, request.launcher)}
     starts = starts_by_host(request, module, port)
-    start = replace(list(starts.values())[place], address=address_of(request, list(starts)))
+    start = replace(list(starts.values())[index], address=address_of(request, list(starts)))
     return start_ranks(start, environment, output)
 
 
 def start_early(stage: Stage, request: LaunchRequest) -> Started:
-    """Start the ranks of one machine, which import what they will run and wait for the `Job` that takes them."""
+    """Start the ranks of one machine early: they import their modules, then wait for the go signal of a `Job`."""
     return start_here(request, f"{stage.package}.main", rank_variables({WAITS: "1"}))
 
 
 def rank_variables(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks that this process supervises, with `more` of one start."""
-    # torch's warnings in C++ are about connections to a rank that has ended, with a page of addresses each.
+    """Return the environment of the ranks that this process supervises, with `more` variables."""
+    # torch's C++ warnings report connections to a rank that has ended, each with a page of addresses.
     name = f"{os.getpid()}@{socket.gethostname()}"
     return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **more, SUPERVISOR: name}
 
 
 class Job:
-    """The ranks of one start of a stage, and what is known of them."""
+    """The ranks of one start of a stage, and their state."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Job:
         is_again: bool,
         early: Started | None = None,
     ) -> None:
-        """Start the ranks, or let those of `start_early` go on.
+        """Start the ranks, or give those of `start_early` the go signal.
 
         Args:
-            is_again: others were ended just now, and may still hold the port.
-            early: the ranks that were started early; none: they are started now.
+            is_again: the job was started before, and its ranks may still hold the port.
+            early: ranks of `start_early`; None: start them now.
 
         Raises:
             EnvironmentFault: the port is taken, or a host does not answer.
@@ -100,7 +100,7 @@ class Job:
                 wait_for_free_port(request.master_port, ENDING_S if is_again else 0.0)
             self._started = early or start_here(request, module, environment, output)
             for process in self._started.values():
-                give_word(process)
+                give_go(process)
         self._watch = RankWatch(run_dir, environment[SUPERVISOR], self._started)
         self._has_said_stop = False
         self._memory = ""
@@ -112,16 +112,16 @@ class Job:
         return self._signals.first is not None
 
     def supervise(self, look_after: Callable[[], None] = do_nothing) -> Verdict:
-        """Watch until the job has ended or must be ended; processes may be left.
+        """Watch the ranks until the job has ended or must be ended; processes may still run then.
 
         Args:
-            look_after: is called at each look at the ranks, and returns at once.
+            look_after: a function that is called at each poll, and returns at once.
         """
         while True:
             self.poll()
             look_after()
             if not self._watch.has_failed():
-                self._memory = free_memory()  # afterwards it is free again
+                self._memory = free_memory()  # after a failure, its memory is free again
             if verdict := self.ending():
                 return verdict
             time.sleep(max(POLL_S, POLL_S * len(self._watch.ranks) / RANKS_PER_POLL))
@@ -133,7 +133,7 @@ class Job:
         self._watch.poll()
 
     def ending(self) -> Verdict | None:
-        """Return the verdict if the job is to end now; forwards a stop request."""
+        """Return the verdict if the job is to end now, else None; forward a stop request."""
         if self._signals.second is not None:
             return Verdict(128 + self._signals.second, ["second signal: killed all processes of this stage"])
         if self.is_asked_to_stop and not self.forward_stop():
@@ -148,7 +148,7 @@ class Job:
         return self.verdict() if self.is_straggling() else None
 
     def silent_code(self) -> int | None:
-        """Return the exit code, but 0, of a rank that ended before it wrote anything."""
+        """Return the exit code of a rank that failed before it wrote an outcome; None if there is no such rank."""
         return self._remote.silent_code() if self._remote else self._watch.silent_code()
 
     def have_ended(self) -> bool:
@@ -179,13 +179,13 @@ class Job:
         return self.verdict()
 
     def may_say_more(self) -> bool:
-        """Return True while a rank here runs on, or only errors are known that follow from a rank of another host."""
+        """Return True while a rank here still runs, or while all known errors follow from that of another host."""
         failed = [state for state in self._watch.ranks.values() if state.outcome.has_failed]
         follows = self.silent_code() is None and all(state.outcome.secondary for state in failed)
         return bool(self._watch.running_locally()) or (self._remote is not None and follows)
 
     def is_straggling(self) -> bool:
-        """Return True if some ranks stopped long ago and others wait for them in a collective, deaf to signals."""
+        """Return True if some ranks stopped long ago and others wait for them in a collective, which blocks signals."""
         codes = {state.outcome.code for state in self._watch.ranks.values()}
         if errors.EXIT_STOPPED not in codes or not self._watch.running_locally():
             return False
@@ -193,10 +193,10 @@ class Job:
         return time.monotonic() - self._first_end_s > ENDING_S
 
     def verdict(self) -> Verdict:
-        return judge(list(self._watch.ranks.values()), self.status())
+        return verdict_on(list(self._watch.ranks.values()), self.status())
 
     def status(self) -> JobStatus:
-        """Return the state of the job apart from its ranks."""
+        """Return the state of the job besides its ranks."""
         return JobStatus(
             self._watch.run_dir,
             self.silent_code(),

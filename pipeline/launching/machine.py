@@ -1,4 +1,4 @@
-"""Devices and ports of this machine, read without torch so that a run is refused before it starts."""
+"""Devices and ports of this machine, read without torch, so that a run that cannot work ends before it starts."""
 
 import os
 import shutil
@@ -13,13 +13,13 @@ from pipeline.errors import EnvironmentFault, counted
 from pipeline.run.device import query_smi
 
 PORT_POLL_S = 0.1
-# MiB that a GPU may have in use without a process: idle ones report up to some tens, a CUDA context takes some 500.
+# MiB that an idle GPU may have in use. Idle GPUs report less than 100; a CUDA context takes about 500.
 IDLE_MIB = 200
 NVIDIA, AMD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")  # where a driver shows its GPUs
 
 
 def count_present_gpus() -> int:
-    """Return the number of GPUs of this machine: by nvidia-smi, or where there is none by what the drivers show."""
+    """Return the number of GPUs of this machine, by nvidia-smi or, without it, by the files of the drivers."""
     if not shutil.which("nvidia-smi"):
         nodes = [file.read_text(encoding="utf-8").strip() for file in AMD.glob("*/gpu_id")]
         return len(list(NVIDIA.glob("nvidia[0-9]*"))) or sum(node != "0" for node in nodes)
@@ -28,19 +28,19 @@ def count_present_gpus() -> int:
 
 
 def runs_on_cpu() -> bool:
-    """Return whether DS_ACCELERATOR=cpu asks for the CPU, also where there are GPUs."""
+    """Return whether DS_ACCELERATOR=cpu selects the CPU, which it may on a machine with GPUs."""
     return os.environ.get("DS_ACCELERATOR") == "cpu"
 
 
 def count_gpus() -> int:
-    """Return the number of `visible_gpus`. Raises EnvironmentFault where CUDA_VISIBLE_DEVICES names none."""
+    """Return the number of `visible_gpus`. Raises EnvironmentFault if CUDA_VISIBLE_DEVICES names none."""
     return len(visible_gpus())
 
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that a process sees: those of CUDA_VISIBLE_DEVICES if it is set, else the numbers of all.
 
-    None with DS_ACCELERATOR=cpu. Raises EnvironmentFault where CUDA_VISIBLE_DEVICES names none.
+    [] with DS_ACCELERATOR=cpu. Raises EnvironmentFault if CUDA_VISIBLE_DEVICES names none.
     """
     present = 0 if runs_on_cpu() else count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -56,9 +56,10 @@ def visible_gpus() -> list[str]:
 
 
 def holders(visible: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return visible GPU -> its number, and what others hold of it in words ("" for nothing); {}: not known.
+    """Return visible GPU -> its number, and how others use it, in words ("": they do not). {} if that is not known.
 
-    Processes of other containers are listed nowhere; memory in use tells of them, but for a GPU that draws a screen.
+    nvidia-smi does not list processes of other containers; they show by memory in use. A GPU that draws a screen always
+    has memory in use, so its memory is ignored.
     """
     rows = query_smi("--query-gpu=index,uuid,memory.used,display_active")
     table = {name: row for row in rows if len(row) == 4 for name in row[:2]}
@@ -73,15 +74,15 @@ def holders(visible: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], str]:
-    """Return the launcher's flags of a run on free GPUs of this machine, and a line that says which; "" without GPUs.
+    """Return the launcher's flags for a run on free GPUs of this machine, and a line that names them; "" without GPUs.
 
     Args:
         count: GPUs of --num-gpus; 0: as many as the run had, or all that are free.
-        had: ranks that the run to resume had; 0: none is there.
-        starts: False where nothing will run, as in a dry run; then the line says what is lacking.
+        had: ranks of the run to resume; 0: there is no such run.
+        starts: False in a dry run; then the line names missing GPUs, and no error is raised.
 
     Raises:
-        EnvironmentFault: fewer GPUs are free than are asked for, or than the run had.
+        EnvironmentFault: fewer GPUs are free than requested, or than the run had.
     """
     visible, wanted = visible_gpus(), count or had
     if not visible:
@@ -106,17 +107,17 @@ def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], 
         numbers = ",".join(gpus[name][0] for name in chosen if gpus)
         flags |= {"include": f"localhost:{numbers}"} if in_use else {"num_gpus": len(chosen)}
     left = ", ".join(f"{name} ({in_use.get(name, why)})" for name in visible if name not in chosen)
-    unknown = "" if gpus else "; nvidia-smi does not say whether other processes hold memory of them"
+    unknown = "" if gpus else "; nvidia-smi does not say whether other processes use them"
     return flags, line or f"GPUs of this run: {', '.join(chosen)}{f'; not used: {left}' if left else ''}{unknown}"
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """Return torch's name for the devices of this machine; AMD's GPUs are cuda to it too."""
+    """Return torch's name for the devices of this machine; torch calls AMD's GPUs cuda too."""
     return "cuda" if count_gpus() else "cpu"
 
 
 def check_device_count(count: int) -> None:
-    """Raise EnvironmentFault for more ranks than GPUs; without GPUs, for more processes than cores."""
+    """Raise EnvironmentFault if there are more ranks than GPUs or, without GPUs, more processes than cores."""
     if gpus := count_gpus():
         if count > gpus:
             here = f"{counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} visible here"
@@ -131,7 +132,7 @@ def check_device_count(count: int) -> None:
 def check_port(port: int) -> None:
     """Raise EnvironmentFault if something listens on `port` of this machine."""
     with socket.socket() as probe:
-        # As torch's own store does: a port that only waits for its last packets is free.
+        # torch's store sets this option too: a port that only waits for its last packets counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -149,7 +150,7 @@ def free_port() -> int:
 
 
 def wait_for_free_port(port: int, patience_s: float) -> None:
-    """Wait until nothing listens on a port. Raises EnvironmentFault if that takes longer than `patience_s`."""
+    """Wait until nothing listens on a port. Raises EnvironmentFault after `patience_s` seconds."""
     end = time.monotonic() + patience_s
     while True:
         try:

@@ -43,11 +43,11 @@ class RankStart:
     binds_cores: bool = False
     core_list: str = ""
 
-    def variables(self, place: int) -> dict[str, str]:
-        """Return torchrun's variables of the rank at this place of the host, and the devices that it sees."""
+    def variables(self, local_rank: int) -> dict[str, str]:
+        """Return torchrun's variables for a rank of the host, and the devices that it sees."""
         values = {
-            "RANK": self.first + place,
-            "LOCAL_RANK": place,
+            "RANK": self.first + local_rank,
+            "LOCAL_RANK": local_rank,
             "WORLD_SIZE": self.num_ranks,
             "LOCAL_WORLD_SIZE": len(self.devices),
             "MASTER_ADDR": self.address,
@@ -55,15 +55,15 @@ class RankStart:
         }
         if os.environ.get("DS_ACCELERATOR") != "cpu":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        if cores := self.cores(place):
+        if cores := self.cores(local_rank):
             values["OMP_NUM_THREADS"] = len(cores)
         return {name: str(value) for name, value in values.items()}
 
-    def cores(self, place: int) -> list[int]:
-        """Return the cores of the rank at this place of the host; [] where ranks are not bound to cores.
+    def cores(self, local_rank: int) -> list[int]:
+        """Return the cores of a rank of the host; [] if ranks are not bound to cores.
 
         Raises:
-            InputError: a list that is none, a core that is not there, or fewer cores than ranks.
+            InputError: the list is malformed, names a core that does not exist, or has fewer cores than ranks.
         """
         if not self.binds_cores:
             return []
@@ -75,21 +75,21 @@ class RankStart:
         if not count:
             ranks = len(self.devices)
             raise InputError(f"--bind-cores-to-rank: {len(listed)} cores for {ranks} ranks; each needs one")
-        return listed[count * place : count * (place + 1)]
+        return listed[count * local_rank : count * (local_rank + 1)]
 
 
 def start_ranks(
     start: RankStart, environment: Mapping[str, str], output: IO[bytes] | IO[str] | None = None
 ) -> dict[int, "subprocess.Popen[bytes]"]:
-    """Start the ranks of this host, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone.
+    """Start the ranks of this host, each in its own session, so that Ctrl-C in a terminal reaches only the supervisor.
 
     Raises:
-        InputError: the folder for their output is none.
+        InputError: the folder for their output cannot be created or written to.
     """
     command = [sys.executable, "-u", "-m", start.module, *start.words]
     started, day = {}, time.strftime("%Y%m%d%H%M%S")
-    for place in range(len(start.devices)):
-        rank, file = start.first + place, output
+    for local_rank in range(len(start.devices)):
+        rank, file = start.first + local_rank, output
         if start.log_folder:
             try:
                 Path(start.log_folder).mkdir(parents=True, exist_ok=True)
@@ -98,13 +98,13 @@ def start_ranks(
                 raise InputError(f"--enable-each-rank-log: {start.log_folder}: {error.strerror}") from None
         started[rank] = subprocess.Popen(
             command,
-            env={**environment, **start.variables(place)},
+            env={**environment, **start.variables(local_rank)},
             start_new_session=True,
             stdin=subprocess.PIPE if WAITS in environment else subprocess.DEVNULL,
             stdout=file,
             stderr=file,
         )
-        if cores := start.cores(place):
+        if cores := start.cores(local_rank):
             os.sched_setaffinity(started[rank].pid, cores)
     return started
 
@@ -117,13 +117,13 @@ def kill_ranks(started: Started) -> None:
 
 
 def exit_code_of(started: Started) -> int | None:
-    """Return the first exit code but 0; without one 0 once all have ended, None while some run."""
+    """Return the first exit code that is not 0; if there is none, 0 once all have ended and None before."""
     codes = [process.poll() for process in started.values()]
     return next((code for code in codes if code), None if None in codes else 0)
 
 
 def wait_for_ranks(started: Started, signals: Signals) -> int:
-    """Wait until all ranks have ended, one has failed or a signal comes; end them; return the exit code."""
+    """Wait until all ranks have ended, one has failed or a signal comes; then end them and return the exit code."""
     try:
         while (code := exit_code_of(started)) is None and signals.first is None:
             time.sleep(POLL_S)

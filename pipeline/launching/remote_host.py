@@ -1,4 +1,4 @@
-"""Connection to one host of a job: over ssh, srun or pdsh it starts an agent there (host_agent.py) and talks to it."""
+"""The connection to one host of a job: start an agent there (host_agent.py) by ssh, srun or pdsh, and talk to it."""
 
 import base64
 import json
@@ -22,10 +22,10 @@ from pipeline.launching.ranks import RankStart
 from pipeline.launching.request import LaunchRequest
 from pipeline.processes import PIPELINE, kill_sessions
 
-ENDING_S = 5.0  # for a connection to end by itself
-SILENCE_S = 60.0  # of a host, which is then lost; its agent has ended its ranks before
+ENDING_S = 5.0  # seconds for a connection to end by itself
+SILENCE_S = 60.0  # seconds of silence after which a host counts as lost; its agent has ended its ranks before
 AGENT = [sys.executable, "-u", "-m", "pipeline.launching.host_agent"]
-# Beginnings of the variables that go to all hosts; DeepSpeed's file adds others.
+# Prefixes of the environment variables that are sent to all hosts; DeepSpeed's file adds others.
 PASSED_ON = (
     "NCCL", "PYTHON", "GLOO", "UCX", "DS_", "HF_", "TRANSFORMERS_", "OMP_", "TORCH", "TOKENIZERS_", "WANDB_", PIPELINE,
 )  # fmt: skip
@@ -35,14 +35,14 @@ Message = dict[str, Any]
 
 
 class Host:
-    """A host of the job, whose agent gets the job and greets.
+    """A host of the job. Its agent gets the job and answers with a greeting.
 
-    name: as in the host file.
+    name: its name in the host file.
     ranks: the numbers of its ranks.
-    process: leads to the agent.
+    process: the local process that connects to the agent.
     greeting: the agent's first message.
-    code: how its ranks ended, once they have: 0, or the exit code of one that wrote no outcome.
-    heard_s: when it was last heard, in seconds of the monotonic clock.
+    code: None while its ranks run; then 0, or the exit code of a rank that wrote no outcome.
+    heard_s: time of its last message, in seconds of the monotonic clock.
     """
 
     process: "subprocess.Popen[str]"
@@ -71,7 +71,7 @@ class Host:
         self.tell({"start": asdict(start)})
 
     def ping(self, *, stop: bool) -> None:
-        """Show the agent that this process lives; `stop`: its ranks are to stop."""
+        """Tell the agent that this process lives; stop: whether its ranks are to stop."""
         self.tell({"stop": stop})
 
     def _open(self, *more: str) -> None:
@@ -100,27 +100,27 @@ class Host:
         return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def tell(self, content: Message) -> None:
-        """Send a message; a host that is gone is noticed by `messages` and the end of its process."""
+        """Send a message; a lost host shows by its silence and by the end of its process."""
         assert self.process.stdin
         with suppress(OSError):
             self.process.stdin.write(json.dumps(content) + "\n")
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Have the agent end its ranks, which it does when nobody writes to it any more."""
+        """Close the connection; the agent then ends its ranks."""
         with suppress(OSError):
             assert self.process.stdin
             self.process.stdin.close()
 
     def end(self, until_s: float) -> None:
-        """Wait for the end of the connection; end it at a time of the monotonic clock."""
+        """Wait for the end of the connection; kill its process at `until_s` of the monotonic clock."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until_s - time.monotonic()))
         kill_sessions([self.process.pid])
         self.process.wait()
 
     def ended(self) -> int | None:
-        """Return the exit code of the process that leads to the agent once all that it said is read; else None."""
+        """Return the exit code of the connecting process once all of its messages are read; else None."""
         if (code := self.process.poll()) is not None:
             self._reader.join(ENDING_S)
         return code if self._inbox.empty() else None
@@ -129,40 +129,43 @@ class Host:
         return self.code is None and (time.monotonic() - self.heard_s > SILENCE_S or self.ended() is not None)
 
     def why_no_agent(self, code: int) -> str:
-        """Return why no agent has answered, and what to do."""
+        """Return why no agent answered, and what to do."""
         way = self._command[0]
         if way == "ssh" and code == 255:
             return f"not reachable (ssh ended with 255); `ssh {self.name} true` must work without a password"
         if code == 127:
             return f"no {sys.executable} there; install the Python environment at the same path on each host"
-        return f"{way} ended with {code}, its words are above; the project must be at the same path on each host"
+        return f"{way} ended with {code}, its output is above; the project must be at the same path on each host"
 
 
 class PdshHost(Host):
-    """A host behind pdsh, which passes on no input: the agent's job is the last word of its command."""
+    """A host reached by pdsh. pdsh forwards no input, so the job of the agent is the last argument of its command."""
 
     def begin(self) -> None:
-        """Start the agent with the job, which greets and ends; with ranks in the job it runs them instead."""
+        """Start the agent with the job. If the job has ranks to start, the agent runs them; else it greets and ends."""
         encoded = base64.urlsafe_b64encode(json.dumps(self.job).encode()).decode()
         self._open(f"{shell_line(self.request)} {encoded}")
 
     def start(self, start: RankStart) -> None:
-        """Start the agent again, with the ranks to start."""
+        """Start the agent again, with the ranks to run."""
         self.job = {**self.job, "start": asdict(start)}
         self.begin()
 
     def ping(self, *, stop: bool) -> None:
-        """Signal the agent that its ranks are to stop; what it prints tells it that this process lives."""
+        """Signal the agent if its ranks are to stop; that it can still print tells it that this process lives."""
         if stop:
             subprocess.run([*self._command, f"kill -TERM {self.greeting['pid']}"], check=False)
 
     def close(self) -> None:
-        """End pdsh: the agent finds that nobody reads from it."""
+        """End pdsh: the agent notices that nobody reads its output."""
         kill_sessions([self.process.pid])
 
 
 def agent_command(host: str, request: LaunchRequest) -> list[str]:
-    """Return the words that start the agent of a host, without a connection on this one; pdsh's lack the last one."""
+    """Return the command that starts the agent of a host. On this host it needs no connection.
+
+    The command of pdsh lacks its last argument, the job.
+    """
     if request.launcher == "srun":
         one = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--unbuffered"]
         return ["srun", *one, *AGENT]
@@ -179,7 +182,7 @@ def ssh_options(request: LaunchRequest) -> list[str]:
 
 
 def shell_line(request: LaunchRequest) -> str:
-    """Return the line that a shell of another host turns into the agent."""
+    """Return the command line that starts the agent in a shell of another host."""
     activated = f". {shlex.quote(request.venv_script)} && " if request.venv_script else ""
     path = shlex.quote(os.environ.get("PYTHONPATH", ""))
     return f"{activated}PYTHONPATH={path} PYTHONSAFEPATH=1 exec {shlex.join(AGENT)}"
@@ -196,9 +199,9 @@ def is_here(host: str) -> bool:
 
 
 def passed_on(environment: Mapping[str, str], launcher: str) -> Mapping[str, str]:
-    """Return the variables for all hosts: those of PASSED_ON, and those of DeepSpeed's file here or in the home.
+    """Return the variables for all hosts: those of PASSED_ON, and of DeepSpeed's file here or in the home folder.
 
-    Behind pdsh they stand in a command line, which all users of both hosts see: only those that hold no secret.
+    pdsh takes them on its command line, which all users of both hosts can read: it gets only those without secrets.
     """
     prefixes = PASSED_ON[:2] if launcher == "pdsh" else PASSED_ON
     variables = {name: value for name, value in environment.items() if name.startswith(prefixes)}

@@ -1,6 +1,6 @@
-"""Ranks of a job on several hosts: an agent on each is greeted, compared, told to start, followed and ended. No torch.
+"""The ranks of a job on several hosts, each with an agent: greet, compare, start, watch and end them. No torch.
 
-Where a host shares no folder with this one, the outcomes and beats of its ranks come as messages of its agent.
+If a host shares no folder with this one, its agent sends the outcomes and heartbeats of its ranks as messages.
 """
 
 import os
@@ -25,10 +25,10 @@ from pipeline.run.outcome import SUPERVISOR
 START_S = 60.0
 PING_S = 1.0
 MEASURING = "pipeline.run.measure_device"
-PORTS = range(20000, 30000)  # below those that Linux gives to outgoing connections
-PORT_BY_HAND = 29500  # DeepSpeed's, where each host is started by itself
+PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
+PORT_BY_HAND = 29500  # DeepSpeed's default, used if the user starts each host
 
-# (name of a flag, path, whether it is data or a model) of what each host must have alike.
+# Inputs that must be the same on each host: (name of a flag, path, "data" or "model").
 Inputs = Sequence[tuple[str, str, str]]
 
 
@@ -51,14 +51,14 @@ class RemoteRanks:
         inputs: Inputs = (),
         output: IO[bytes] | None = None,
     ) -> None:
-        """Greet the agents of all hosts, unless a signal comes. Raises EnvironmentFault: no answer, or they differ."""
+        """Greet the agents of all hosts. Raises EnvironmentFault if one does not answer, or if hosts differ."""
         self._request, self.run_dir, self._signals = request, run_dir, signals
         self._supervisor = environment.get(SUPERVISOR, "")
         self._starts = starts_by_host(request, module, port_of(request))
         self._pinged_s = 0.0
         self._must_stop = self._has_stopped = False
         self.hosts: list[Host] = []
-        # Without ssh each host has a supervisor, and a lock, of its own.
+        # With --launcher none, each host has its own supervisor and lock.
         lock = None if request.launcher == "none" else lock_file(run_dir).read_text(encoding="utf-8")
         here = list(self._starts)[request.node_rank] if request.launcher == "none" else ""
         job: Message = {
@@ -96,23 +96,23 @@ class RemoteRanks:
                     problems.append(f"{host.name}: {host.why_no_agent(code)}")
                     waiting.remove(host)
         if self._signals.first is None:
-            problems += [f"{host.name}: no answer for {START_S:.0f} s; is it up?" for host in waiting]
+            problems += [f"{host.name}: no answer for {START_S:.0f} s; is the host up?" for host in waiting]
             if problems := problems or differences(self.hosts):
                 raise EnvironmentFault("\n".join(problems))
 
     def start(self, module: str = "") -> None:
-        """Have every host start its ranks, of the job's module or another one without flags."""
+        """Start the ranks of every host: of the job's module, or of another `module` without flags."""
         for host in self.hosts if self._signals.first is None else ():
             start = replace(self._starts[host.name], address=address_of(self._request, list(self._starts)))
             host.start(replace(start, module=module, words=()) if module else start)
             host.heard_s = time.monotonic()
 
     def stop(self) -> None:
-        """Have the agents ask their ranks to stop, at the next `poll`."""
+        """Request that all ranks stop; the next `poll` sends it to the agents."""
         self._must_stop = True
 
     def poll(self) -> None:
-        """Take in what the hosts say, find those that are lost, and ping."""
+        """Read the hosts' messages, find lost hosts, and ping."""
         for host in self.hosts:
             for message in host.messages():
                 self._take(host, message)
@@ -125,14 +125,14 @@ class RemoteRanks:
                 host.ping(stop=stops)
 
     def silent_code(self) -> int | None:
-        """Return the exit code, but 0, of a rank that ended before it wrote anything."""
+        """Return the exit code of a rank that failed before it wrote an outcome; None if there is no such rank."""
         return next((host.code for host in self.hosts if host.code), None)
 
     def have_ended(self) -> bool:
         return all(host.code is not None for host in self.hosts)
 
     def _take(self, host: Host, message: Message) -> None:
-        """Take in what an agent says: that its ranks have ended, or a file of a folder that is not shared."""
+        """Process an agent's message: the end of its ranks, its process id, or files of a folder that is not shared."""
         if "ended" in message:
             host.code = message["ended"]
         if "pid" in message:
@@ -143,9 +143,9 @@ class RemoteRanks:
             replace_text(file, text)
 
     def _lose(self, host: Host) -> None:
-        """Write for the ranks of a host that is gone how they ended, since they cannot."""
+        """Write the outcomes of the ranks of a lost host, since they cannot write them here."""
         code, silent = host.process.poll(), time.monotonic() - host.heard_s
-        seen = f"the connection ended with {code}" if code is not None else f"no word from it for {silent:.0f} s"
+        seen = f"the connection ended with {code}" if code is not None else f"no message for {silent:.0f} s"
         host.code = EXIT_FAULT
         why = f"{host.name} is lost: {seen}; its link or the machine is down; when it is back the same command resumes"
         for rank in host.ranks:
@@ -161,7 +161,7 @@ class RemoteRanks:
 
 
 def differences(hosts: Sequence[Host]) -> list[str]:
-    """Return a line for each way in which a host differs from the first one, or has fewer GPUs than are to be used."""
+    """Return a line for each difference between a host and the first one, and for each host with too few GPUs."""
     lines, first = [], hosts[0]
     for host in hosts:
         facts, contents = host.greeting["facts"], host.greeting["contents"]
@@ -170,19 +170,19 @@ def differences(hosts: Sequence[Host]) -> list[str]:
                 lines.append(f"{host.name}: {name} is {value}, {first.name} has {wanted}; install the same on both")
         if facts["gpus"] < facts["chosen"] and any(other.greeting["facts"]["gpus"] for other in hosts):
             lines.append(
-                f"{host.name}: GPU {facts['chosen'] - 1} is asked for, it has {facts['gpus']}; lower its slots in the "
+                f"{host.name}: GPU {facts['chosen'] - 1} is requested, it has {facts['gpus']}; lower its slots in the "
                 "host file, or give --exclude"
             )
         for name, content in contents.items():
             if content != (wanted := first.greeting["contents"].get(name)):
-                is_missing = content in ("", name.partition(" ")[2])  # a model's folder that is none passes for an id
+                is_missing = content in ("", name.partition(" ")[2])  # a missing model folder counts as a hub id
                 what = "is not there, or unreadable" if is_missing else f"is not what {first.name} has"
                 lines.append(f"{host.name}: {name}: {what}; copy it from the host that has the right one")
     return lines
 
 
 def check_hosts(request: LaunchRequest, module: str, run_dir: Path, *, signals: Signals, inputs: Inputs) -> None:
-    """Print a line for each host, all of which could run the job, and the bandwidth between them.
+    """Check that all hosts can run the job; print a line for each, and the bandwidth between them.
 
     Raises:
         EnvironmentFault: a host does not answer or differs, or the hosts' ranks do not reach each other.
@@ -201,10 +201,10 @@ def check_hosts(request: LaunchRequest, module: str, run_dir: Path, *, signals: 
                 time.sleep(POLL_S / 2)
                 ranks.poll()
         if signals.first is not None:
-            raise StoppedRun("stopped while the hosts were looked at")
+            raise StoppedRun("stopped while the hosts were checked")
         if ranks.silent_code():
             raise EnvironmentFault(
-                "the ranks of the hosts do not reach each other, their words are above: name the network by "
+                "the ranks of the hosts do not reach each other, their output is above: name the network by "
                 "NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME without GPUs) and --master-addr, and open its ports"
             )
         show(f"{counted(len(ranks.hosts), 'host')} can run {module}; nothing was started")

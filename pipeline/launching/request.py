@@ -1,4 +1,4 @@
-"""Request to a launch script: the words of DeepSpeed's launcher as one object, read by one parser. No torch."""
+"""The request to a launch script: one parser reads the flags of DeepSpeed's launcher into one object. No torch."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ from pipeline.errors import InputError, dashed, say
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
 BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")
-# Flags that people write behind STAGE by mistake.
+# Flags that users write after STAGE by mistake.
 BEFORE_STAGE = (
     "--num-gpus", "--num-accelerators", "--num-nodes", "--include", "--exclude", "--hostfile", "--master-port",
     "--master-addr", "--node-rank", "--launcher", "--no-ssh",
@@ -25,13 +25,13 @@ class LaunchRequest:
     """The request to a launch script: hosts, devices, and the arguments of the stage.
 
     deployment: single_gpu, single_node or multi_node.
-    launcher: how other hosts are reached; none: this command starts the ranks of one host, and its like the others.
-    hostfile: path of the host file; empty: DeepSpeed's default place.
+    launcher: program that reaches other hosts; none: the user runs this command on each host, which starts its ranks.
+    hostfile: path of the host file; empty: DeepSpeed's default path.
     include: hosts and GPUs to use, `name:0,1@name`.
     exclude: hosts and GPUs to leave out.
     num_nodes: number of hosts from the first on; 0: all.
     num_gpus: number of GPUs, or of processes on a CPU, of each host; 0: all.
-    node_rank: place of this host in the host file, without ssh.
+    node_rank: index of this host in the host file, for launcher none.
     master_addr: address of the first host; empty: looked up.
     master_port: port of rank 0; 0: one that is free.
     ssh_port: port of ssh on other hosts; 0: as ssh is configured.
@@ -39,10 +39,10 @@ class LaunchRequest:
     enable_each_rank_log: folder for a file of what each rank prints; empty: the console.
     bind_cores_to_rank: each rank runs on cores that no other rank of its host has.
     bind_core_list: the cores for that, `0-3,8`; empty: all of the host.
-    save_pid: the process id of the supervisor is written to a file, as DeepSpeed's launcher does.
-    autotuning: DeepSpeed's search before the run; tune: without the run.
-    check: look at the hosts or measure the device, start no stage.
-    step: the number or the section of the stage; empty where none was given.
+    save_pid: write the process id of the supervisor to a file, as DeepSpeed's launcher does.
+    autotuning: run: DeepSpeed's search, then the run; tune: the search only; empty: neither.
+    check: check the hosts or measure the device, and start no stage.
+    step: the number or the section of the stage; empty if none was given.
     words: the flags of the stage.
     """
 
@@ -83,10 +83,10 @@ class LaunchRequest:
 
 
 def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
-    """Read the words of a launch script; print a note on a flag that is given again.
+    """Read the arguments of a launch script; print a note on a flag that is given twice.
 
     Raises:
-        InputError: names the flag, what was found and what is right.
+        InputError: an argument is wrong; names the flag, what it got and what it expects.
     """
     try:
         values, unknown = launcher_parser().parse_known_args(list(words))
@@ -99,9 +99,9 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
     step, *rest = given.pop("words", None) or [""]
     for word in rest:
         if dashed(word.partition("=")[0][2:]) in BEFORE_STAGE:
-            raise InputError(f"{word}: found behind STAGE, expected before it with the other flags of the launcher")
-    known = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
-    return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **known)
+            raise InputError(f"{word}: got after STAGE, expected before it with the other flags of the launcher")
+    fields = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
+    return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **fields)
 
 
 class LastCounts(argparse.Action):
@@ -117,7 +117,7 @@ class LastCounts(argparse.Action):
 
 
 def launcher_parser() -> argparse.ArgumentParser:
-    """Return the parser of DeepSpeed's flags for its launcher, of ours, and of the words from STAGE on."""
+    """Return the parser of DeepSpeed's launcher flags, of this project's, and of the arguments from STAGE on."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, add_help=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -136,9 +136,9 @@ def in_both_spellings(names: str) -> Iterable[str]:
 
 
 def backend(text: str) -> str:
-    """Return a way to other hosts by its name in any case."""
+    """Return the name of a launcher in lower case."""
     if text.lower() in BY_HAND:
-        raise refused(f"{text} is started by hand: deepspeed --launcher {text.lower()} --module step1_sft.main FLAGS")
+        raise refused(f"start {text} by hand: deepspeed --launcher {text.lower()} --module step1_sft.main FLAGS")
     return one_of("ssh", "srun", "pdsh", "none")(text.lower())
 
 
@@ -165,7 +165,7 @@ def whole(text: str, least: int, most: int, wanted: str) -> int:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a reader of texts that takes these alone."""
+    """Return a function that returns its text if it is one of `choices`, and else raises."""
 
     def chosen(text: str) -> str:
         if text not in choices:
@@ -196,5 +196,5 @@ FLAGS: dict[str, Callable[[str], object]] = {
     "--log-level": one_of("debug", "info", "warning", "error", "critical"),
 }
 SWITCHES = ("--bind-cores-to-rank", "--save-pid", "--check")
-# Switches of DeepSpeed's launcher that say what is so here in any case, or how much it prints of itself.
+# Switches of DeepSpeed's launcher that have no effect here: they ask for the default, or set its own verbosity.
 IDLE_SWITCHES = ("--module", "--no-python", "--no-local-rank", "--no-ssh-check", "--force-multi", "--quiet -q")

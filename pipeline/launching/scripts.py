@@ -10,27 +10,30 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import EXIT_STOPPED, EnvironmentFault
-from pipeline.processes import PARENT, PIPELINE, WAITS, give_word
+from pipeline.processes import PARENT, PIPELINE, WAITS, give_go
 
-Script = subprocess.Popen[bytes]  # the process of one
+Script = subprocess.Popen[bytes]  # the process of a launch script
 
 
 def launch_file(name: str) -> Path:
-    """Return the path of a launch script, or of a preset (`presets/...`), of the installed project or the checkout."""
+    """Return the path of a launch script or preset (`presets/...`), in the installed project or the checkout."""
     return Path(str(files("launch"))) / name
 
 
-def place_in_pipeline(place: int, count: int, later_seconds: Sequence[float]) -> dict[str, str]:
-    """Return the variable of a stage's place, 1 to `count`, and of how long the later ones have taken; 0: unknown."""
+def position_in_pipeline(number: int, count: int, later_seconds: Sequence[float]) -> dict[str, str]:
+    """Return the environment variable with a stage's number of `count` and the planned seconds of later stages.
+
+    later_seconds: of each later stage; 0: unknown.
+    """
     later = f" {sum(later_seconds):.0f}" if later_seconds and all(later_seconds) else ""
-    return {PIPELINE: f"{place}/{count}{later}"}
+    return {PIPELINE: f"{number}/{count}{later}"}
 
 
 def start_script(command: Sequence[str], environment: Mapping[str, str]) -> Script:
-    """Start a launch script. Raises EnvironmentFault: its program is not found."""
+    """Start a launch script. Raises EnvironmentFault if its program is not found."""
     variables = {**environment, PARENT: str(os.getpid())}
     stdin = subprocess.PIPE if WAITS in environment else None
-    # A session of its own: Ctrl-C in a terminal reaches it once, through this process.
+    # In its own session, Ctrl-C in a terminal reaches it once, through this process.
     try:
         return subprocess.Popen(command, start_new_session=True, env=variables, stdin=stdin)
     except OSError as error:
@@ -39,9 +42,10 @@ def start_script(command: Sequence[str], environment: Mapping[str, str]) -> Scri
 
 @contextmanager
 def started_early(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Script]:
-    """Start a launch script whose supervisor and ranks wait: nothing is changed until `run_script` gets the process.
+    """Start a launch script whose supervisor and ranks wait until `run_script` gives the go signal.
 
-    Where it does not, they end with the block. Raises EnvironmentFault: its program is not found.
+    They change nothing before. Without a go signal they end with the block. Raises EnvironmentFault if the program is
+    not found.
     """
     process = start_script(command, {**environment, WAITS: "1"})
     try:
@@ -52,10 +56,12 @@ def started_early(command: Sequence[str], environment: Mapping[str, str]) -> Ite
 
 
 def run_script(command: Sequence[str], environment: Mapping[str, str], early: Script | None = None) -> tuple[int, bool]:
-    """Run `command` to its end, with SIGINT and SIGTERM of this process forwarded to it as SIGTERM.
+    """Run `command` to its end, and forward SIGINT and SIGTERM of this process to it as SIGTERM.
 
-    early: its process, if it was started early. Returns its exit code, and True if this process was asked to stop
-    meanwhile. Raises EnvironmentFault: not found.
+    Returns its exit code, and True if this process got such a signal. Raises EnvironmentFault if it is not found.
+
+    Args:
+        early: its process, if it was started early.
     """
     process = early or start_script(command, environment)
     received: list[int] = []
@@ -66,7 +72,7 @@ def run_script(command: Sequence[str], environment: Mapping[str, str], early: Sc
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        give_word(process)
+        give_go(process)
         code = process.wait()
     finally:
         for number, handler in before.items():

@@ -1,6 +1,6 @@
-"""Hardware that a run is planned for: that of this machine, or one that `--target` describes. Imports no torch.
+"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. Imports no torch.
 
-Memory, bandwidth and TFLOP/s of a described device are those of its data sheet.
+A described device has the memory, bandwidth and TFLOP/s of its data sheet.
 """
 
 import re
@@ -16,10 +16,11 @@ from pipeline.launching.machine import count_gpus
 from pipeline.processes import memory_of_machine
 from pipeline.run.device import DeviceConstants, kept_constants, query_gpu
 
-# Share of the memory on a data sheet that a process can have: 79.1 of an H100's 80, 139 of an H200's 141.
+# Share of a data sheet's memory that a process can have (measured: 79.1 of an H100's 80 GiB, 139 of an H200's 141).
 USABLE = 0.985
-# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s; GB/s that a GPU sends to others of its machine (NVLink, or 16
-# lanes of PCIe) and a machine to others: 8 x 400 or 200 Gb/s beside H100 and A100, 4 x 100 beside V100, else 100.
+# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s, then two bandwidths in GB/s. The first is between GPUs of a
+# machine (NVLink, or 16 lanes of PCIe). The second is between machines: 8 x 400 Gb/s with H100, 8 x 200 with A100,
+# 4 x 100 with V100, else 100.
 DEVICES = {
     "B200-180GB": (180, 8.0, 2250.0, 900.0, 400.0),
     "H200-141GB": (141, 4.8, 989.0, 450.0, 400.0),
@@ -37,21 +38,21 @@ DEVICES = {
     "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
     "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
 }  # fmt: skip
-# Shares of a data sheet that an H200 reached: products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, and of two H200s'
-# links the reduction of 1 GB in 3.2 ms. Times are planned by sheets: what was measured counts as such a share of one.
+# Shares of their data sheet that H200s reached: products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, links 1 GB
+# reduced between two in 3.2 ms. Plans compute times from data sheets, so measured speeds are divided by these shares.
 PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
-SAME_MEMORY = 0.1  # largest difference of a device's memory from its data sheet
-SAME_SIZE = 0.02  # and of one that was measured from USABLE of what the driver says
-SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in a target in words
+SAME_MEMORY = 0.1  # largest relative difference of a device's memory from its data sheet
+SAME_SIZE = 0.02  # largest relative difference of measured memory from USABLE of the driver's figure
+SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in the text of a target
 TARGET = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*|(\d+)GB)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
-LIMIT = 1_000_000  # of each number of a description, and of all its GPUs: what is above is a slip
+LIMIT = 1_000_000  # upper bound of each number of a description, and of all its GPUs; more is a typing error
 FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Machines with GPUs, or with processes on a CPU; figures are 0 where they are not known.
+    """Machines with GPUs, or with processes on a CPU; a figure that is not known is 0.
 
     name: name of the GPU, or CPU.
     memory: bytes of a GPU's memory, or of a CPU's, that a process can have.
@@ -62,8 +63,8 @@ class Target:
     described: the target was described by the user; False: it is this machine.
     link_gb_per_s: GB/s that a GPU sends to others of its machine.
     network_gb_per_s: GB/s that a machine sends to others.
-    measured: constants of this machine's GPU, where the target has the same and it was measured.
-    is_limited: the memory is what --gpu-memory-gib takes of a GPU's.
+    measured: measured constants of this machine's GPU, if the target has the same GPU; else None.
+    is_limited: `memory` is the value of --gpu-memory-gib.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Target:
 
     @property
     def source(self) -> str:
-        """The source of its constants, in words."""
+        """The source of the speeds, in words."""
         if self.measured:
             return f"measured here on {self.measured.day}"
         if self.described:
@@ -93,7 +94,7 @@ class Target:
 
     @property
     def limit(self) -> str:
-        """The flag that limits its memory, in brackets behind a size; "" for none."""
+        """The flag that limits the memory, in brackets, to append to a size; "" if there is no limit."""
         return " (--gpu-memory-gib)" if self.is_limited else ""
 
     @property
@@ -102,7 +103,7 @@ class Target:
 
     @property
     def dtype(self) -> EngineDtype:
-        """The value of `--dtype auto` on this hardware: bf16 where the device computes in it."""
+        """The value of `--dtype auto` on this hardware: bf16 if the device supports it, else fp32."""
         return "fp32" if self.is_cpu or re.search(r"V100|T4", self.name) else "bf16"
 
     @property
@@ -115,7 +116,7 @@ class Target:
 
     @property
     def gpus(self) -> int:
-        """Those of the largest machine."""
+        """The GPUs of the largest machine."""
         return max(self.slots)
 
     @property
@@ -123,14 +124,14 @@ class Target:
         return len(set(self.slots)) > 1
 
     def is_same(self, words: str) -> bool:
-        """Tell whether `words`, another target's string, are of this hardware, its memory measured or not yet."""
+        """Tell whether `words`, another target's string, is of this hardware; only one memory may be measured."""
         here, other = SIZE.split(str(self)), SIZE.split(words)
         if len(here) == len(other) == 3 and here[::2] == other[::2]:
             return abs(float(other[1]) / float(here[1]) - 1) < SAME_SIZE
         return here == other
 
     def hosts_of(self, ranks: int) -> int:
-        """Return on how many machines a group of so many neighbouring ranks is, of the groups the one on most."""
+        """Return the largest number of machines that a group of `ranks` neighbouring ranks spans."""
         hosts = [host for host, count in enumerate(self.slots) for _ in range(count)]
         groups = (hosts[first : first + ranks] for first in range(0, len(hosts), ranks))
         return max(group[-1] - group[0] + 1 for group in groups)
@@ -144,30 +145,30 @@ class Target:
 
 
 def this_machine(*slots: int) -> Target:
-    """Describe machines like this one, on which so many ranks each are started; memory is 0 where it is not known."""
+    """Describe machines like this one; slots: ranks on each of them. Memory is 0 if it is not known."""
     host_memory = memory_of_machine()
     if not count_gpus():
         return Target("CPU", host_memory // max(slots), slots, host_memory=host_memory, described=False)
     name, mib = query_gpu("name", "memory.total") or ("GPU", "0")
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
-    # Two A100s (40 and 80 GB) match: the nearer memory is taken.
-    known = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
-    return Target(name, memory, slots, known[1], known[2], host_memory, False, known[3], known[4])
+    # Two sheets match an A100 (40 and 80 GB): take the one with the nearer memory.
+    sheet = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
+    return Target(name, memory, slots, sheet[1], sheet[2], host_memory, False, sheet[3], sheet[4])
 
 
 def is_model(device: str, name: str) -> bool:
-    """Return True if a GPU of this name is a device of DEVICES, as a `NVIDIA GeForce RTX 4090` is RTX4090-24GB."""
+    """Return True if a GPU's name is that of a device of DEVICES: `NVIDIA GeForce RTX 4090` is RTX4090-24GB."""
     words = re.sub(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])", " ?", re.escape(device.partition("-")[0]))
     return re.search(rf"\b{words}\b", name) is not None
 
 
 def with_constants(target: Target) -> Target:
-    """Return the target with the constants that were measured on this machine's GPU, where it is of the same kind."""
+    """Return the target with the constants measured on this machine's GPU, if it is of the same kind."""
     constants = kept_constants()
     if constants is None or target.is_cpu:
         return target
-    # A target file's own speeds win over measured ones.
+    # Speeds of a target file override measured ones.
     is_same = (
         target.has_speeds_of_sheet
         and is_model(target.name, constants.name)
@@ -186,10 +187,10 @@ def with_constants(target: Target) -> Target:
 
 
 def with_limit(target: Target, gib: float) -> Target:
-    """Return the target with so many GiB of each GPU (--gpu-memory-gib); 0: all of them, as of a CPU.
+    """Return the target with the memory of each GPU limited to `gib` (--gpu-memory-gib); 0: no limit.
 
     Raises:
-        EnvironmentFault: its GPUs have less.
+        EnvironmentFault: its GPUs have less memory than that.
     """
     if not gib or target.is_cpu:
         return target
@@ -201,12 +202,12 @@ def with_limit(target: Target, gib: float) -> Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read `--target`: `[[HOSTSx]GPUSx]DEVICE`, with one GPU where none is said, or a YAML file with fields of FIELDS.
+    """Read `--target`: `[[HOSTSx]GPUSx]DEVICE` (default: one GPU), or a YAML file with fields of FIELDS.
 
-    A DEVICE is one of DEVICES, or its memory alone as `24GB`, whose speeds are not known.
+    A DEVICE is one of DEVICES, or a memory such as `24GB`, whose speeds are not known.
 
     Raises:
-        InputError: an unknown device or field, with those that are known.
+        InputError: a device or field is unknown; the message lists the known ones.
     """
     if Path(text).suffix in (".yaml", ".yml", ".json") or Path(text).is_file():
         return target_of_file(Path(text))
@@ -220,7 +221,7 @@ def parse_target(text: str) -> Target:
         return Target(match[3], int(int(match[4]) * USABLE * GIB), slots)
     if re.match(r"MI\d", match[3]):
         raise InputError(
-            f"--target {text}: {match[3]}: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"
+            f"--target {text}: {match[3]}: an AMD GPU, and runs need CUDA; to plan its memory only, give 192GB"
         )
     names = devices_called(match[3])
     if len(names) != 1:
@@ -232,15 +233,15 @@ def parse_target(text: str) -> Target:
 
 
 def devices_called(name: str) -> list[str]:
-    """Return the devices of DEVICES of a name that may leave out the memory: of `A100` there are two."""
+    """Return the devices of DEVICES with this name, which may omit the memory: `A100` gives two."""
     return [device for device in DEVICES if name in (device, device.rpartition("-")[0])]
 
 
 def target_of_file(path: Path) -> Target:
-    """Read a target from a YAML file; speeds that it leaves out are those of the device that it names, if known.
+    """Read a target from a YAML file. Missing speeds come from the data sheet of its device, if there is one.
 
     Raises:
-        InputError: names the file and the field.
+        InputError: a field is wrong; the message names the file and the field.
     """
     try:
         content = load_yaml(str(path))
@@ -254,7 +255,7 @@ def target_of_file(path: Path) -> Target:
         kind: Any = int if name in ("hosts", "gpus") else int | float
         if name == "name" and not (isinstance(value, str) and value):
             raise InputError(f"--target: {path}: name: got {value!r}, expected the name of a device")
-        # To Python `true` is a whole number.
+        # In Python, `true` is an int too.
         if name != "name" and not (isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LIMIT):
             wanted = f"a {'whole ' if kind is int else ''}number above 0 and below {LIMIT:,}"
             raise InputError(f"--target: {path}: {name}: got {value!r:.40}, expected {wanted}")

@@ -1,4 +1,4 @@
-"""Verdict on a job: one exit code and its last lines, from the ends of its ranks. Imports no torch."""
+"""The verdict on a job: one exit code and its last lines, from the outcomes of its ranks. Imports no torch."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ MIB = 2**20
 class Verdict:
     """The exit code of a job, and the lines to print.
 
-    halved: not empty where the job ran out of memory and may be started again with these batches.
+    halved: the smaller batches to start the job again with, if it ran out of memory; else empty.
     """
 
     code: int
@@ -31,13 +31,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """The state of a job apart from its ranks.
+    """The state of a job besides its ranks.
 
     run_dir: the run's folder.
-    silent_code: exit code of a rank that failed before it wrote an outcome; None: there is none.
+    silent_code: exit code of a rank that failed before it wrote an outcome; None if there is no such rank.
     asked_to_stop: the supervisor got a signal.
-    memory: how much was free, in words.
-    oom_kills: processes that the kernel killed for memory during the run.
+    memory: free memory, in words.
+    oom_kills: number of processes that the kernel killed for lack of memory during the run.
     """
 
     run_dir: Path
@@ -47,10 +47,10 @@ class JobStatus:
     oom_kills: int
 
 
-def judge(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
-    """Judge by the first cause: an error of a rank's own, a rank's death, a stop, an error that followed from others.
+def verdict_on(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
+    """Return the verdict by the first cause found: a rank's own error, a rank's death, a stop, an error after others.
 
-    Ranks that still run are about to be killed by us, and no cause.
+    Ranks still running are ignored: the supervisor is about to kill them.
     """
     failed = sorted((s for s in ranks if s.outcome.has_failed), key=lambda s: s.outcome.time)
     if causes := [state for state in failed if not state.outcome.secondary]:
@@ -68,23 +68,23 @@ def judge(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
         if job.asked_to_stop and len(left) == len(ranks):
             return Verdict(errors.EXIT_STOPPED, ["stopped before the first step; the same command starts again"])
         numbers = ", ".join(map(str, sorted(state.outcome.rank for state in left)))
-        return Verdict(errors.EXIT_FAULT, rank_lines(left[0], f"rank {numbers} did not say how it ended", job))
+        return Verdict(errors.EXIT_FAULT, rank_lines(left[0], f"rank {numbers} ended without an outcome", job))
     return Verdict(errors.EXIT_DONE, [])
 
 
 def silent_verdict(job: JobStatus) -> Verdict:
-    """Judge a job of which a rank ended before it wrote an outcome, or no rank got so far."""
+    """Return the verdict on a job in which a rank ended before it wrote an outcome, or no rank wrote one."""
     if job.asked_to_stop:
         return Verdict(errors.EXIT_STOPPED, ["stopped before any rank had started"])
     code = job.silent_code or 0
     if code in SILENT_CODES:
         return Verdict(code, [])
     how = f"ended with {code}" if code >= 0 else f"was {killed_by(code)}"
-    return Verdict(errors.EXIT_FAULT, [f"error: a rank {how} before it had started; its words are above"])
+    return Verdict(errors.EXIT_FAULT, [f"error: a rank {how} before it had started; its output is above"])
 
 
 def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job: JobStatus) -> Verdict:
-    """Show the earliest error, once, with the most specific code."""
+    """Return the verdict with the earliest error, shown once, and the most specific exit code."""
     first, codes = failed[0], {state.outcome.code for state in failed}
     code = next((code for code in INFORMATIVE if code in codes), errors.EXIT_FAULT)
     message = first.outcome.message
@@ -93,12 +93,12 @@ def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job
         return Verdict(code, rank_lines(first, message, job))
     lines = [f"error: {line}" for line in message.splitlines()]
     if any(state.outcome.message != message for state in ranks):
-        lines += rank_lines(first, "only this rank met it", job)
+        lines += rank_lines(first, "the error is of this rank only", job)
     return Verdict(code, lines, {} if job.asked_to_stop else first.outcome.halved)
 
 
 def hang_verdict(hung: RankState, job: JobStatus) -> Verdict:
-    """Judge a job whose rank gives no sign of life any more."""
+    """Return the verdict on a job with a rank that no longer gives a sign of life."""
     silent = f"no sign of life for {time.monotonic() - hung.alive_s:.0f} s in phase {hung.beat.phase}"
     why = "; its process is stopped (SIGSTOP)" if hung.process and hung.process.is_stopped else ""
     return Verdict(errors.EXIT_FAULT, rank_lines(hung, silent + why, job))
@@ -114,18 +114,18 @@ def rank_lines(state: RankState, what: str, job: JobStatus) -> list[str]:
 
 
 def cause_of_death(state: RankState, job: JobStatus) -> str:
-    """Return the cause in words for a rank that could not write it."""
+    """Return the cause of death, in words, of a rank that could not write it."""
     how = killed_by(state.exit_code)
     if state.exit_code is not None and state.exit_code != -signal.SIGKILL:
         return how or f"its process ended with {state.exit_code}"
-    used = f"it held {state.process.rss_bytes / MIB:.0f} MiB" if state.process else ""
+    used = f"it used {state.process.rss_bytes / MIB:.0f} MiB" if state.process else ""
     facts = ", ".join(fact for fact in (used, job.memory) if fact)
-    why = "the kernel ended it for want of memory" if job.oom_kills else "by hand, or out of memory?"
+    why = "the kernel killed it for lack of memory" if job.oom_kills else "by hand, or out of memory?"
     return f"{how or 'its process is gone'}: {why}" + (f" ({facts})" if facts else "")
 
 
 def killed_by(code: int | None) -> str:
-    """Return `killed by SIGSEGV` for the exit code of a process that a signal ended; else an empty text."""
+    """Return `killed by SIGSEGV` for the exit code of a process that a signal killed; else an empty text."""
     number = -(code or 0)
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     return f"killed by {name}" if number > 0 else ""

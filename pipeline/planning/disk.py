@@ -116,5 +116,5 @@ def without_room(files: Mapping[Path, int]) -> Iterator[str]:
     for folder, size in files.items():
         room = free_bytes(folder) + sum(file.stat().st_size for file in earlier_files(folder))
         if size > room:
-            fault = f"{folder} (NVMe) has {room / GIB:.2f} of {size / GIB:.2f} GiB free"
-            yield f"{fault}: delete files there, or give an nvme_path on another disk"
+            fault = f"{folder} (NVMe) has room for {room / GIB:.2f} of {size / GIB:.2f} GiB"
+            yield f"{fault}: free some, or give an nvme_path on another disk"

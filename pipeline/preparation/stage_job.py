@@ -22,7 +22,7 @@ from pipeline.launching.request import LaunchRequest
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.choice import chosen_words, searches
 from pipeline.preparation.dry_run import dry_run_stage
-from pipeline.processes import WAITS, Signals, end_with_parent, has_word, is_of_train
+from pipeline.processes import WAITS, Signals, end_with_parent, is_of_train, wait_for_go
 from pipeline.reporting.process import Reporter
 from pipeline.run.entry import read_flags
 from pipeline.run.lock import locked
@@ -51,7 +51,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         return errors.EXIT_DONE
     # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word.
     early = start_early(stage, request) if WAITS in os.environ and may_start_early(request, resolved) else {}
-    if not has_word():
+    if not wait_for_go():
         kill_ranks(early)
         return errors.EXIT_STOPPED
     run_dir = stage.run_folder(resolved.config.run)

@@ -29,7 +29,7 @@ from pipeline.errors import (
     say,
 )
 from pipeline.hub import check_push
-from pipeline.processes import WAITS, has_word, let_threads_sleep
+from pipeline.processes import WAITS, let_threads_sleep, wait_for_go
 from pipeline.rendezvous import check_environment, check_launched, num_ranks
 from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
@@ -59,7 +59,7 @@ def enter(
     let_threads_sleep()
     if WAITS in os.environ:
         stage.loop()  # started early, to import it now
-        if not has_word():
+        if not wait_for_go():
             return EXIT_STOPPED
     try:
         check_environment()

@@ -46,7 +46,7 @@ def test_a_run_resumes_exactly_after_a_link_was_cut_and_a_disk_was_lost(three, d
     run = begun(three, "cut", disks[0])
     three.hosts["node-c"].cut()
     try:
-        assert run.wait(90) == 1 and "node-c is lost: no word from it for" in run.text, run.text
+        assert run.wait(90) == 1 and "node-c is lost: no message for" in run.text, run.text
     finally:
         three.hosts["node-c"].mend()
     shutil.rmtree(disks[0] / "cut")

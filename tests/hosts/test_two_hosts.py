@@ -44,7 +44,7 @@ def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two,
     try:
         assert run.wait(90) == 1, run.text
         took = time.monotonic() - cut
-        assert "error: rank 1 on node-b, step " in run.text and "node-b is lost: no word from it for" in run.text
+        assert "error: rank 1 on node-b, step " in run.text and "node-b is lost: no message for" in run.text
         nobody_left(two)
         print(f"ended {took:.1f} s after the link was cut")
     finally:

@@ -34,8 +34,8 @@ def test_memory_alone_is_a_card_whose_speeds_are_not_known(text, slots):
 @pytest.mark.parametrize(
     "text, line",
     [
-        ("MI300X", "MI300X: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"),
-        ("8xMI300X", "MI300X: an AMD GPU, and runs need CUDA; for its memory alone give 192GB"),
+        ("MI300X", "MI300X: an AMD GPU, and runs need CUDA; to plan its memory only, give 192GB"),
+        ("8xMI300X", "MI300X: an AMD GPU, and runs need CUDA; to plan its memory only, give 192GB"),
         ("0GB", "expected DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
     ],
 )

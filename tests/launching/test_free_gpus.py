@@ -96,10 +96,10 @@ def test_memory_of_a_screen_is_no_other_process(machine, tmp_path):
 def test_where_nvidia_smi_does_not_tell_all_are_taken_and_a_line_says_so(machine, tmp_path):
     machine(2, {})
     write_program(tmp_path / "bin/nvidia-smi", "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: A\\nGPU 1: A\\n'\n")
-    said = "GPUs of this run: 0, 1; nvidia-smi does not say whether other processes hold memory of them"
+    said = "GPUs of this run: 0, 1; nvidia-smi does not say whether other processes use them"
     assert choose_gpus(0, 0, starts=True) == (ALL, said)
     machine(2, {0: "77"}, "MIG-1,MIG-2")
-    assert choose_gpus(0, 0, starts=True)[1].endswith("hold memory of them"), "parts of a GPU"
+    assert choose_gpus(0, 0, starts=True)[1].endswith("processes use them"), "parts of a GPU"
 
 
 @NO_CARD

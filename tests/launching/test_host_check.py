@@ -92,7 +92,7 @@ COPY = "copy it from the host that has the right one"
     [
         (said(), None),
         (said(torch="2.12.0"), "torch is 2.12.0, a has 2.13.0; install the same on both"),
-        (said(gpus=4), "GPU 7 is asked for, it has 4; lower its slots in the host file, or give --exclude"),
+        (said(gpus=4), "GPU 7 is requested, it has 4; lower its slots in the host file, or give --exclude"),
         (said(data="y"), f"--data-path a.jsonl: is not what a has; {COPY}"),
         (said(data=""), f"--data-path a.jsonl: is not there, or unreadable; {COPY}"),
     ],

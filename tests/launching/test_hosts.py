@@ -33,7 +33,7 @@ NAMELESS = "`name slots=GPUS`, with a name that begins with a letter or digit"
         ("a slots=2 max_slots=4\n", ":1: got 'a slots=2 max_slots=4', expected `a slots=2`: there is no max_slots"),
         (
             "2001:db8::1 slots=8\n",
-            ":1: got '2001:db8::1 slots=8', expected a name or an IPv4 address: DeepSpeed takes no address of IPv6",
+            ":1: got '2001:db8::1 slots=8', expected a name or an IPv4 address: DeepSpeed takes no IPv6 address",
         ),
         ("a:8\n", ":1: got 'a:8', expected `a slots=8`"),
         ("b slots=1\nnode-1.x,slots=8\n", ":2: got 'node-1.x,slots=8', expected `node-1.x slots=8`"),
@@ -168,4 +168,4 @@ def test_without_ssh_each_host_is_started_by_itself(tmp_path):
     common = {"WORLD_SIZE": "4", "MASTER_PORT": "29500"}
     assert sorted(ranks, key=str) == [{"RANK": str(2 + place), "LOCAL_RANK": str(place), **common} for place in (0, 1)]
     wrong = train(tmp_path, *words, "--node-rank", "2").stderr
-    assert wrong == "error: --node-rank: got 2, expected 0 to 1, the place of this host in hosts\n"
+    assert wrong == "error: --node-rank: got 2, expected 0 to 1, the index of this host in hosts\n"

@@ -141,7 +141,7 @@ def test_words_and_variables_reach_every_host(tmp_path, launcher):
         ("srun", "", "needs srun, which is not installed on this machine"),
         ("pdsh", "", "needs pdsh, which is not installed on this machine"),
         ("ssh", "exit 255", "not reachable (ssh ended with 255); `ssh far true` must work without a password"),
-        ("pdsh", "exit 1", "pdsh ended with 1, its words are above; the project must be at the same path on each host"),
+        ("pdsh", "exit 1", "pdsh ended with 1, its output is above; the project must be at the same path on each host"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_one_line(tmp_path, launcher, program, reason):

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import say
 from pipeline.heartbeat import Beat
 from pipeline.launching.rank_watch import RankState
-from pipeline.launching.verdict import JobStatus, hang_verdict, judge
+from pipeline.launching.verdict import JobStatus, hang_verdict, verdict_on
 from pipeline.processes import Process
 from pipeline.run.outcome import Outcome
 
@@ -47,7 +47,7 @@ def status(silent_code=None, *, asked=False, memory="1.0 of 23.0 GiB were free",
     ],
 )
 def test_codes(ranks, asked, code):
-    assert judge(ranks, status(asked=asked)).code == code
+    assert verdict_on(ranks, status(asked=asked)).code == code
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_codes(ranks, asked, code):
     ],
 )  # fmt: skip
 def test_the_first_cause_is_named_once(ranks, first):
-    lines = judge(ranks, status()).lines
+    lines = verdict_on(ranks, status()).lines
     assert lines[0].startswith(f"error: {first}") and len(lines) == 2
     number = first.split()[1]
     assert lines[1] == f"error: its log: {RUN}/log/rank-{number}.txt"
@@ -70,18 +70,18 @@ def test_the_first_cause_is_named_once(ranks, first):
 
 def test_out_of_memory_starts_the_job_again_unless_it_was_to_stop():
     ranks = [rank(0), rank(1, 3, "out of memory", halved={"train": (8, 4)})]
-    assert judge(ranks, status()).halved == {"train": (8, 4)}
-    assert judge(ranks, status(asked=True)).halved == {}
+    assert verdict_on(ranks, status()).halved == {"train": (8, 4)}
+    assert verdict_on(ranks, status(asked=True)).halved == {}
 
 
 def test_an_error_that_all_meet_is_not_one_ranks():
     both = [rank(0, 2, "--a: x\n--b: y", at=1.0), rank(1, 2, "--a: x\n--b: y", at=2.0)]
-    assert judge(both, status()).lines == ["error: --a: x", "error: --b: y"]
-    alone = judge([rank(0), rank(1, 3, "no device")], status())
+    assert verdict_on(both, status()).lines == ["error: --a: x", "error: --b: y"]
+    alone = verdict_on([rank(0), rank(1, 3, "no device")], status())
     assert alone.code == 3
     assert alone.lines == [
         "error: no device",
-        "error: rank 1 on node-1, step 7, phase train: only this rank met it",
+        "error: rank 1 on node-1, step 7, phase train: the error is of this rank only",
         f"error: its log: {RUN}/log/rank-1.txt",
     ]
 
@@ -106,28 +106,30 @@ def test_a_file_gets_no_control_characters(capsys):
 def test_what_killed_a_rank():
     def line(exit_code, **changes):
         ranks = [rank(0), rank(1, died=1.0, exit_code=exit_code)]
-        return judge(ranks, status(**changes)).lines[0].removeprefix("error: rank 1 on node-1, step 7, phase train: ")
+        return (
+            verdict_on(ranks, status(**changes)).lines[0].removeprefix("error: rank 1 on node-1, step 7, phase train: ")
+        )
 
-    assert line(-9) == "killed by SIGKILL: by hand, or out of memory? (it held 300 MiB, 1.0 of 23.0 GiB were free)"
+    assert line(-9) == "killed by SIGKILL: by hand, or out of memory? (it used 300 MiB, 1.0 of 23.0 GiB were free)"
     assert (
         line(-9, memory="", oom_kills=1)
-        == "killed by SIGKILL: the kernel ended it for want of memory (it held 300 MiB)"
+        == "killed by SIGKILL: the kernel killed it for lack of memory (it used 300 MiB)"
     )
     assert line(-11) == "killed by SIGSEGV" and line(-50) == "killed by signal 50"
     assert line(3) == "its process ended with 3"
-    assert line(None, memory="") == "its process is gone: by hand, or out of memory? (it held 300 MiB)"
+    assert line(None, memory="") == "its process is gone: by hand, or out of memory? (it used 300 MiB)"
 
 
 def test_a_rank_that_ends_before_it_can_write_how():
     """An input error has been printed by the rank; the others may run, and have met nothing."""
     for ranks in ([], [rank(0)]):
-        assert (judge(ranks, status(3)).code, judge(ranks, status(3)).lines) == (3, [])
-        killed = judge(ranks, status(-11))
+        assert (verdict_on(ranks, status(3)).code, verdict_on(ranks, status(3)).lines) == (3, [])
+        killed = verdict_on(ranks, status(-11))
         assert killed.code == 1
-        assert killed.lines == ["error: a rank was killed by SIGSEGV before it had started; its words are above"]
-        assert judge(ranks, status(1, asked=True)).code == 75
-    assert judge([], status()).lines == ["error: a rank ended with 0 before it had started; its words are above"]
-    assert judge([rank(0, 4)], status(1)).code == 4, "an error that was written explains more"
+        assert killed.lines == ["error: a rank was killed by SIGSEGV before it had started; its output is above"]
+        assert verdict_on(ranks, status(1, asked=True)).code == 75
+    assert verdict_on([], status()).lines == ["error: a rank ended with 0 before it had started; its output is above"]
+    assert verdict_on([rank(0, 4)], status(1)).code == 4, "an error that was written explains more"
 
 
 def test_a_hang():

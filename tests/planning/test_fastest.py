@@ -283,7 +283,7 @@ def test_a_choice_of_the_defaults_is_said_too(models):
 def test_a_choice_that_does_not_fit_says_so(models):
     settings = given(SFT, models, "--train-batch-size", 32)
     lines = [choose(SFT, *stage_planner(SFT, settings, gpu(gib * GIB), {})).line for gib in (0.6, 8)]
-    assert [line.endswith(" GiB by the plan, more than there is)") for line in lines] == [True, False]
+    assert [line.endswith(" GiB by the plan, which does not fit)") for line in lines] == [True, False]
 
 
 def test_the_choice_is_said_with_what_it_gives(models):

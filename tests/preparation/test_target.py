@@ -162,7 +162,7 @@ def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
     flags = lines.index(next(line for line in lines if line.startswith("  data_path ")))
     page = " ".join(" ".join(lines[:flags]).split())
     assert all(len(line) <= 80 for line in lines[:flags])
-    assert "besides in expected and high: 1.1 to 2.2 GiB of CUDA's and NCCL's own, and 4% to 9% of blocks" in page
+    assert "besides expected and high include 1.1 to 2.2 GiB of CUDA's and NCCL's own memory, and 4% to 9%" in page
     assert " batch micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step " in page
     assert " verdict fits: " in page and " data train.jsonl: 8 rows of " in page
     assert "from all 8 records, 0 dropped" in page and "; 20% of the prompts are for this stage" in page
@@ -277,7 +277,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
     assert lines[3].startswith("  chosen for sft: --per-device-train-batch-size 1")
     told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
-    assert lines[told + 1].startswith("  no change of flags is enough: take")
+    assert lines[told + 1].startswith("  no change of flags is enough: use")
     assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
 
 
@@ -351,8 +351,8 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     sheet = page("1xH200")
     assert sheet["device"] == "  device   data sheet, not measured"
     times = [page("2xH200")[name] for name in ("time", "exchange")]
-    assert re.search(r" s: not measured; by the device's speeds and shares", times[0])
-    assert times[1].endswith("% of these times; not measured")
+    assert re.search(r" s: estimated from the device's speeds, by the shares", times[0])
+    assert times[1].endswith("% of these times (estimate)")
     speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
     keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, GIB))
     found = page("1xH200")
