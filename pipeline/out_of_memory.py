@@ -12,7 +12,7 @@ from pipeline.files import GIB
 from pipeline.heartbeat import Phase
 from pipeline.processes import free_memory, read_process
 
-# Words of CUDA, cuBLAS, torch's CPU allocator, the kernel and C++.
+# Parts of out-of-memory messages of CUDA, cuBLAS, torch's CPU allocator, the kernel and C++.
 WORDS = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
 )  # fmt: skip
@@ -24,28 +24,29 @@ FREE = rf"total capacity of {SIZE} of which {SIZE} is free"
 FREE_ON_DEVICE = re.compile(FREE)
 USED_ON_DEVICE = re.compile(rf"{FREE}.*?this process has {SIZE} memory in use", re.DOTALL)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-# Where --gpu-memory-gib is given.
+# Part of torch's message if --gpu-memory-gib is given.
 ALLOWED = re.compile(r"([\d.]+ \w+) allowed; Of the allocated memory ([\d.]+ \w+) is")
 
-# The flag that says how many rows pass through a model at once in a phase of a step.
+# Phase -> the flag for the rows that pass through a model at once.
 BATCH_FLAGS = {
     "generate": "per_device_generation_batch_size",
     "train": "per_device_train_batch_size",
     "evaluate": "per_device_eval_batch_size",
 }
-# Batch sizes of phases: [the flag's, the one since an out-of-memory error]. KEPT_CACHE has [1, 0] where the buffers of
+# Phase -> batch sizes: [the flag's, the one since an out-of-memory error]. KEPT_CACHE -> [1, 0] if the buffers of
 # generation are freed after each rollout.
 Halved = Mapping[str, list[int]]
 KEPT_CACHE = "cache"
-# Environment variable with the batch sizes of a job that starts again after an out-of-memory error, without characters
-# that a shell interprets: "train:8:4,score:16384:8192". Its prefix takes it to other hosts (launching/remote_host.py).
+# Environment variable with the batch sizes of a job that starts again after an out-of-memory error, such as
+# "train:8:4,score:16384:8192". It has no characters that a shell interprets. Variables with its prefix are sent to
+# other hosts (launching/remote_host.py).
 HALVED = "PYTHON_RUN_HALVED"
 
 
 class BatchTooLarge(Exception):
     """An out-of-memory error in a batch of a phase; `halved` has the batch sizes for another start.
 
-    It is empty where a single row is too large; `flag` is then the flag that cannot be lower.
+    It is empty if a single row is too large; `flag` is then the flag that cannot be lower.
     """
 
     def __init__(self, cause: BaseException, phase: Phase, *, flag: str, halved: Halved) -> None:
@@ -66,7 +67,7 @@ def batch_in_words(phase: str, requested: int, size: int) -> str:
 
 
 def halved_as_text(halved: Halved) -> str:
-    """Return the value of the variable HALVED for ranks that start with these batches."""
+    """Return the value of the environment variable HALVED for ranks that start with these batches."""
     return ",".join(f"{phase}:{requested}:{size}" for phase, (requested, size) in halved.items())
 
 
@@ -82,7 +83,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_line(error: BaseException) -> str:
-    """Return `out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB on the device`, as far as it is known."""
+    """Return `out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB on the device`, without unknown parts."""
     text = str(error)
     match = REQUESTED.search(text)
     requested = f"{size(match[1], match[2])} asked for, " if match else ""
@@ -98,7 +99,7 @@ def memory_line(error: BaseException) -> str:
 
 
 def used_by_others(text: str) -> str:
-    """Return `, 62.1 GiB used by other processes` from a CUDA error that says so; empty for less than a GiB."""
+    """Return `, 62.1 GiB used by other processes` from a CUDA error; empty for less than a GiB."""
     if not (uses := USED_ON_DEVICE.search(text)):
         return ""
     total_gib, *known_gib = (float(number) * UNITS[unit] / GIB for number, unit in map(str.split, uses.groups()))
@@ -107,5 +108,5 @@ def used_by_others(text: str) -> str:
 
 
 def size(number: str, unit: str) -> str:
-    """Return a size as it is, but `2.50 GiB` of a number of bytes."""
+    """Return a size with its unit; bytes are converted to GiB."""
     return f"{int(number) / GIB:.2f} GiB" if unit == "bytes" else f"{number} {unit}"

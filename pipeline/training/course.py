@@ -1,6 +1,6 @@
-"""The course of a run: what is due, logging, saving, stopping. It holds no loop and knows no model.
+"""Control of a run: when to evaluate, log, save and stop. It has no loop and knows no model.
 
-A loop asks it once per optimizer step; what it says is the same on every rank.
+A loop calls it once per optimizer step. Its decisions are the same on every rank.
 """
 
 import logging
@@ -37,9 +37,12 @@ class Course:
     """Intervals, metrics, checkpoints and the end of a run.
 
     Args:
-        resumed_step: the step of the checkpoint that the run goes on from, or None.
-        metrics: what the stage declares (stepN/metrics.py). shown: those of the progress line.
-        engines: the models of the run. counts: of its rows. buffers: what generation keeps between rollouts.
+        resumed_step: the step of the checkpoint that the run resumes from, or None.
+        metrics: the metrics that the stage declares (stepN/metrics.py).
+        shown: metrics in the progress line.
+        engines: the models of the run.
+        counts: counts of its rows.
+        buffers: memory of generation that stays between rollouts.
     """
 
     def __init__(
@@ -71,41 +74,41 @@ class Course:
         self._metrics = metrics
         self._saver = Saver(run, fingerprint, keep=config.keep_checkpoints, background=config.save_in_background)
         self._written: Mapping[str, Any] | None = None  # the counters of the last checkpoint that this process wrote
-        self._saved_step = max(start, 0)  # there is nothing to save before the first step
+        self._saved_step = max(start, 0)  # before the first step there is nothing to save
 
     def evaluation_is_due(self, state: Counters) -> bool:
-        """Tell whether `--eval-interval` asks for an evaluation at this step; without it, before the first step."""
+        """Tell whether an evaluation is due at this step by `--eval-interval`; without the flag, before step 1 only."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
 
     def rows_of_evaluation(self, num_rows: int) -> int:
-        """Return how many of `num_rows` held-out rows an evaluation takes: `--eval-iters` batches on each rank."""
+        """Return how many of `num_rows` held-out rows an evaluation uses: `--eval-iters` batches on each rank."""
         return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
-        """Tell whether `--save-steps` asks for a checkpoint at this step, and there is none yet."""
+        """Tell whether a checkpoint is due at this step by `--save-steps`, and not yet written."""
         every = self._config.save_steps
         return every > 0 and state.step % every == 0 and state.step > self._saved_step
 
     def stop_if_asked(self) -> None:
-        """Raise Interrupted on all ranks where any of them was asked to stop. A collective."""
+        """Raise Interrupted on all ranks if any of them got a stop request. A collective."""
         self.stopping.between_steps()
 
     def begin(self, phase: str) -> None:
-        """A phase of the step (engine.memory.PHASES) begins: its time and its peak memory are measured separately."""
+        """Begin a phase of the step (engine.memory.PHASES), whose time and peak memory are measured separately."""
         self.recorder.begin(phase)
 
     def log(
         self, state: Counters, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
-        """Write the metrics of an optimizer step; complete a checkpoint that was written in the background."""
+        """Write the metrics of an optimizer step; complete a checkpoint if its background write has ended."""
         asked = self._run.resolved.config.optimizer.per_device_train_batch_size
         values = {**values, "micro_batch_size": state.batch_size("train", asked)}
         self.recorder.write_training(state.step, values, seconds=seconds, num_tokens=num_tokens, num_rows=num_rows)
         attempt(self._saver.poll)
 
     def save(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
-        """Write a checkpoint and the model folders; where the disk is full, this is logged and training goes on."""
+        """Write a checkpoint and the model folders. If the disk is full, log that, and training continues."""
         beat("save", state.step)
         self._saved_step = state.step
         attempt(lambda: self._write(state, content))
@@ -114,10 +117,10 @@ class Course:
 
     @contextmanager
     def resumable(self, state: Counters, content: Callable[[], Content]) -> Iterator[None]:
-        """Inside, Interrupted ends in a checkpoint of the last whole step.
+        """Run the block; on Interrupted, write a checkpoint of the last whole step.
 
         Raises:
-            StoppedRun: in place of Interrupted, with exit code 75; or the error that the interruption brings.
+            StoppedRun: in place of Interrupted, with exit code 75. If Interrupted carries another error, that one.
         """
         try:
             yield
@@ -137,15 +140,16 @@ class Course:
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:
         """Write the model folders and the last checkpoint, and mark the run as done.
 
-        Unless `--keep-checkpoints` was given, earlier checkpoints are deleted: nothing goes on from them any more.
+        Unless `--keep-checkpoints` was given, earlier checkpoints are deleted, since no run resumes from them any more.
 
         Raises:
-            DivergedError: every step was skipped, so that the models are those of the start; InputError: likewise, as
-                no step had anything to learn from.
-            EnvironmentFault: the disk refused one of them, and the run is not done; or --push-to-hub failed, and it is.
+            DivergedError: every step was skipped because of values that were not finite, so nothing was trained.
+            InputError: every step was skipped because its rows had nothing to learn from.
+            EnvironmentFault: a file could not be written, and the run is not done; or the run is done, and
+                --push-to-hub failed.
         """
         if state.step and state.skipped_updates == state.step:
-            if not state.bad_in_a_row:  # nothing was not finite: there was nothing to learn from
+            if not state.bad_in_a_row:  # all values were finite: the rows had nothing to learn from
                 raise InputError(
                     f"none of {state.step} steps had anything to learn from; nothing is saved; the warning of each "
                     f"says why, in {self._run.folder / 'log.txt'}"
@@ -155,7 +159,7 @@ class Course:
                 f"{divergence_advice(self._run, 'the learning rate')}"
             )
         beat("save", state.step)
-        save_models()  # first: where the disk holds only one of both, it is the model
+        save_models()  # before the checkpoint: if the disk has space for only one of them, it is the model
         self._write(state, content)
         self._saver.finish()
         run, inputs = self._run, self._fingerprint.inputs
@@ -174,9 +178,9 @@ class Course:
                 log.info("uploaded to %s", address)
 
     def _write(self, state: Counters, content: Content) -> None:
-        """Write a checkpoint, unless that of this very state was written last."""
+        """Write a checkpoint, unless the last one has the same state."""
         if content.state == self._written:
             return
-        self.recorder.sync()  # no line of metrics that the checkpoint counts on may be lost
+        self.recorder.sync()  # metrics up to the checkpoint must be on the disk before it
         self._saver.save(content, step=state.step)
         self._written = content.state

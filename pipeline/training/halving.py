@@ -1,8 +1,9 @@
-"""Halved batches after an out-of-memory error: the turn of the loop begins again, in smaller parts of the same rows.
+"""Halve a batch after an out-of-memory error, and repeat the iteration of the loop with the same rows.
 
-Buffers of generation that are held are given back before anything is halved. One rank does so in the same process. Of
-several, the others wait in a collective by then: the error ends the job, and its supervisor starts it again with the
-halved batch (pipeline/preparation/stage_job.py). The stages say how work is cut.
+If the buffers of generation are in memory, they are freed first, and nothing is halved. With one rank, the iteration is
+repeated in the same process. With several ranks, the others already wait in a collective: the error ends the job, and
+its supervisor starts it again with the halved batch (pipeline/preparation/stage_job.py). Each stage decides how to
+divide its work into batches.
 """
 
 import gc
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Buffers(Protocol):
-    """Memory that is kept between rollouts, and that other phases can do without (`generation.HybridEngine`)."""
+    """Memory that stays between rollouts and that other phases do not need (`generation.HybridEngine`)."""
 
     @property
     def holds_buffers(self) -> bool: ...
@@ -43,11 +44,11 @@ class Buffers(Protocol):
 def take_halved(
     state: Counters, config: Group, *, buffers: Buffers | None = None, asked: Mapping[str, int] | None = None
 ) -> None:
-    """Add to the batches of a checkpoint those that this job was started again with, and log which are in force.
+    """Add the batches that this job was started again with to those of a checkpoint, and log the ones in force.
 
     Args:
-        buffers: released from the start where an earlier update lacked their memory.
-        asked: batches of phases that are not as large as their flags.
+        buffers: buffers of generation; they are always released if an earlier update lacked their memory.
+        asked: phase -> requested batch size, for phases whose size is not that of their flag.
     """
     state.halved |= halved_before()
     if buffers is not None and KEPT_CACHE in state.halved:
@@ -60,7 +61,7 @@ def take_halved(
 
 
 class Halving:
-    """The batch sizes of a run, and their halving where memory runs out in a turn of its loop."""
+    """The batch sizes of a run, which are halved if memory runs out in an iteration of its loop."""
 
     def __init__(
         self, run: Run, engines: Iterable[TrainingEngine | FrozenEngine], *, buffers: Buffers | None = None
@@ -70,25 +71,26 @@ class Halving:
         self._has_failed = False
 
     def batch_size(self, state: Counters, phase: Phase, requested: int, *, smallest: int = 1) -> int:
-        """Return the batch size in force; until the next call it is the one that an out-of-memory error halves.
+        """Return the batch size in force. Until the next call, an out-of-memory error halves this size.
 
         Args:
-            requested: rows at once, on each rank, as the flags say; of the phase score, tokens.
-            smallest: the size that is never halved.
+            requested: rows at once on each rank by the flags; in the phase score, tokens.
+            smallest: lower bound of the size.
         """
         self._last = phase, requested, smallest
         return state.batch_size(phase, requested)
 
     @contextmanager
     def when_out_of_memory(self, state: Counters) -> Iterator[None]:
-        """Run a turn of a loop; where memory runs out, halve a batch and end the turn, so that the loop begins it anew.
+        """Run one iteration of a loop. On an out-of-memory error, halve the batch, so that the loop can repeat it.
 
-        `state` keeps the size; nothing else of it may have changed but what holds for the turn to come too. Where
-        buffers are held, they are given back first, for good, and the size stays.
+        `state` stores the new size. The iteration must not have changed anything else that its repetition would change
+        again. If buffers are in memory, they are freed for good, and the size stays.
 
         Raises:
-            BatchTooLarge: there is more than one rank, or the size is the smallest. An error since an optimizer step
-                began is raised as it is, unless buffers are held: its memory does not depend on the batch.
+            BatchTooLarge: there is more than one rank, or the size is the smallest.
+            Exception: the error itself, if an optimizer step had begun and no buffers are in memory: a smaller batch
+                would not help, since the memory of a step does not depend on it.
         """
         if self._has_failed:
             self._recover()
@@ -119,10 +121,10 @@ class Halving:
         self._has_failed = True
 
     def _recover(self) -> None:
-        """Drop what the failed turn left in the engines and on the device: its error and its frames are gone by now."""
+        """Free the memory that the failed iteration left in the engines and on the device; its frames are gone now."""
         for engine in self._engines:
             engine.recover()
-        gc.collect()  # an autograd graph that failed refers to itself
+        gc.collect()  # the autograd graph of a failed pass refers to itself
         if self._run.world.device.type == "cuda":
             torch.cuda.empty_cache()
         return_from_host(engine for engine in self._engines if isinstance(engine, TrainingEngine))

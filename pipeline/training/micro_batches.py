@@ -1,7 +1,7 @@
-"""Micro-batches of a rollout: rows that pass through a model together, packed or of similar length.
+"""Micro-batches of a rollout's N rows: rows that pass through a model together, packed or of similar length.
 
-The cuts follow from the lengths alone, which every rank knows of all rows: ranks get equally many micro-batches of
-equally many rows, and nearly equally many tokens. N rows of a rollout.
+They follow from the lengths of all rows, which every rank knows. All ranks get the same number of micro-batches with
+the same numbers of rows, and nearly the same numbers of tokens.
 """
 
 import heapq
@@ -17,14 +17,14 @@ from pipeline import dist
 from pipeline.data.batching import SCORING_TOKENS, balanced_slices
 from pipeline.tensor_ops import round_up
 
-# Lengths of forward passes on a GPU are multiples of this: each new shape costs it some tenths of a second once, when
-# attention kernels are planned and memory is laid out.
+# Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs some tenths of a second,
+# once: the choice of attention kernels and the layout of memory take them.
 LENGTH_UNIT = 32
-# The fixed cost of a forward pass in tokens: another pass must save more padding than this.
+# Fixed cost of a forward pass in tokens: one more pass must save more padding than this.
 PASS_TOKENS = 1_024
-# Padded rows are packed if that spares more than this share of a pass: attention of padded rows is the faster one.
+# Rows are packed if that saves more than this share of a pass; attention of padded rows is faster.
 PADDING_TO_PACK = 1 / 32
-# Most positions of the padded rows into which hidden states are unpacked, per token of a packed pass.
+# Largest number of positions of padded rows, per token of a packed pass, when hidden states are unpacked.
 MOST_SPREAD = 4
 
 
@@ -37,8 +37,8 @@ def length_unit(device: torch.device) -> int:
 class Lengths:
     """The numbers of tokens of N prompts and N responses, on the host.
 
-    unit: what the length of a forward pass over padded rows is a multiple of. packs: whether the models take rows
-    without their padding.
+    unit: multiple to which the length of a forward pass over padded rows is rounded up.
+    packs: whether the models accept packed rows, without padding.
     """
 
     prompts: list[int]
@@ -48,7 +48,7 @@ class Lengths:
 
     @classmethod
     def of(cls, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, *, packs: bool = False) -> Self:
-        """Read (N,) int64 lengths from the device, which is waited for once."""
+        """Read (N,) int64 lengths from the device, with one synchronisation."""
         prompts, answers = torch.stack([prompt_lengths, response_lengths]).tolist()
         return cls(prompts, answers, length_unit(prompt_lengths.device), packs)
 
@@ -65,11 +65,11 @@ class Lengths:
 class MicroBatch:
     """The rows of one forward pass, and its shape.
 
-    rows: places in the rollout.
+    rows: indices of rows in the rollout.
     length: tokens of the longest sequence, rounded up.
     width: tokens of the longest response.
-    num_response_tokens: response tokens of all rows, those that only fill included.
-    num_packed_tokens: tokens of the sequences, where they pass without padding; None: they pass as (rows, length).
+    num_response_tokens: response tokens of all rows, including filler rows.
+    num_packed_tokens: tokens of all sequences, if they pass packed; None: they pass as (rows, length).
     """
 
     rows: tuple[int, ...]
@@ -80,7 +80,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, rows: Iterable[int], lengths: Lengths) -> Self:
-        """Make the micro-batch of these rows, with the shape that follows from their lengths."""
+        """Return the micro-batch of these rows; its shape follows from their lengths."""
         rows = tuple(rows)
         responses = [lengths.responses[row] for row in rows]
         whole = [lengths.prompts[row] + lengths.responses[row] for row in rows]
@@ -97,11 +97,10 @@ class MicroBatch:
 def micro_batches(
     rows: Sequence[int], lengths: Lengths, *, rows_per_step: int, world: dist.World, size: int
 ) -> list[list[MicroBatch]]:
-    """Cut this rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
+    """Return this rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
 
-    A step holds the next `rows_per_step` rows, whatever their lengths. A micro-batch takes at most as many tokens as
-    `size` rows of the step's longest length: then work follows the tokens, and short rows make fewer passes. The
-    longest row is in the first.
+    A step has the next `rows_per_step` rows. A micro-batch has at most as many tokens as `size` rows of the step's
+    longest length, so that short rows take fewer passes. The longest row is in the first micro-batch.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
@@ -110,14 +109,17 @@ def micro_batches(
 def by_tokens(
     rows: Sequence[int], lengths: Lengths, world: dist.World, *, longest_rows: int = 0, tokens: int = 0
 ) -> list[MicroBatch]:
-    """Cut this rank's share of `rows` into micro-batches of at most so many tokens, padding counted where it passes.
+    """Split this rank's share of `rows` into micro-batches with a limit of tokens, including padding of padded rows.
 
-    longest_rows: the limit is that many of the longest rows; 0: `tokens`, or one row. Packed rows that are nearly of
-    one length may go beyond it by the little padding that PADDING_TO_PACK lets them have.
+    Rows of nearly one length may exceed the limit by the padding that PADDING_TO_PACK allows.
+
+    Args:
+        longest_rows: the limit is this many times the longest row; 0: `tokens` is the limit.
+        tokens: the limit, or one row if that is longer.
     """
     share = len(rows) // world.size
     (mine,) = dealt(rows, lengths, world, share)
-    # Of the rows that the ranks hold at one place: all ranks must cut at the same places.
+    # All ranks must split at the same indices, so take the longest of the rows that the ranks have at each index.
     whole = lengths.whole
     ordered = sorted((whole[row] for row in rows), reverse=True)[:: world.size]
     padded = [round_up(length, lengths.unit) for length in ordered]
@@ -130,10 +132,10 @@ def by_tokens(
 
 
 def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide the places of N falling lengths into few parts of nearly even sums, at most `limit` or the longest length.
+    """Split the indices of N descending lengths into few parts with nearly equal sums, at most `limit` each.
 
-    Each length goes to the part that is least full (Graham 1969, "longest processing time first"); there are about as
-    many parts as that needs. No part as padded rows takes more than MOST_SPREAD times the limit.
+    If the longest length is above the limit, it is the limit. Each length goes to the part with the smallest sum
+    (Graham 1969, "longest processing time first"). No part takes more than MOST_SPREAD times the limit as padded rows.
     """
     limit = max(limit, lengths[0])
     count = max(1, math.ceil(sum(lengths) / limit))
@@ -152,10 +154,10 @@ def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
-    """Return the cuts [0, ..., N] of N falling lengths at which padding and forward passes cost least.
+    """Return the boundaries [0, ..., N] of parts of N descending lengths with the least cost of padding and passes.
 
-    A part of n rows from row i on costs n * lengths[i], at most `limit` unless n is 1, and PASS_TOKENS. Found by
-    dynamic programming over the ends of parts; among equals the cut that makes the last parts shortest.
+    A part of n rows from row i on costs n * lengths[i] + PASS_TOKENS, where n * lengths[i] is at most `limit` unless n
+    is 1. The search is dynamic programming over the ends of parts. Among equal costs the last parts are the shortest.
     """
     costs, starts = [0], [0]
     for stop in range(1, len(lengths) + 1):
@@ -175,16 +177,16 @@ def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
 
 
 def dealt(rows: Sequence[int], lengths: Lengths, world: dist.World, size: int) -> list[list[int]]:
-    """This rank's share of rows whose number divides, longest first, `size` at a time."""
+    """Return this rank's share of the rows, longest first, in parts of `size`; the ranks must divide their number."""
     slices = balanced_slices(rows, lengths.whole, world_size=world.size, rank=world.rank, micro_batch_size=size)
     return [[row for row in part if row is not None] for part in slices]
 
 
 def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None = None) -> list[MicroBatch]:
-    """This rank's share of all rows in forward passes of at most `tokens` (SCORING_TOKENS) tokens, or of one row."""
+    """Return this rank's share of all rows in passes of at most `tokens` (default: SCORING_TOKENS) or of one row."""
     return by_tokens(range(len(lengths)), lengths, world, tokens=tokens or SCORING_TOKENS)
 
 
 def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
-    """(n,) int64: the rows of all micro-batches, one after another, in one transfer."""
+    """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor made in one transfer."""
     return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)

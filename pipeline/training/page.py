@@ -1,6 +1,6 @@
-"""Output of a stage for people, beside its progress: the banner at its start, samples, and the box at its end.
+"""Output of a stage for users: the banner at its start, samples, and the summary at its end.
 
-A terminal gets them drawn by rich, the logs and a pipe as plain lines.
+A terminal gets them drawn by rich; logs and pipes get plain lines.
 """
 
 import logging
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 Engines = Mapping[str, TrainingEngine | FrozenEngine]
 SHOWN_SAMPLES = 3
-MOST_CHARACTERS = 180  # of a prompt or an answer that is shown: a line of a log has at most 200
+MOST_CHARACTERS = 180  # shown of a prompt or an answer; a line of a log has at most 200
 
 
 def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int) -> None:
-    """Say what the stage is about to do: version, models, rows, hardware, batch, folders."""
+    """Print the banner of a stage that starts: version, models, rows, hardware, batch, folders."""
     config: StageConfig = run.resolved.config
     environment = read_object(environment_file(run.folder))
     versions = environment.get("versions", {})
@@ -61,9 +61,9 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
 
 
 def show_end(run: Run, seconds: float) -> None:
-    """Say what the stage has come to: its evaluations, and where its checkpoint, models and report are.
+    """Print the summary of a finished stage: its evaluations, and the paths of checkpoint, models and report.
 
-    Warns of a run that ends worse than it began.
+    Warn if the run ends worse than it began, or if most rows were dropped.
     """
     found, fates = verdict(run.folder), Counter(run.rows.get("rows", {}))
     if found.worse:
@@ -84,7 +84,7 @@ def show_end(run: Run, seconds: float) -> None:
 
 
 def models_in_words(run: Run, engines: Engines) -> list[str]:
-    """Return `actor output/sft: 1,315,758,080 parameters` of each model; one that starts as another has no path."""
+    """Return `actor output/sft: 1,315,758,080 parameters` for each model. A copy of another model has no path."""
     values, words = dict(flat_items(run.resolved.config)), []
     paths = {prefix: values[run.stage.path_flag(prefix)] for prefix in run.stage.starts_given(values)}
     for name, engine in engines.items():
@@ -95,13 +95,13 @@ def models_in_words(run: Run, engines: Engines) -> list[str]:
 
 
 def num_weights(parameter: Any) -> int:
-    """Return the weights of a whole parameter, also of one whose codes are packed (nf4)."""
+    """Return the number of weights of a whole parameter, even if its codes are packed (nf4)."""
     state = getattr(parameter, "quant_state", None)
     return int(state.shape.numel()) if state is not None else whole_numel(parameter)
 
 
 def zero_in_words(config: StageConfig) -> str:
-    """Return `ZeRO stage 2`, of several models each that occurs."""
+    """Return `ZeRO stage 2`; if models have different stages, `ZeRO stage 2 and 3`."""
     values = dict(flat_items(config))
     found = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})
     return f"ZeRO stage {' and '.join(found)}"
@@ -116,7 +116,7 @@ def batch_in_words(run: Run) -> str:
 
 
 def show(title: str, lines: Mapping[str, str], *, is_boxed: bool = False) -> None:
-    """Log a title with labelled lines; a terminal gets it in colour, in a box if asked to."""
+    """Log a title with labelled lines; a terminal gets them in colour, in a box if `is_boxed`."""
     width = max(map(len, lines))
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
@@ -129,7 +129,7 @@ def show(title: str, lines: Mapping[str, str], *, is_boxed: bool = False) -> Non
 
 
 def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Log the first samples of an evaluation, one a prompt: the same prompts each time. rows: of samples.jsonl."""
+    """Log one sample of each of the first prompts of an evaluation. rows: lines of samples.jsonl."""
     if not rows:
         return
     table, plain = Table(title=f"step {step}: samples of the evaluation", box=shape(), title_justify="left"), []
@@ -149,7 +149,7 @@ def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def shortened(text: str, *, from_end: bool = False) -> str:
-    """Return a text in one line, with its end left out where it is long; from_end: its start, as of a chat's turns."""
+    """Return a text in one line, truncated at its end, or with `from_end` at its start (for the turns of a chat)."""
     line, room = printable(" ".join(text.split())), MOST_CHARACTERS - 4
     if len(line) <= MOST_CHARACTERS:
         return line
@@ -157,13 +157,13 @@ def shortened(text: str, *, from_end: bool = False) -> str:
 
 
 def shape() -> Any:
-    """Return the box of tables: of ASCII where the reader's encoding is not UTF-8."""
+    """Return the box style of tables: ASCII if the output's encoding is not UTF-8."""
     stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # below a progress bar
     return ROUNDED if (getattr(stream, "encoding", None) or "").lower().startswith("utf") else ASCII
 
 
 def drawn(*parts: RenderableType) -> str | None:
-    """Return what a terminal shows of renderables; None where the reader has neither a terminal nor colour."""
+    """Return renderables as text for a terminal; None if the output has neither a terminal nor colour."""
     if not (sys.stderr.isatty() or is_coloured(sys.stderr)):
         return None
     console = Console(

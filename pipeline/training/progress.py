@@ -1,4 +1,4 @@
-"""The progress of a run: logged lines, and on a terminal a line below them that changes with each step."""
+"""The progress of a run: logged lines, and on a terminal a progress bar below them."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ from pipeline.run.evaluations import without_rounding
 
 log = logging.getLogger(__name__)
 
-# Rates and the time left are those of so many last steps, or of all in this time where these are more.
+# Rates and the remaining time are computed over the last RATE_STEPS steps, or over RATE_PERIOD_S seconds if longer.
 RATE_STEPS, RATE_PERIOD_S = 20, 30.0
-# Seconds between two lines of a log that nobody watches; between the limits, a share of the time since the start.
+# Seconds between two logged lines: a share of the time since the start, between two limits (chosen by hand).
 LEAST_PAUSE_S, PAUSE_SHARE, MOST_PAUSE_S = 30.0, 0.05, 300.0
 BAR = 10  # characters of the bar
 
@@ -27,38 +27,39 @@ BAR = 10  # characters of the bar
 class Progress:
     """The progress of a run: logged lines, and on a terminal a bar below them.
 
-    The lines are `every` so many steps apart. Where that is 0, the first and the last step get one, and in between
-    some that are LEAST_PAUSE_S to MOST_PAUSE_S apart.
+    A line is logged each `every` steps. If that is 0, the first and the last step get a line; between them lines are
+    LEAST_PAUSE_S to MOST_PAUSE_S seconds apart.
     """
 
     def __init__(
         self, label: str, *, total_steps: int, start_step: int, every: int, console: Console | None = None
     ) -> None:
-        """Begin behind `start_step`; the place in the pipeline is what `rlhf train` says (PIPELINE)."""
+        """Begin after `start_step`; `rlhf train` passes the stage's position in the pipeline by PIPELINE."""
         self._console = console or Terminal(
             stderr=True,
             width=terminal_width(),
             force_terminal=sys.stderr.isatty(),
             no_color=not is_coloured(sys.stderr),
         )
-        self._is_followed = console is None  # the terminal may get another width
+        self._is_followed = console is None  # follow changes of the terminal's width
         self._label, self._total, self._first, self._every = label, total_steps, start_step + 1, every
         place, _, later = os.environ.get(PIPELINE, "").partition(" ")
         self._place, self._later_s = place, float(later or 0)
         self._now = self._console.get_time
         self._began = self._logged = self._now()
         self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
-        # No thread beside the one that launches the kernels.
+        # auto_refresh would add a thread beside the one that launches kernels.
         self._bar = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         if self._console.is_terminal:
             self._show(start_step, [])
             self._bar.start()
 
     def update(self, step: int, numbers: Mapping[str, float], *, peak: str = "", split: str = "") -> None:
-        """Show `step` of the total, the given numbers by their names, the rate of the last steps and the time left.
+        """Show `step` of the total, the named numbers, the rate of the last steps and the remaining time.
 
         Args:
-            peak: memory. split: the shares of a step's phases.
+            peak: peak memory, as text.
+            split: shares of a step's phases, as text.
         """
         now = self._now()
         is_due = self._is_due(step, now)
@@ -80,7 +81,7 @@ class Progress:
             log.info("%s", "  ".join([f"[{self._label}] {step}/{self._total}", *filter(None, parts)]))
 
     def _show(self, step: int, by_weight: Sequence[str]) -> None:
-        """Show as many parts as fit into a line beside the bar, the first ones before others."""
+        """Show as many parts as fit beside the bar, in their order."""
         if self._is_followed:
             self._console.width = terminal_width()
         done = BAR * step // max(self._total, 1)
@@ -97,7 +98,7 @@ class Progress:
         self._bar.update(line, refresh=self._bar.is_started)
 
     def _is_due(self, step: int, now: float) -> bool:
-        """Tell whether the step that has just ended gets a line; a time limit is kept where steps are short enough."""
+        """Tell whether the step that has just ended gets a line, so that no pause is longer than MOST_PAUSE_S."""
         if self._every:
             return step % self._every == 0 or step == self._total
         waited, last = now - self._logged, self._ended[-1][0] if self._ended else now
@@ -111,14 +112,14 @@ class Progress:
 
 
 class Terminal(Console):
-    """A console that never hides the cursor: a run that is killed could not show it again."""
+    """A console that never hides the cursor, which a killed run could not show again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
 
 def readable(value: float) -> str:
-    """Return a number with four significant digits, or its six before the point; 0 for one that is rounding alone."""
+    """Return a number with four significant digits; all digits below a million; 0 for rounding errors."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1_000_000 else f"{without_rounding(value):.4g}"
 
 
