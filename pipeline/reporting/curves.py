@@ -1,6 +1,6 @@
 """Curves of metrics and pictures of samples: SVG for the page, whose style sheet has the colours, and PNG files.
 
-The only module that imports matplotlib; it runs in the report's own process.
+This is the only module that imports matplotlib; it runs in the report's own process.
 """
 
 import functools
@@ -23,18 +23,18 @@ from pipeline.reporting.records import Point, RunRecord
 from pipeline.run.evaluations import is_number
 
 matplotlib.use("Agg")
-HIDDEN_GROUPS = ("memory", "progress")  # told in numbers, not as curves
-HIDDEN_UNITS = ("s", "rows/s")  # seconds are told as shares of the time, rows go with tokens
+HIDDEN_GROUPS = ("memory", "progress")  # shown as numbers, not as curves
+HIDDEN_UNITS = ("s", "rows/s")  # seconds are shown as shares of the time; rows/s follow from tokens/s
 GROUPS = {
     "objective": "Objective", "policy": "Policy", "value": "Critic", "completions": "Responses",
     "optimizer": "Optimizer", "speed": "Speed",
 }  # fmt: skip
-MOST_POINTS = 300  # of a curve in the page: more are not seen
-SMOOTHED_FROM = 20  # points
-NOISE = 0.1  # a curve is smoothed where this share of its points is above or below both neighbours
-FLAT = 1e-3  # a range below this share of the values is none
-LOG_FACTOR = 30.0  # from this ratio of the largest to the median value on, an axis is logarithmic
-# Colours of text, of grid lines, and of the runs; in the page they stand for those of its style sheet.
+MOST_POINTS = 300  # points of a curve in the page; more are not visible
+SMOOTHED_FROM = 20  # points from which on a noisy curve is smoothed
+NOISE = 0.1  # share of points above or below both neighbours, from which on a curve is smoothed
+FLAT = 1e-3  # range of a curve, as a share of its values, below which it is drawn flat
+LOG_FACTOR = 30.0  # ratio of the largest to the median value from which on an axis is logarithmic
+# Colours of text, of grid lines, and of the runs; in the page they are replaced by those of its style sheet.
 ON_PAPER = ("#1b1f24", "#d9dde3", ("#2563eb", "#d9480f", "#0f8a5f", "#9333ea", "#b7791f", "#0891b2"))
 IN_PAGE = ("#010101", "#020202", ("#030101", "#030102", "#030103", "#030104", "#030105", "#030106"))
 VARIABLES = dict(zip((*IN_PAGE[:2], *IN_PAGE[2]), ("ink", "grid", *(f"series-{n}" for n in range(1, 7))), strict=True))
@@ -117,20 +117,20 @@ def draw_curves(
 
 
 def draw_line(axes: Axes, points: Sequence[Point], **look: Any) -> None:
-    """Draw points as a line, without more of them than are seen."""
+    """Draw points as a line, with at most as many as are visible."""
     shown = thinned(points)
     axes.plot([step for step, _ in shown], [value for _, value in shown], **look)
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Tell whether a curve goes up and down so much that an average shows more; a schedule does not."""
+    """Tell whether a curve is so noisy that an average shows more; a schedule is not noisy."""
     values = [value for _, value in points]
     moves = [after - before for before, after in pairwise(values)]
     return len(points) >= SMOOTHED_FROM and sum(a * b < 0 for a, b in pairwise(moves)) > NOISE * len(moves)
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return moving averages over about a tenth of the points, centred, so that they do not lag behind."""
+    """Return centred moving averages over about a tenth of the points, so that they do not lag."""
     half = max(1, len(points) // 20)
     sums = list(accumulate((value for _, value in points), initial=0.0))
     reach = [min(half, n, len(points) - 1 - n) for n in range(len(points))]  # to both sides alike, also at the ends
@@ -138,7 +138,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most so many points as are seen: of each stretch of a long curve the lowest and the highest."""
+    """Return at most as many points as are visible: the lowest and the highest of each stretch of a long curve."""
     size = math.ceil(2 * len(points) / MOST_POINTS)
     if size < 3:
         return list(points)
@@ -150,7 +150,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def sample_panels(runs: Sequence[RunRecord]) -> Iterator[Panel]:
-    """Yield the scores of the first and the last evaluation's responses of one run, and what they go with."""
+    """Yield pictures of the scores in the first and last evaluation of one run: alone, by length, and by KL."""
     if len(runs) > 1 or not runs[0].samples:
         return
     samples = [one for one in runs[0].samples if is_number(one.get("score"))]
@@ -186,7 +186,7 @@ def sample_panels(runs: Sequence[RunRecord]) -> Iterator[Panel]:
 
 
 def style(axes: Axes, ink: str, grid: str) -> None:
-    """Colour what is not data."""
+    """Colour the parts of a picture that are not data."""
     axes.grid(color=grid, lw=0.6)
     axes.set_axisbelow(True)
     axes.locator_params(axis="x", nbins=6)
@@ -201,9 +201,9 @@ def style(axes: Axes, ink: str, grid: str) -> None:
         text.set_color(ink)
 
 
-@functools.cache  # a report looks first whether it can be drawn
+@functools.cache  # a report draws each panel once to see whether it works, and once for the page
 def svg(panel: Panel, salt: str) -> str:
-    """Return a panel as an SVG element that takes its colours from the page; `salt`: its name in the page."""
+    """Return a panel as an SVG element that takes its colours from the page. salt: its name in the page."""
     ink, grid, colours = IN_PAGE
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}):
         figure = Figure(figsize=(4.2, 2.5))

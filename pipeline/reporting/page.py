@@ -21,10 +21,10 @@ from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
 
 LOCK, LOCKED_S = ".report.lock", 120.0
-MOST_TEXT = 1500  # characters of a text from a model or a file that are shown
-KEPT = "\n\t"  # control characters that are shown as they are
+MOST_TEXT = 1500  # shown characters of a text from a model or a file
+KEPT = "\n\t"  # control characters that are not escaped
 PAGES = ("report.md", "report.html")
-BEGINNING = re.compile(  # of a page of ours
+BEGINNING = re.compile(  # of a page that this module wrote
     r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"
     r"|<!doctype html>\n(<.*\n)+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
 )
@@ -34,7 +34,9 @@ BEGINNING = re.compile(  # of a page of ours
 class Chapter:
     """A stage of the report.
 
-    key: its name in links and names of files. title: its heading. runs: one, or several that are compared.
+    key: its name in links and file names.
+    title: its heading.
+    runs: one run, or several that are compared.
     panels: its pictures.
     """
 
@@ -57,7 +59,7 @@ class Chapter:
 
 
 def visible(text: Any) -> str:
-    """Return a text of a model or a file without control characters, marks that turn its direction, and its end."""
+    """Return a text of a model or a file, truncated, with control characters and direction marks escaped."""
     text = str(text)
     shown = "".join(
         char if char.isprintable() or char in KEPT or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
@@ -69,7 +71,7 @@ def visible(text: Any) -> str:
 
 
 def fenced(text: Any) -> str:
-    """Return a text as a block of code of Markdown, in which nothing is markup."""
+    """Return a text as a Markdown code block, in which nothing is markup."""
     safe = visible(text)
     return f"{fence(safe)}text\n{safe}\n{fence(safe)}"
 
@@ -85,12 +87,12 @@ def plain(text: Any) -> str:
 
 
 def file_part(text: str) -> str:
-    """Return a text as a part of a file's name."""
+    """Return a text as a part of a file name, with other characters replaced."""
     return re.sub(r"[^\w.-]", "_", text)[:80]
 
 
 def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
-    """Return the stages of an output folder or of a run; of several folders those of the same stage side by side.
+    """Return the stages of an output folder or of a run. With several folders, runs of the same stage share a chapter.
 
     Raises:
         InputError: a folder without a run.
@@ -108,7 +110,7 @@ def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
 
 @functools.cache
 def templates() -> Environment:
-    """Return the templates of the pages; what they are given is escaped, but for our own pictures."""
+    """Return the templates of the pages, which escape all values except this project's own pictures."""
     environment = Environment(
         loader=PackageLoader("pipeline.reporting"),
         autoescape=select_autoescape(("html", "html.j2", "md.j2")),
@@ -125,7 +127,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Write report.html, report.md and curves/ of runs into a folder; return the page.
 
     Raises:
-        InputError: a folder without a run, or with pages that are none of ours. EnvironmentFault: it cannot be written.
+        InputError: a folder has no run, or has pages that no report wrote. EnvironmentFault: it cannot be written.
     """
     with refused_by_disk(output):
         check_own(output)
@@ -143,7 +145,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 
 def check_own(output: Path) -> None:
-    """Raise InputError for a page or pictures in a folder that no report has written."""
+    """Raise InputError if a folder has a page or pictures that no report wrote."""
     pages, curves = [output / name for name in PAGES if (output / name).exists()], output / "curves"
     foreign = [one for one in pages if not (one.is_file() and BEGINNING.match(one.read_text(errors="replace")))]
     if curves.is_symlink() or (not pages and curves.exists() and not (output / LOCK).exists()):
@@ -153,9 +155,9 @@ def check_own(output: Path) -> None:
 
 
 def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:
-    """Write the picture of a group; return the chapter's key, the group's name and the picture's place.
+    """Write the picture of a group; return the chapter's key, the group's name and the picture's path.
 
-    One that is younger than the metrics of its runs is kept.
+    A picture that is newer than the metrics of its runs is not written again.
     """
     file = output / "curves" / f"{chapter.key}-{file_part(group)}.png"
     written = max((one.stat().st_mtime for run in chapter.runs for one in run.folder.glob("*.jsonl")), default=0.0)

@@ -1,7 +1,7 @@
-"""Health of a run: signs of known illnesses in its metrics, each with its cure. Audits of numbers, not verdicts.
+"""Health of a run: rules that look for signs of known problems in its metrics, each with a remedy.
 
-A sign is a pure function of a `History`. It returns the numbers that its rule's text shows, and () of a healthy run and
-of one that is too short to tell.
+A sign is a pure function of a `History`. It returns the numbers for its rule's text, or () if the run is healthy or too
+short to tell. Findings are hints, not verdicts on the run.
 """
 
 import logging
@@ -16,30 +16,32 @@ from pipeline.errors import dashed
 
 log = logging.getLogger(__name__)
 
-# Values of a metric that are kept of the begin and of the end: enough for a mean of noisy numbers.
+# Numbers of first and last values of a metric that are stored: enough for a mean of noisy numbers.
 FIRST, LAST = 10, 20
-LEAST = 5  # values below which a mean says nothing
-# A difference of two means below so many of its standard errors is noise.
+LEAST = 5  # values that a mean needs
+# Standard errors below which a difference of two means is noise.
 ERRORS = 2.0
 QUARTER = 0.25  # the share of the run after which it should have learnt something
-# Nats per sequence, and per token where that is more: people like summaries less from about 10 nats on (Stiennon et al.
-# 2020, figure 5), and a longer response has more by as many tokens.
+# Nats per sequence, or per token if that is more: from about 10 nats on people like summaries less (Stiennon et al.
+# 2020, figure 5), and the KL of a response grows with its length.
 MOST_KL, MOST_KL_OF_TOKEN = 10.0, 0.1
-# No KL is negative, and an estimate of its mean this far below 0 is more than a sampling error.
+# Nats. No KL is negative; a mean estimate this far below 0 is more than sampling error.
 LEAST_KL = -1.0
 MOST_CUT = 0.5  # most responses
 MOST_EMPTY = 0.5
-# Share of the first entropy. By hand: a policy that has a tenth of it left samples nearly the same token every time.
+# Share of the first entropy, chosen by hand: with a tenth of it, a policy samples nearly the same token every time.
 LEAST_ENTROPY = 0.1
-# By hand: answers that are half as long again, and whose score rises at equal length by a fifth of its gain at most.
+# Growth in length, and share of the gain in score that remains at equal length. Chosen by hand.
 LONGER, MATCHED = 1.5, 0.2
-LEAST_PAIRS = 30  # with fewer an accuracy of 0.68 would be within the error of 0.5
-# By hand: from one pair in twenty on the truncation or the data set is to be looked at.
+LEAST_PAIRS = 30  # with fewer pairs, an accuracy of 0.68 would be within the error of 0.5
+# Share of pairs with equal sides above which truncation or data need a check. Chosen by hand.
 MOST_EQUAL = 0.05
-MOST_ALIKE = 0.9  # by hand: of ten prompts one is left whose responses can be compared
-# Nats, of the one token of a rollout that differs most; chosen by hand: benchmarks in bf16 report up to 0.18.
+MOST_ALIKE = 0.9  # share of prompts whose responses all have the same reward; chosen by hand
+# Nats of the token of a rollout that differs most, in fp32 and in 16 bits. Chosen by hand: benchmarks in bf16 report up
+# to 0.18.
 SAMPLER_ERROR, SAMPLER_ERROR_16_BITS = 0.05, 1.0
-# The mean difference of a token has grown where it is above this times the first rollout's, and these nats; by hand.
+# The mean difference per token has grown if it is above this factor times the first rollout's and above these nats.
+# Chosen by hand.
 DRIFT_FACTOR, DRIFT_BOUND = 4.0, 0.05
 
 
@@ -48,15 +50,15 @@ class History:
     """Input of the rules: the first and the last values of each metric of a run, and samples of its evaluations.
 
     total_steps: optimizer steps of the run.
-    rate_flag: the learning rate, as a flag.
-    frozen_steps: first steps in which the policy does not learn.
+    rate_flag: name of the flag of the learning rate.
+    frozen_steps: number of first steps in which the policy is not trained.
     sampler_bound: nats by which a token's log-probability may differ between sampler and trainer.
     step: the last step.
     evaluated: the step of the last evaluation.
     first: name -> its first values.
     last: name -> its last values.
     counts: name -> number of its values.
-    samples: those of the first and of the last evaluation, as lines of samples.jsonl.
+    samples: samples of the first and of the last evaluation, as lines of samples.jsonl.
     """
 
     total_steps: int
@@ -86,30 +88,30 @@ class History:
         self.samples = [*self.samples[:1], [row for row in rows if row["score"] is not None]]
 
     def latest(self, name: str) -> float:
-        """Return the last value of a metric; NaN without one, which is neither above nor below anything."""
+        """Return the last value of a metric; NaN if there is none. NaN is neither above nor below any bound."""
         return self.last[name][-1] if self.counts[name] else math.nan
 
     def earliest(self, name: str) -> float:
-        """Return the first value of a metric; NaN without one."""
+        """Return the first value of a metric; NaN if there is none."""
         return self.first[name][0] if self.counts[name] else math.nan
 
     def mean(self, name: str, least: int = LEAST) -> float:
-        """Return the mean of the last values of a metric; NaN where they are fewer than `least`."""
+        """Return the mean of the last values of a metric; NaN if there are fewer than `least`."""
         return statistics.fmean(self.last[name]) if self.counts[name] >= least else math.nan
 
 
 def above(value: float, bound: float) -> tuple[float, ...]:
-    """Return the numbers of a value that is too high; a NaN is not."""
+    """Return a value and its bound if the value is above it, else (); NaN is not above it."""
     return (value, bound) if value > bound else ()
 
 
 def below(value: float, bound: float) -> tuple[float, ...]:
-    """Return the numbers of a value that is too low; a NaN is not."""
+    """Return a value and its bound if the value is below it, else (); NaN is not below it."""
     return (value, bound) if value < bound else ()
 
 
 def falling_entropy(history: History) -> tuple[float, ...]:
-    """Compare the last entropies with the first ones, which are returned with them."""
+    """Compare the mean of the last entropies with that of the first; return (first, last) if it has fallen."""
     entropy, first = history.mean("objective/entropy"), history.first["objective/entropy"]
     is_found = first and entropy < LEAST_ENTROPY * statistics.fmean(first)
     return (statistics.fmean(first), entropy) if is_found else ()
@@ -118,8 +120,8 @@ def falling_entropy(history: History) -> tuple[float, ...]:
 def paid_for_length(history: History) -> tuple[float, ...]:
     """Look for a score that rises because answers get longer, not because they get better.
 
-    The gain at equal length is that of an analysis of covariance: the slope of scores over lengths within both
-    evaluations, times the growth in length, is taken off the gain.
+    The gain at equal length comes from an analysis of covariance: it is the gain minus the growth in length times the
+    slope of scores over lengths within both evaluations.
     """
     if len(history.samples) < 2 or min(map(len, history.samples)) < LEAST:
         return ()
@@ -137,8 +139,8 @@ def paid_for_length(history: History) -> tuple[float, ...]:
 def chance_accuracy(history: History) -> tuple[float, ...]:
     """Look for a model that tells chosen from rejected no better than a coin.
 
-    An untrained head does not, and of DPO, IPO and KTO no policy does before its first step: that says nothing. Of KTO,
-    whose evaluations have a z0, chance depends on the shares of labels.
+    Early evaluations are ignored: an untrained head, or a policy of DPO before its first step, is at chance. KTO is
+    ignored too (its evaluations have a z0), since its chance level depends on the shares of labels.
     """
     accuracy, rows = history.latest("eval_accuracy"), history.latest("eval_rows")
     if history.evaluated < QUARTER * history.total_steps or not rows >= LEAST_PAIRS or history.counts["eval_z0"]:
@@ -147,13 +149,13 @@ def chance_accuracy(history: History) -> tuple[float, ...]:
 
 
 def sampler_drifts(history: History) -> tuple[float, ...]:
-    """Compare sampler and trainer with the first rollout, whose difference is returned with the last one."""
+    """Compare the difference of sampler and trainer with the first rollout's; return (last, first) if it has grown."""
     error, first = (of("policy/sampler_mean_error") for of in (history.latest, history.earliest))
     return (error, first) if error > max(DRIFT_FACTOR * first, DRIFT_BOUND) else ()
 
 
 def nothing_learnt(history: History) -> tuple[object, ...]:
-    """Look for a quarter of a run that changed nothing but noise, steps of the critic alone not counted."""
+    """Look for a quarter of a run without a gain above noise. Steps that train only the critic do not count."""
     for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
         first, last = history.first[name], history.last[name]
         steps, total = (number - history.frozen_steps for number in (history.step, history.total_steps))
@@ -166,20 +168,20 @@ def nothing_learnt(history: History) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An illness: its name, its sign, and the text with its cure, which the numbers of the sign and {rate} go into."""
+    """A rule for a problem: its name, its sign, and a text with the remedy and fields for the numbers of the sign."""
 
     name: str
     sign: Callable[[History], Sequence[object]]
     text: str
 
     def __call__(self, history: History) -> str:
-        """Return what is to be said of a run; "" where the sign is not there."""
+        """Return the finding of this rule on a run; "" if there is none."""
         numbers = self.sign(history)
         return self.text.format(*numbers, rate=dashed(history.rate_flag)) if numbers else ""
 
 
 RULES = (
-    # A longer response may have a higher KL; a run that logs no length has the bound without it.
+    # A longer response may have a higher KL. Without a logged length, the bound is MOST_KL.
     Rule("high_kl", lambda run: above(run.mean("objective/kl"),
                                       max(MOST_KL, MOST_KL_OF_TOKEN * run.mean("completions/mean_length"))),
          "the KL to the reference is {0:.3g} nats a response, above {1:.3g}: the policy may be exploiting the reward; "
@@ -193,7 +195,7 @@ RULES = (
     Rule("empty_responses", lambda run: above(run.latest("completions/empty_fraction"), MOST_EMPTY),
          "most responses are an EOS alone: the policy answers nothing; lower --missing-eos-penalty, or look at whether "
          "the start model answers in this chat template"),
-    # A critic compares responses with those to other prompts.
+    # With a critic, responses are compared across prompts, so equal rewards within a prompt are no problem.
     Rule("equal_rewards", lambda run: above(run.mean("groups/equal"), MOST_ALIKE)
                           if not run.counts["value/explained_variance"] else (),
          "of {0:.0%} of the prompts all responses have the same reward (groups/equal), which leaves nothing to "
@@ -224,7 +226,7 @@ RULES = (
 
 
 def equal_pairs(num_equal: int, num_pairs: int) -> str:
-    """Warn if many pairs of stage 2's data have the same tokens on both sides, and teach nothing."""
+    """Return a warning if many pairs of stage 2's data have the same tokens on both sides; else ""."""
     if not num_pairs or num_equal / num_pairs <= MOST_EQUAL:
         return ""
     return (
@@ -240,9 +242,10 @@ def error_of(one: Sequence[float], other: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Health:
-    """Says each finding of the rules once, until it has gone away: until the rule has found nothing LAST times.
+    """Logs each finding of the rules once. It is logged again if its rule has found nothing LAST times in between.
 
-    history: what is known of the run. silent: rule whose finding was said -> how often it has found nothing since.
+    history: the metrics and samples of the run so far.
+    silent: rule whose finding was logged -> how often it has found nothing since.
     """
 
     history: History
@@ -250,7 +253,7 @@ class Health:
     has_explained: bool = False
 
     def look(self) -> None:
-        """Look at the history as it is now."""
+        """Apply the rules to the history, and log new findings."""
         findings = {rule.name: text for rule in RULES if (text := rule(self.history))}
         for name in [name for name in findings if name not in self.silent]:
             log.warning("health: step %d: %s", self.history.step, findings[name])

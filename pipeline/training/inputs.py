@@ -1,4 +1,4 @@
-"""The tokenised rows of a run, made from its configuration, and the lines that a log has about them."""
+"""Load the tokenised rows of a run by its configuration, and log lines about them."""
 
 import logging
 import math
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_SHOWN = 3  # rows of the preview at the start of a run
-MOST_DROPPED = 0.1  # the share of a data set's rows above which dropping them is warned of
-KEPT_SHARE = 0.95  # the share of the rows, without those dropped for other reasons, that fit into a proposed length
+MOST_DROPPED = 0.1  # share of a data set's rows above which dropped rows give a warning
+KEPT_SHARE = 0.95  # share of the rows, without those dropped for other reasons, that fit into a proposed length
 
 
 def prepare_stage(
     run: Run, config: StageConfig, tokenizer: "PreTrainedTokenizerBase", *, seq2seq: bool = False
 ) -> list[StageData]:
-    """Return the rows of a stage, and in stage 3 the text of the ptx loss; before any weight is read. A collective.
+    """Return the rows of a stage, and in stage 3 the text of the ptx loss; before weights are read. A collective.
 
     Args:
         seq2seq: see `data_of`.
 
     Raises:
-        InputError: see `prepare_data`; --keep-best where no row is held out; rows or start models that are not those of
-            the checkpoint.
+        InputError: see `prepare_data`; or --keep-best is given and no row is held out; or rows or start models differ
+            from those of the checkpoint.
     """
     data = data_of(run.stage, config, seq2seq=seq2seq)
     most = most_tokens(run.stage.start_models(config, {})[0].source, config)
@@ -81,20 +81,20 @@ def show_rows(samples: Sequence[Sample]) -> None:
 
 
 def most_tokens(source: "ModelSource", config: StageConfig) -> int | None:
-    """Return for how many tokens of a row, in stage 3 of a prompt, a model has positions; None without a limit."""
+    """Return the most tokens of a row (in stage 3: of a prompt) by the model's positions; None without a limit."""
     positions = num_positions(source.config)
     return positions and positions - dict(flat_items(config)).get("max_answer_seq_len", 0)
 
 
 def lines_about(options: DataOptions, rows: StageData, most: int | None) -> list[str]:
-    """Return the lines of the log about a data set's rows, warnings included."""
+    """Return the log lines about a data set's rows, including warnings."""
     lines = row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
     warnings = row_warnings(options.title, options.kind, rows.counts, most)
     return [*lines, *warnings, *label_warnings(options.title, rows.train)]
 
 
 def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", most: int | None = None) -> StageData:
-    """Tokenise the rows of a data set, or read them from the cache; rank 0 logs once what was dropped or repaired.
+    """Tokenise the rows of a data set, or read them from the cache. Rank 0 logs how many were dropped or repaired.
 
     Args:
         most: see `most_tokens`.
@@ -102,7 +102,7 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", mos
     Raises:
         InputError: a source cannot be read.
     """
-    # Machines may share the cache or not: the first rank of each builds it, or finds it built.
+    # Machines may share the cache or not: the first rank of each machine builds it unless it exists.
     dist.on_each_machine(lambda: load_or_build(options, tokenizer) and None)
     built = load_or_build(options, tokenizer)
     if dist.is_main():
@@ -115,7 +115,7 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", mos
 
 
 def fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
-    """Return '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
+    """Return the counts of rows as '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
     parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
     if fates["of other stages"]:
         parts.append(f"{fates['of other stages']} of other stages (--data-split {data_split})")
@@ -127,7 +127,7 @@ def fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
 def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:
     """Return the lines about a data set's rows: all, each kind, each source of a mixture, columns for rewards.
 
-    num_sequences: number of sequences to train on, which is another than that of rows where texts fill blocks.
+    num_sequences: number of sequences to train on; it differs from that of rows if texts fill blocks.
     """
     total = counts.fates
     packed = "" if total["to train on"] == num_sequences else f" (sequences: {num_sequences})"
@@ -145,7 +145,7 @@ def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int
 def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = None) -> list[str]:
     """Return the warnings about a data set's rows: none held out, many dropped, columns that are not read.
 
-    most: see `most_tokens`; no longer rows are proposed.
+    most: see `most_tokens`; it bounds the length that a warning proposes.
     """
     fates = counts.fates
     warnings = []
@@ -163,7 +163,7 @@ def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = N
 
 
 def label_warnings(title: str, rows: Any) -> Iterator[str]:
-    """Yield what the labels of the rows to train on, a `datasets.Dataset`, say against each other, or do not say."""
+    """Yield warnings about labels: all are the same, or pairs contradict each other. rows: a `datasets.Dataset`."""
     table = rows.with_format("arrow")[:]
     if "label" in table.column_names and len(labels := Counter(table["label"].to_pylist())) == 1:
         ((label, count),) = labels.items()
@@ -182,7 +182,7 @@ def row_bytes(column: Any) -> Iterator[bytes]:
 
 
 def _length_hint(kind: RowKind, num_kept: int, lengths: Counter[int], most: int | None) -> str:
-    """Name the limit that KEPT_SHARE of the rows would fit, and the rows it helps; nothing where they fit already."""
+    """Return a hint with the length limit that KEPT_SHARE of the rows fit; "" if that many fit already."""
     num_more = math.ceil(KEPT_SHARE * (num_kept + lengths.total())) - num_kept
     if num_more <= 0:
         return ""

@@ -1,4 +1,4 @@
-"""The file that says what a run is and what its numbers mean, for readers that know no stage: reports."""
+"""The file that describes a run and its metrics, for reports, which know no stage."""
 
 import os
 import time
@@ -14,9 +14,10 @@ from pipeline.training.metrics import Metric, title_of
 
 
 def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, total_steps: int) -> None:
-    """Write what this run is and what its metrics mean; called on rank 0.
+    """Write the description of this run and of its metrics, on rank 0.
 
-    With its begin, which a resumed run (`start_step` 0 or more) keeps: log.txt may hold lines of an earlier one.
+    It includes the time at which the run began, since log.txt may hold lines of an earlier run. A resumed run
+    (`start_step` of 0 or more) keeps that time.
     """
     stage, config, file = run.stage, run.resolved.config, meaning_file(run.folder)
     process, before = read_process(os.getpid()), read_object(file) if start_step >= 0 else {}
@@ -30,7 +31,10 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
         "compared": [*stage.reached, *stage.compared],
         "steps": total_steps,
         "began": before.get("began", began),
-        "starts": [*starts, [start_step, run.world.size, began]],  # step, ranks and time, of those whose steps stay
+        "starts": [
+            *starts,
+            [start_step, run.world.size, began],
+        ],  # step, ranks, time; without starts whose steps are gone
         "start": dict(flat_items(config))[stage.path_flag(next(iter(stage.starts)))],
         "outputs": [str(folder) for folder in stage.outputs(config)],
         "answers": stage.makes_chat_model,

@@ -1,6 +1,6 @@
-"""Metrics: what each is, and where a run's numbers go: `metrics.jsonl` always, monitors (sinks.py) by flag.
+"""Metrics: their declarations, and their output to `metrics.jsonl` and, by flag, to monitors (sinks.py).
 
-A stage declares its own in its metrics.py; a name that neither it nor this file declares is an error.
+Each stage declares its own metrics in its metrics.py. A name that neither that file nor this one declares is an error.
 """
 
 import json
@@ -22,7 +22,7 @@ from pipeline.training.sinks import SINKS, Sink
 
 log = logging.getLogger(__name__)
 
-SAMPLES_SHOWN = 8  # of an evaluation, by monitors that show text
+SAMPLES_SHOWN = 8  # samples of an evaluation that monitors show
 
 Unit = Literal[
     "nats", "score", "squared score", "number", "share", "points", "tokens", "rows", "steps", "epochs",
@@ -35,11 +35,11 @@ MetricGroup = Literal["objective", "policy", "value", "completions", "optimizer"
 class Metric:
     """The declaration of a metric.
 
-    meaning: what it is, with its reduction over rows and ranks.
-    unit: what it is counted in.
-    group: the numbers that it is shown with.
-    better: 1 where higher is better, -1 where lower is, 0 where neither is.
-    title: its name in words, where people see it; empty: the name itself.
+    meaning: definition, with the reduction over rows and ranks.
+    unit: unit of the number.
+    group: group of metrics that it is shown in.
+    better: 1 if higher is better, -1 if lower is better, 0 if neither.
+    title: name in words for users; empty: the name itself.
     """
 
     meaning: str
@@ -109,7 +109,7 @@ SUPERVISED: dict[str, Metric] = SHARED | {
 
 
 def metric_of(name: str, metrics: Mapping[str, Metric]) -> Metric:
-    """Return the metric of a name, also of one on held-out rows. Raises KeyError where it is not declared."""
+    """Return the metric of a name, which may begin with `eval_`. Raises KeyError if it is not declared."""
     metric = metrics.get(name) or metrics.get(name.removeprefix("eval_"))
     if metric is None:
         raise KeyError(f"metric {name!r} is declared neither in pipeline/training/metrics.py nor in its stage's")
@@ -117,7 +117,7 @@ def metric_of(name: str, metrics: Mapping[str, Metric]) -> Metric:
 
 
 def title_of(name: str, metrics: Mapping[str, Metric]) -> str:
-    """Return the name of a metric in words, behind `held-out` where it is of held-out rows; the name itself without."""
+    """Return the title of a metric, with `held-out` in front for held-out rows; without a title, its name."""
     if name not in metrics and (base := metric_of(name, metrics).title):
         return f"held-out {base}"
     return metric_of(name, metrics).title or name
@@ -147,7 +147,7 @@ class MetricsWriter:
                 log.warning("%s: not available, training goes on without it: %s", name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line for `step`; names must be declared, numbers that are not finite become null."""
+        """Write one line for `step`. Names must be declared; numbers that are not finite become null."""
         for name in values:
             metric_of(name, self._metrics)
         clean = {name: finite(value) for name, value in values.items()}
@@ -165,12 +165,12 @@ class MetricsWriter:
                 log.warning("a metrics sink failed and is left out from here on: %s", error)
 
     def write_rows(self, step: int, values: Mapping[str, Sequence[float]], rows: str) -> None:
-        """Append the values of an evaluation's rows to their file; the arguments are those of `row_values_line`."""
+        """Append the values of an evaluation's rows to their file. Arguments: see `row_values_line`."""
         with tolerated("values of held-out rows"), row_values_file(self.path.parent).open("a") as file:
             file.write(row_values_line(step, values, rows))
 
     def _new_samples(self) -> list[dict[str, Any]]:
-        """Return the first samples of the evaluation that has just added its own to samples.jsonl, if it has."""
+        """Return the first samples that the current evaluation has added to samples.jsonl, if any."""
         samples: list[dict[str, Any]] = []
         with tolerated("samples"), suppress(FileNotFoundError), self._samples.open("rb") as file:
             file.seek(self._seen)
@@ -179,7 +179,7 @@ class MetricsWriter:
         return samples
 
     def sync(self) -> None:
-        """Everything written so far is on the disk, before a checkpoint says so."""
+        """Flush everything written so far to the disk, before a checkpoint."""
         with tolerated("metrics"):
             os.fsync(self._jsonl.fileno())
             for sink in self._sinks.values():
@@ -188,7 +188,7 @@ class MetricsWriter:
                 flush(file)
 
     def close(self, exit_code: int) -> None:
-        """End the sinks; `exit_code` says how the run ended."""
+        """Close the sinks. exit_code: the exit code of the run."""
         for name, sink in self._sinks.items():
             try:
                 sink.close(exit_code)
@@ -197,7 +197,7 @@ class MetricsWriter:
 
 
 def charts_of(metrics: Mapping[str, Metric]) -> dict[str, dict[str, list[str]]]:
-    """Return group -> title of a chart -> the numbers in it, of training and of held-out rows."""
+    """Return group -> title of a chart -> its metrics, on training and on held-out rows."""
     charts: dict[str, dict[str, list[str]]] = {}
     for name, metric in metrics.items():
         if not (name.startswith("eval_") and name.removeprefix("eval_") in metrics):
@@ -210,10 +210,10 @@ def finite(value: float) -> float | None:
 
 
 def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
-    """Drop the lines after `step` (-1: all of them), and one that was cut short: the run writes them again."""
+    """Drop the lines after `step` (-1: all lines) and an incomplete last line; the run writes them again."""
     if not path.exists():
         return
-    # Not splitlines: a sample may hold other characters that end a line to it.
+    # splitlines would also split at other characters, which a sample may contain.
     lines = [f"{line}\n" for line in path.read_bytes().decode(errors="replace").split("\n")]
     kept = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
     if len(kept) < len(lines):

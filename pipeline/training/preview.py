@@ -1,6 +1,6 @@
-"""A preview of tokenised rows: their text with the trained tokens in brackets, as it goes into the loop's batches.
+"""A preview of tokenised rows: their text, with the trained tokens in brackets.
 
-It is made from the rows themselves, not from the records a second time. A line break of the text is shown as ↵.
+It decodes the rows of the training batches, so that it shows exactly their tokens. A line break is shown as ↵.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PartName = Literal["prompt", "response", "chosen", "rejected", "text"]
-# Column of tokens -> the part of a row that it is, or that its tokens behind the prompt are.
+# Column of tokens -> the name of its part of a row, or of the part after the prompt.
 PART_OF: dict[str, PartName] = {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"}
 LEGEND = "⟦...⟧ is trained, or a response of a pair; ↵ is a line break"
-# Characters of the preview itself, which a text that holds them shows as escapes.
+# Characters that the preview uses itself; in a text they are shown as escapes.
 OPEN, CLOSE, LINE_BREAK = "⟦⟧↵"
 OWN = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
 OWN |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
 MAX_PARTS, MAX_LINES = 3, 9  # of a sample
-LABEL = 10  # columns in front of a part's text
-MAX_GAP = 44  # columns of the words for what is left out, and of the brackets at its ends
+LABEL = 10  # columns for the label in front of a part's text
+MAX_GAP = 44  # columns for the note on omitted characters, and the brackets at its ends
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-DataSets = Sequence[tuple[DataOptions, StageData]]  # of a stage: its rows, and in stage 3 the text of the ptx loss
-Piece = tuple[str, bool | None]  # a character as it is shown, and whether it is trained; None: it is not of the text
+DataSets = Sequence[tuple[DataOptions, StageData]]  # a stage's rows, and in stage 3 the text of the ptx loss
+Piece = tuple[str, bool | None]  # a shown character, and whether it is trained; None: it is not part of the text
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The text of tokens that follow each other, all of them targets of the loss or none."""
+    """The text of consecutive tokens that are all trained (targets of the loss), or all not."""
 
     text: str
     is_trained: bool
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a row; its texts joined are the text of its tokens."""
+    """A part of a row. Its spans' texts, joined, are the text of its tokens."""
 
     name: PartName
     spans: list[Span]
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A row of a batch as text: one sequence or pair, or the sequences that are packed into it."""
+    """A row of a batch as text: one sequence or pair, or several packed sequences."""
 
     title: str
     tokens: int
@@ -68,10 +68,10 @@ class Sample:
 def samples_of(
     config: StageConfig, data: DataSets, tokenizer: "PreTrainedTokenizerBase", *, number: int, seq2seq: bool = False
 ) -> list[Sample]:
-    """Return up to `number` samples of a stage's rows, from the first to the last ones, and one of each further text.
+    """Return up to `number` samples, evenly spaced, of a stage's rows, and one sample of each further data set.
 
     Args:
-        seq2seq: rows are cut in front of their first trained token: an encoder reads what is before it.
+        seq2seq: rows are split before their first trained token; the encoder reads the part before it.
     """
     samples = list[Sample]()
     for options, rows in data:
@@ -93,9 +93,9 @@ def samples_of(
 def is_cut(
     row: Mapping[str, Any], size: int, options: DataOptions, data: StageData, tokenizer: "PreTrainedTokenizerBase"
 ) -> bool:
-    """Tell whether a row of `size` tokens has lost some: it is as long as its limit, and has no end where it has one.
+    """Tell whether a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
 
-    Of rows that lose their begin, one that was as long as the limit by itself is taken for a cut one.
+    Rows of a kind that is truncated at the beginning count as truncated if they are exactly as long as the limit.
     """
     if not data.counts.fates["cut"] or size < length_limit(options):
         return False
@@ -129,9 +129,9 @@ def parts_of(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", *, se
 
 
 def spans_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int], trained: Sequence[bool] | None = None) -> list[Span]:
-    """Return the text of tokens, cut where trained and other tokens meet; None: none is trained.
+    """Return the text of tokens as spans of trained and other tokens. trained: None if no token is trained.
 
-    Each span is decoded behind the one before it: some tokenizers drop the space in front of a text's first word.
+    Each span is decoded together with the one before it, since some tokenizers drop the space before the first word.
     """
 
     def decode(some: list[int]) -> str:
@@ -147,9 +147,9 @@ def spans_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int], trained: Sequ
 
 
 def preview_lines(samples: Sequence[Sample], width: int, is_coloured: bool) -> list[str]:
-    """Return samples as lines of at most `width` columns, up to 11 each: without colour the same but for the codes.
+    """Return samples as lines of at most `width` columns, up to 11 lines each. Colour changes only the colour codes.
 
-    Trained text is green and in brackets, other text is dim; what does not fit is left out in the middle.
+    Trained text is green and in brackets, other text is dim. A text that does not fit is shortened in the middle.
     """
     lines = [LEGEND[:width]] if samples else []
     for sample in samples:
@@ -167,9 +167,9 @@ def preview_lines(samples: Sequence[Sample], width: int, is_coloured: bool) -> l
 
 
 def shortened(spans: Sequence[Span], room: int) -> list[Piece]:
-    """Return the characters of spans, those in the middle replaced by their number where all need over `room` columns.
+    """Return the characters of spans. If they need more than `room` columns, omit the middle and note how many.
 
-    The brackets of a trained span are two columns.
+    The brackets of a trained span take two columns.
     """
     pieces: list[Piece] = [(printable(char).translate(OWN), span.is_trained) for span in spans for char in span.text]
     widths, brackets = [cell_len(text) for text, _ in pieces], 2 * sum(span.is_trained for span in spans)
@@ -203,7 +203,7 @@ def wrap_pieces(pieces: Iterable[Piece], width: int) -> list[list[Piece]]:
 
 
 def styled(pieces: Iterable[Piece], *, is_coloured: bool) -> str:
-    """Return the text of pieces, with the codes of their colours if it is to have any."""
+    """Return the text of pieces, with colour codes if `is_coloured`."""
     groups = ((is_trained, "".join(map(itemgetter(0), group))) for is_trained, group in groupby(pieces, itemgetter(1)))
     return "".join(
         f"{GREEN if is_trained else DIM}{text}{RESET}" if is_coloured else text for is_trained, text in groups
@@ -211,7 +211,7 @@ def styled(pieces: Iterable[Piece], *, is_coloured: bool) -> str:
 
 
 def rows_document(data: DataSets, lines: Sequence[str], samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the content of rows.json: counts and lengths of a stage's rows, the lines about them, and samples."""
+    """Return the content of rows.json: counts and lengths of a stage's rows, their log lines, and samples."""
     options, rows = data[0]
     lengths = sequence_lengths(rows.train).max(1)
     median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))

@@ -1,4 +1,4 @@
-"""The metrics of a run as they are made: times, rates and memory are added, and progress lines are printed."""
+"""Record the metrics of a run: add times, rates and memory, write them, and print progress lines."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Times and peak memory of the phases; metrics and progress lines are written by rank 0 only."""
+    """Measures time and peak memory of phases on each rank; rank 0 writes metrics and progress lines."""
 
     def __init__(
         self,
@@ -43,10 +43,15 @@ class Recorder:
         shown: Sequence[str] = ("loss",),
         models: Mapping[str, TrainingEngine | FrozenEngine] | None = None,
     ) -> None:
-        """Take the declared `metrics`, and the engines whose memory the log tells after the first step (`models`).
+        """Open the files of metrics.
+
+        Args:
+            metrics: the declared metrics.
+            shown: metrics in the progress line.
+            models: engines whose memory is logged after the first step.
 
         Raises:
-            KeyError: one of those to be `shown` is not declared.
+            KeyError: a metric of `shown` is not declared.
         """
         for name in shown:
             metric_of(name, metrics)
@@ -77,7 +82,7 @@ class Recorder:
             )
 
     def write(self, step: int, values: Mapping[str, float], rows: Mapping[str, Any] | None = None) -> None:
-        """Metrics outside a training step: evaluations, with the values of their rows (see `row_values_line`)."""
+        """Write metrics of an evaluation, with the values of its rows (see `row_values_line`)."""
         if self._writer is not None and values:
             if rows:
                 data = hashlib.sha256(json.dumps(self._run.contents, sort_keys=True).encode()).hexdigest()[:12]
@@ -89,36 +94,36 @@ class Recorder:
             log.info("%s", f"[{self._writer.stage}] step {step}, held out: {'  '.join(parts)}")
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some samples of an evaluation, lines of samples.jsonl, and look at their scores and lengths."""
+        """Show samples of an evaluation (lines of samples.jsonl), and apply the rules of health to them."""
         if self._writer is not None:
             show_samples(self._writer.stage, step, rows)
             self._health.history.add_samples(rows)
             self._health.look()
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics, and look at them."""
+        """Write metrics, and apply the rules of health to them."""
         if self._writer is not None:
             self._writer.write(step, values)
-            if step > 0:  # beside a training loss, a number of before training would read as if it were of now
+            if step > 0:  # in a progress line, a number from before training would look current
                 self._known.update(values)
             self._health.history.add(step, values)
             self._health.look()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase of the step (memory.PHASES), and end the one before: times and peak memory are told apart."""
+        """End the current phase of the step and begin another (memory.PHASES), with its own time and peak memory."""
         now = self._peaks.begin(phase)
         self._ended[self._phase] = now
         self._begun[phase], self._phase = now, phase
         self._ended.pop(phase, None)
 
     def seconds(self, phase: str) -> float:
-        """Return how long `phase` took when it was last made; until now, where it has not ended."""
+        """Return the seconds of the last run of `phase`; if it has not ended, the seconds until now."""
         return self._ended.get(phase, time.monotonic()) - self._begun[phase]
 
     def write_training(
         self, step: int, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
-        """Metrics of one optimizer step, with rates and peak memory added."""
+        """Write metrics of one optimizer step, with rates and peak memory added."""
         if self._writer is None:
             return
         rates = {"step_s": seconds, "tokens_per_s": num_tokens / seconds, "samples_per_s": num_rows / seconds}
@@ -126,7 +131,7 @@ class Recorder:
         host = {"host_memory_gib": peak_memory() / GIB}
         self._note(step, {**values, **rates, **peaks, **host})
         if self._models and self.device.type == "cuda":
-            # Once, after a step: before it there are neither gradients nor moments.
+            # Once, after the first step: before it there are neither gradients nor moments.
             held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
             log.info("\n".join(memory_table(held, peaks)))
             self._models = {}
@@ -134,25 +139,25 @@ class Recorder:
         self._progress.update(step, numbers, peak=self._peak_memory(), split=self._split(values))
 
     def _peak_memory(self) -> str:
-        """Return the highest peak so far: `31 of 80 GiB` of rank 0's GPU, on a CPU that of the process."""
+        """Return the highest peak so far: `31 of 80 GiB` for rank 0's GPU; on a CPU, the peak of the process."""
         if self.device.type != "cuda":
             return f"{self._known['host_memory_gib']:.3g} GiB"
         self._highest = max(self._highest, self._known["gpu_memory_gib"])
         return f"{self._highest:.3g} of {memory_of(self.device)[1] / GIB:.0f} GiB"
 
     def _split(self, values: Mapping[str, float]) -> str:
-        """Return `sampling 62 %, scoring 21 %, updates 17 %` of the time so far, where steps have several phases."""
+        """Return shares of the time so far, `sampling 62%, scoring 21%, updates 17%`, if steps have several phases."""
         self._spent.update({name: value for name, value in values.items() if name.startswith("time/")})
         shares = ((title_of(name, self._metrics), spent / self._spent.total()) for name, spent in self._spent.items())
         return ", ".join(f"{title} {share:.0%}" for title, share in shares)
 
     def sync(self) -> None:
-        """Flush all lines before a checkpoint, so that none of its past can be lost while it stays."""
+        """Flush all lines before a checkpoint, so that no line from before it can be lost."""
         if self._writer is not None:
             self._writer.sync()
 
     def close(self, exit_code: int) -> None:
-        """End the sinks of the metrics, when all is saved; `exit_code` says how the run ended."""
+        """Close the metric sinks after everything is saved. exit_code: the exit code of the run."""
         if self._writer is not None:
             self._writer.close(exit_code)
 
@@ -163,7 +168,7 @@ class Recorder:
 
 
 def history_of(run: Run, *, total_steps: int) -> History:
-    """Return what is known of the metrics and samples of a run, which are cut to the step that it goes on from."""
+    """Return the history of a run from its files, which end at the step that it resumes from."""
     bound = SAMPLER_ERROR if weights_dtype(run) == torch.float32 else SAMPLER_ERROR_16_BITS
     rate = run.stage.rate_flag(run.resolved.config)
     frozen = dict(flat_items(run.resolved.config)).get("critic_warmup_steps", 0)

@@ -1,6 +1,6 @@
-"""The monitors of a run: where `--monitors` sends its metrics besides metrics.jsonl.
+"""The monitors of a run, to which `--monitors` sends its metrics besides metrics.jsonl.
 
-A new one is a function here, its word in `SINKS`, and the same word in the flag's type (configuration/run_flags.py).
+A new monitor is a function here, its name in `SINKS`, and that name in the flag's type (configuration/run_flags.py).
 """
 
 import csv
@@ -16,18 +16,18 @@ from pipeline.files import tolerated, write_text
 
 
 def nothing(*_: Any) -> None:
-    """Do nothing: what most sinks do at a checkpoint and at the end of a run."""
+    """Do nothing, as most sinks at a checkpoint and at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """A place that a run's metrics go to; it is left out from the first error on, and ends no run.
+    """A destination of a run's metrics. After its first error it is no longer used, and the run continues.
 
-    write: takes the step and its values, None for a number that is not finite.
+    write: takes the step and its values; None stands for a number that is not finite.
     close: takes the run's exit code.
-    sync: everything is on the disk before a checkpoint says so.
-    declare: takes the charts to come, group -> title -> names of their numbers.
-    show: takes the step and some samples of an evaluation, lines of samples.jsonl.
+    sync: flushes everything to the disk before a checkpoint.
+    declare: takes the charts to draw: group -> title -> names of metrics.
+    show: takes the step and samples of an evaluation (lines of samples.jsonl).
     """
 
     write: Callable[[int, Mapping[str, float | None]], None]
@@ -38,7 +38,7 @@ class Sink:
 
 
 def csv_file(run_dir: Path, stage: str, start_step: int) -> Sink:
-    """Append to metrics.csv. Long form: steps carry different metrics, and a header cannot grow."""
+    """Append to metrics.csv, one metric a line: steps have different metrics, and a header cannot grow."""
     file = (run_dir / "metrics.csv").open("a", encoding="utf-8", newline="")
 
     def write(step: int, values: Mapping[str, float | None]) -> None:
@@ -50,7 +50,7 @@ def csv_file(run_dir: Path, stage: str, start_step: int) -> Sink:
 
 
 def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
-    """Write to TensorBoard, from behind `start_step` on."""
+    """Write to TensorBoard the steps after `start_step`."""
     from torch.utils.tensorboard import SummaryWriter
 
     # purge_step hides what an interrupted run wrote past the checkpoint, so that a curve never goes back.
@@ -69,7 +69,7 @@ def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
 
     def show(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for number, sample in enumerate(samples):
-            # Indented by four spaces, a text is no markup to TensorBoard, which reads it as Markdown.
+            # TensorBoard reads texts as Markdown; a text indented by four spaces is shown as it is.
             numbers = ", ".join(f"{name} {sample[name.lower()]}" for name in ("score", "KL") if name.lower() in sample)
             said = f"{sample['prompt']}\n\u2192 {sample['response']}\n({numbers})"
             writer.add_text(f"samples/{number + 1}", "    " + said.replace("\n", "\n    "), step)
@@ -79,7 +79,7 @@ def tensorboard(run_dir: Path, stage: str, start_step: int) -> Sink:
 
 
 def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
-    """Log to Weights & Biases: one run for each run folder, which a resumed run continues, in the output's group."""
+    """Log to Weights & Biases: one run for each run folder, in the group of its output. A resumed run continues it."""
     import wandb
 
     id_file, output = run_dir / "wandb_id", run_dir.resolve().parent.parent.name
@@ -96,7 +96,7 @@ def wandb(run_dir: Path, stage: str, start_step: int) -> Sink:
         dir=str(run_dir),
         settings=wandb.Settings(console="off"),  # the run folder has the log
     )
-    # `finish` waits for W&B's own process, which writes late: ranks end without exit handlers.
+    # Ranks end without exit handlers, so `finish` must wait for W&B's process to write everything.
     return Sink(
         lambda step, values: run.log(finite_only(values), step=step), lambda exit_code: run.finish(exit_code=exit_code)
     )
@@ -107,7 +107,8 @@ def finite_only(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# Word of --monitors -> what makes its sink of a run's folder, its stage, and the step that it goes on from (-1: none).
+# Name in --monitors -> function that creates the sink from a run's folder, its stage, and the step that it resumes from
+# (-1: none).
 SINKS: dict[str, Callable[[Path, str, int], Sink]] = {
     "tensorboard": tensorboard,
     "csv": csv_file,

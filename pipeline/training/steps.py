@@ -1,6 +1,6 @@
 """One optimizer step: learning rate, counters, stop requests, the update by all engines or none, skipped steps.
 
-The loops of all stages use it; what a loss is, the stages say.
+The loops of all stages use it; each stage defines its loss.
 """
 
 import json
@@ -24,23 +24,23 @@ from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
 
-# Seconds of a step above which a stop is looked for between micro-batches too.
+# Seconds of a step above which stop requests are checked between micro-batches too.
 LONG_STEP_S = 2.0
 ROWS_SHOWN = 16
-# Size of the file of skipped batches from which on it no longer grows.
+# Bytes of the file of skipped batches above which nothing is appended.
 MAX_SKIPPED_BYTES = 1 << 24
 
 
 @dataclass(slots=True)
 class Counters:
-    """The counters of every stage that a checkpoint holds; a stage's own state adds to them.
+    """Counters in the checkpoints of every stage; a stage's own state extends them.
 
     step: optimizer steps, taken or skipped.
     num_tokens: tokens trained on.
     skipped_updates: steps that changed nothing, because a loss or gradient was not finite.
-    bad_in_a_row: latest steps in a row that were skipped.
+    bad_in_a_row: number of latest steps that were all skipped.
     evaluated: step of the last evaluation, -1 before the first.
-    halved: phase -> batch sizes requested and since an out-of-memory error (halving.py).
+    halved: phase -> [requested batch size, size since an out-of-memory error] (halving.py).
     """
 
     step: int = 0
@@ -51,14 +51,15 @@ class Counters:
     halved: dict[str, list[int]] = field(default_factory=dict)
 
     def batch_size(self, phase: str, asked: int) -> int:
-        """Return the batch size in force in a phase whose flags ask for `asked`; a flag that has changed since wins."""
+        """Return the batch size in force in a phase. asked: the size by the flags; a changed flag ends the halving."""
         before, size = self.halved.get(phase, (asked, asked))
         return size if before == asked else asked
 
     def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine], is_bad: bool = True) -> None:
-        """Count a step; one that was skipped while an fp16 loss scale still settles is no sign of divergence.
+        """Count a step. A step skipped while an fp16 loss scale still settles is no sign of divergence.
 
-        is_bad: False = nor is this one, if it was skipped.
+        Args:
+            is_bad: whether this step, if skipped, is a sign of divergence.
         """
         self.step += 1
         self.skipped_updates += not stepped
@@ -72,8 +73,8 @@ class Counters:
 def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[int], float]:
     """Return a function from the step (0 is the first) to the share of the peak learning rate.
 
-    After the warm-up it is never below `--min-learning-rate-ratio`. The shapes are transformers' own schedulers, which
-    are asked for their factor, not stepped: so a resumed run needs no scheduler state.
+    After the warm-up it is never below `--min-learning-rate-ratio`. The shapes are those of transformers' schedulers.
+    Their factor is computed from the step, so a resumed run needs no scheduler state.
     """
     warmup = min(optimizer.num_warmup_steps, total_steps)
     unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -83,7 +84,7 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
     shape, floor = scheduler.lr_lambdas[0], optimizer.min_learning_rate_ratio
 
     def factor(step: int) -> float:
-        # Warm-up counts from 1: a first step at rate 0 would be a step lost.
+        # Warm-up counts from 1: a first step at rate 0 would train nothing.
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return floor + (1.0 - floor) * float(shape(step))
@@ -92,27 +93,30 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
 
 
 def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
-    """Return a note where the warm-up lasts as long as a run of so many steps (0: not known), or longer; else ""."""
+    """Return a note if the warm-up is at least as long as the run, else "". total_steps: 0 if not known."""
     found = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
     is_long = 0 < total_steps <= optimizer.num_warmup_steps
     return f"{found}, so that its learning rate only rises; give less, or more steps" if is_long else ""
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:
-    """Step all engines, or none: where a loss or any gradient of any rank is not finite, all gradients are dropped.
+    """Step all engines, or none: if a loss or gradient of any rank is not finite, drop all gradients.
 
-    Every rank decides alike: gradient norms are global, and the ranks' losses are looked at together. Each engine keeps
-    its norm as `last_gradient_norm`. A collective.
+    All ranks decide alike: gradient norms are global, and losses are summed over ranks. Each engine stores its norm as
+    `last_gradient_norm`. A collective.
 
     Args:
-        loss: this rank's, of any shape; or a number that is the sum over all ranks already.
+        loss: this rank's loss, of any shape; or a number that is already the sum over all ranks.
+
+    Returns:
+        Whether the engines stepped.
     """
     for engine in engines:
-        engine.set_rate(rate_factor)  # also where the step is dropped: it is what is logged
+        engine.set_rate(rate_factor)  # even if the step is dropped, since the rate is logged
         engine.gradient_bytes = engine.gradient_bytes or gradient_bytes(engine)
         engine.last_gradient_norm = engine.gradient_norm()
     if isinstance(loss, Tensor):
-        loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN where any of them is not finite
+        loss = dist.sum_over_ranks((loss * 0.0).sum()).item()  # NaN if any loss is not finite
     if not math.isfinite(loss) or not all(math.isfinite(engine.last_gradient_norm) for engine in engines):
         for engine in engines:
             engine.discard()
@@ -123,7 +127,7 @@ def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss
 
 
 class Stopping:
-    """The request to stop this run: asked after each step, and within long steps. All ranks get the same answer."""
+    """Checks for a request to stop this run, after each step and within long steps. All ranks decide alike."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -131,7 +135,7 @@ class Stopping:
         self._last = time.monotonic()
 
     def between_steps(self) -> None:
-        """Raise Interrupted on all ranks where any rank was asked to stop. A collective."""
+        """Raise Interrupted on all ranks if any rank got a stop request. A collective."""
         now = time.monotonic()
         self._long = dist.max_over_ranks(now - self._last, self._run.world.device) > LONG_STEP_S
         self._last = now
@@ -139,9 +143,9 @@ class Stopping:
             raise Interrupted
 
     def within_step(self, engines: Iterable[TrainingEngine] = ()) -> None:
-        """Raise Interrupted between two parts of a step that takes long; a collective there.
+        """In a long step, raise Interrupted if any rank got a stop request; called between its parts. A collective.
 
-        What `engines` had accumulated is dropped.
+        The accumulated gradients of `engines` are dropped.
         """
         if self._long and self._run.stop.is_set_on_any_rank(self._run.world):
             for engine in engines:
@@ -155,7 +159,7 @@ def note_skipped_step(
     """Log a skipped step, and append this rank's batch to <run_dir>/log/bad-steps-rank-<r>.jsonl.
 
     Args:
-        rows: numbers of this rank's training rows, in the order of the tokenised data.
+        rows: indices of this rank's training rows in the tokenised data.
         input_ids: (B, S) token ids of each micro-batch.
 
     Raises:
@@ -181,7 +185,7 @@ def note_skipped_step(
 
 
 def divergence_advice(run: Run, rate: str) -> str:
-    """Return where the causes of skipped steps are written, and what to lower or change; `rate`: a learning rate."""
+    """Return advice after skipped steps, and the files with their causes. rate: the flag of the learning rate."""
     bf16 = ", or give --dtype bf16 instead of fp16" if run.resolved.config.deepspeed.dtype == "fp16" else ""
     causes = f"causes and rows are in {run.folder / 'log' / 'bad-steps-rank-*.jsonl'}"
     return f"lower {rate}{bf16} where a loss or gradient was not finite; {causes}"

@@ -1,6 +1,6 @@
-"""The parts that SFT and reward modelling share: what stays during a run, how it begins, a step's gradients, metrics.
+"""The parts that SFT and reward modelling share: the state of a run, its start, gradients of a step, and metrics.
 
-Loops, losses, evaluations and model folders are the stages' own.
+Each stage has its own loop, loss, evaluation and model folder.
 """
 
 import logging
@@ -102,10 +102,10 @@ class Supervised(Generic[C, B]):
 
         Args:
             loss_of: batch on the device -> its summed loss.
-            count: what the summed loss is divided by: tokens or pairs of the step on all ranks.
+            count: divisor of the summed loss: tokens or pairs of the step on all ranks.
 
         Raises:
-            Interrupted: the run is to stop; the gradients are dropped and the state is that before the step.
+            Interrupted: there is a stop request; the gradients are dropped, and the state is that before the step.
         """
         world, engine, requested = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
         batches = self.loader.cut(step, course.halving.batch_size(state, "train", requested)).micro_batches
@@ -115,15 +115,15 @@ class Supervised(Generic[C, B]):
             beat("train", state.step)
             course.stopping.within_step([engine])
             loss = loss_of(to_device(cpu_batch, world.device))
-            # DeepSpeed averages over ranks; the sum over all ranks is what is divided by the global count.
+            # DeepSpeed averages over ranks; here the sum over all ranks is divided by the global count.
             engine.backward(loss * (world.size / count), last=index + 1 == len(batches))
             loss_sum += loss.detach()
-        # Read before the update is launched: the host then writes its metrics while the device updates the weights.
+        # Read the loss before the update: then the host writes metrics while the device updates the weights.
         return dist.sum_over_ranks(loss_sum).item()
 
     @contextmanager
     def evaluation(self, state: Counters, course: Course) -> Iterator[list[Callable[[], B]]]:
-        """Open this rank's held-out batches, as functions that collate them; the model is in its evaluation mode."""
+        """Yield this rank's held-out batches as functions that collate them; the model is in evaluation mode inside."""
         beat("evaluate", state.step)
         size = course.halving.batch_size(state, "evaluate", self.config.optimizer.per_device_eval_batch_size)
         self.engine.module.eval()
@@ -133,13 +133,13 @@ class Supervised(Generic[C, B]):
             self.engine.module.train()
 
     def content(self, state: Counters) -> checkpoint.Content:
-        """Return what a checkpoint holds."""
+        """Return the content of a checkpoint."""
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
     def log_step(
         self, step: Step[B], state: Counters, course: Course, *, loss: float, num_head_tokens: int = 0, **more: float
     ) -> None:
-        """Write the metrics of an optimizer step, and `more`; num_head_tokens: as for `TrainingWork.flops`."""
+        """Write the metrics of an optimizer step, and `more`. num_head_tokens: see `TrainingWork.flops`."""
         flops = self.work.flops(
             num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=num_head_tokens
         )
@@ -156,7 +156,7 @@ class Supervised(Generic[C, B]):
         course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
 
     def note_skipped(self, step: Step[Any], state: Counters) -> None:
-        """Write down the rows of a step that was skipped. Raises DivergedError after too many in a row."""
+        """Log the rows of a skipped step. Raises DivergedError after too many skipped steps in a row."""
         ids = [batch.input_ids for batch in step.micro_batches]
         cause = "loss or gradient not finite"
         note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause=cause)
@@ -179,10 +179,10 @@ def assemble(
     units: Sequence[Sequence[int]] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Supervised[C, B]:
-    """Cut the rows into steps and evaluation batches, and put everything together.
+    """Split the rows into steps and evaluation batches, and return the parts of a run.
 
     Args:
-        units: rows that belong together (packed into one sequence); None: each row by itself.
+        units: rows that are packed into one sequence; None: each row by itself.
         lengths: tokens of each unit's longest sequence; None: all tokens of the unit.
     """
     optimizer, settings, world = config.optimizer, config.run, run.world
@@ -209,6 +209,6 @@ def assemble(
 
 
 def log_best(run: Run, name: str, *, step: int, value: float) -> None:
-    """Log the step whose model --keep-best has saved, and whether the last one differs by more than rows can show."""
+    """Log the step whose model --keep-best saved, and whether the last model differs by more than noise."""
     words = beside_last(run.folder, name, step)
     log.info("--keep-best: the saved model is that of step %d, %s %.4g%s", step, name, value, words)

@@ -74,7 +74,7 @@ def test_deepspeeds_other_launchers_are_started_by_hand(launcher):
     with pytest.raises(InputError) as error:
         parse_request("multi_node", ["--launcher", launcher, "1"])
     way = f"deepspeed --launcher {launcher} --module step1_sft.main FLAGS"
-    assert str(error.value) == f"--launcher: {launcher} is started by hand: {way}"
+    assert str(error.value) == f"--launcher: start {launcher} by hand: {way}"
 
 
 def test_every_flag_of_the_installed_launcher_is_known():
