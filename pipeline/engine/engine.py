@@ -1,8 +1,7 @@
-"""DeepSpeed engines with the few operations that the training loops need; losses and schedules are the loops' own.
+"""DeepSpeed engines with the few operations that the training loops need. Each loop has its own loss and schedule.
 
-A loop decides where an accumulation ends and whether a step is taken: `backward(loss, last=...)`, then
-`gradient_norm()`, then `step()` or `discard()`. Losses are scaled by the loop; DeepSpeed divides only by the number of
-ranks.
+A loop decides where an accumulation ends and whether to step: `backward(loss, last=...)`, then `gradient_norm()`, then
+`step()` or `discard()`. The loop scales losses; DeepSpeed divides only by the number of ranks.
 """
 
 import math
@@ -25,7 +24,7 @@ from pipeline.tensor_ops import tensor_norms
 
 
 class FrozenEngine:
-    """A model that is only read: a ZeRO-3 engine where `config` says ZeRO stage 3, else the plain model on a device."""
+    """A frozen model: a ZeRO-3 engine if `config` has ZeRO stage 3, else the plain model on a device."""
 
     def __init__(
         self, module: nn.Module, config: dict[str, Any], device: torch.device, *, gather: Gather = "auto"
@@ -50,7 +49,7 @@ class FrozenEngine:
         return self._forward(*args, **kwargs)
 
     def release_gathered(self) -> None:
-        """Release the weights that ZeRO-3 gathered for the phase that is over."""
+        """Release the weights that ZeRO-3 gathered for the last phase."""
         if self.weights is not None:
             self.weights.release_gathered()
 
@@ -60,7 +59,7 @@ class FrozenEngine:
             self.weights.release_all()
 
     def discard(self) -> None:
-        """Free all weights, for good: DeepSpeed's hooks of ZeRO stage 3 hold a module that nobody else does."""
+        """Free all weights for good; the module itself stays alive, since DeepSpeed's ZeRO-3 hooks refer to it."""
         self.release_gathered()
         for parameter in self.module.parameters():
             nothing = parameter.new_empty(0)
@@ -98,7 +97,7 @@ class TrainingEngine:
             model=module, optimizer=optimizer, model_parameters=trainable, config=config
         )
         if hasattr(self.optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer: stage 0 in 16 bits
-            # It took a step with zero gradients to allocate its states: Adam would count from 2, and weights decayed.
+            # It allocated its states by a step with zero gradients. Undo it: Adam would count from 2, weights decayed.
             self.optimizer.state.clear()
             self.optimizer.refresh_fp32_params()
         self.weights = Zero3Weights(module, self.optimizer.parameter_offload, once=once) if partitioned else None
@@ -108,11 +107,11 @@ class TrainingEngine:
         self.partitions_weights: bool = partitioned
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
-        self.gradient_bytes = 0  # of the first step on this rank
-        self.is_stepping = False  # from the beginning of a step until it is counted: some weights may be new ones
+        self.gradient_bytes = 0  # bytes of gradients on this rank, set in the first step
+        self.is_stepping = False  # True from the beginning of a step until it is counted: some weights may be new
         self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
-        self.states_on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # its emptied allocations, copies
-        self._norms: torch.Tensor | None = None  # of these gradients, as DeepSpeed's optimizer computes them
+        self.states_on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # (emptied device storage, host copy)
+        self._norms: torch.Tensor | None = None  # norms of the current gradients, as DeepSpeed's optimizer has them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.weights is not None:
@@ -148,23 +147,23 @@ class TrainingEngine:
         return float(getattr(self.optimizer, "loss_scale", 1.0) or 1.0)
 
     def sketch(self) -> GradientSketch:
-        """Return an empty projection of the gradient of a part of this accumulation."""
+        """Return an empty sketch (random projection) for the gradient of a part of this accumulation."""
         device = torch.device(get_accelerator().current_device_name())
         return GradientSketch(list(self.module.parameters()), device=device, loss_scale=self.loss_scale)
 
     def backward(self, loss: torch.Tensor, *, last: bool, sketch: GradientSketch | None = None) -> None:
-        """Add the gradient of `loss` (a scalar), also to a `sketch`.
+        """Add the gradient of `loss` (a scalar) to the accumulated gradients, and to `sketch` if it is given.
 
-        `last` closes the accumulation: gradients are averaged over ranks.
+        `last` ends the accumulation: gradients are then averaged over ranks.
         """
         self.deepspeed.set_gradient_accumulation_boundary(last)
         with sketch.added() if sketch else nullcontext():
             self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
-        """The global L2 norm of the averaged gradients before clipping; inf where any of them is not finite.
+        """Return the global L2 norm of the averaged gradients before clipping; inf if any of them is not finite.
 
-        A collective under ZeRO. To be called after the last `backward` and before `step` or `discard`.
+        Call it after the last `backward` and before `step` or `discard`. A collective under ZeRO.
         """
         optimizer = self.optimizer
         if self.partitions_weights:
@@ -172,7 +171,7 @@ class TrainingEngine:
         elif self.partitions_optimizer and optimizer.cpu_offload:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
         elif self.partitions_optimizer:
-            # DeepSpeed's own function takes a kernel and a copy for every parameter.
+            # DeepSpeed's own function launches a kernel and a copy for every parameter.
             own = tensor_norms([grad for group in optimizer.averaged_gradients.values() for grad in group or ()])
             norms = dist.sum_over_ranks(own.double().square().sum()).sqrt().float().reshape(1).cpu()
         else:
@@ -188,9 +187,9 @@ class TrainingEngine:
             group["lr"] = peak * rate_factor
 
     def step(self, rate_factor: float) -> None:
-        """Clip, update the weights at `rate_factor` times the peak learning rates, clear the gradients.
+        """Clip, update the weights at `rate_factor` times the peak learning rates, and clear the gradients.
 
-        The engine `is_stepping` from then on, until `Counters.count_step`.
+        `is_stepping` is True from here until `Counters.count_step`.
         """
         self.is_stepping = True
         self.set_rate(rate_factor)
@@ -200,9 +199,9 @@ class TrainingEngine:
 
     @contextmanager
     def _norm_reused(self) -> Iterator[None]:
-        """Make DeepSpeed's step reuse the result of `gradient_norm`, and check no overflow: the norm was finite.
+        """Let DeepSpeed's step reuse the result of `gradient_norm`, without its check of overflow: the norm is finite.
 
-        The step would read all gradients two more times, and wait for the device before each group's update.
+        Otherwise the step reads all gradients two more times, and waits for the device before each group's update.
         """
         owner, norms, replaced = self.optimizer, self._norms, {}
         self._norms = None
@@ -211,7 +210,7 @@ class TrainingEngine:
         elif norms is not None and self.partitions_optimizer:
             replaced = {"scaled_global_norm": lambda: norms[0], "check_overflow": lambda *_, **__: None}
         elif norms is not None and hasattr(owner, "fp32_groups"):
-            owner, replaced = owner.overflow_checker, {"check": lambda: False}  # it waits at every single parameter
+            owner, replaced = owner.overflow_checker, {"check": lambda: False}  # it would wait at every parameter
         vars(owner).update(replaced)
         try:
             yield
@@ -224,7 +223,7 @@ class TrainingEngine:
         optimizer, self._norms = self.optimizer, None
         self.release_gathered()
         if not math.isfinite(self.last_gradient_norm) and hasattr(optimizer, "_update_scale"):
-            optimizer._update_scale(True)  # fp16: else the next steps would overflow too
+            optimizer._update_scale(True)  # fp16: lower the loss scale, or the next steps overflow too
         if self.partitions_weights:
             optimizer._overflow_clean_up(optimizer.loss_scale)
         elif self.partitions_optimizer:
@@ -239,13 +238,13 @@ class TrainingEngine:
             self.deepspeed.zero_grad()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of an interrupted accumulation; the loss scale stays."""
+        """Drop the gradients of an interrupted accumulation without changing the loss scale."""
         self.last_gradient_norm = 0.0
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self.discard()
 
     def recover(self) -> None:
-        """Go back to before the accumulation in which a forward or backward pass of this engine failed."""
+        """Restore the state before an accumulation in which a forward or backward pass of this engine failed."""
         get_accelerator().synchronize()  # other streams may be reading what is dropped here
         self.module.zero_grad(set_to_none=True)
         if self.partitions_optimizer:
@@ -255,7 +254,7 @@ class TrainingEngine:
         self.drop_gradients()
 
     def _end_backward(self) -> None:
-        """Clear ZeRO's buckets of a backward pass that failed: DeepSpeed does it at the end of one."""
+        """Clear ZeRO's buckets after a failed backward pass; DeepSpeed does so only at the end of a whole one."""
         optimizer = self.optimizer
         while optimizer._backward_active_depth:
             optimizer.exit_backward()
@@ -270,11 +269,13 @@ class TrainingEngine:
 
     @contextmanager
     def generation(self, *, gather: bool = True) -> Iterator[None]:
-        """Keep weights whole and forward passes free of collectives while the context lasts, for sampling.
+        """Keep the weights whole and forward passes without collectives inside the context, for sampling.
 
-        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are removed, so that ranks may run different
-        numbers of forward passes; with the hooks, uneven lengths hang. Without `gather` neither happens: for a
-        sampler that copies the weights itself and calls no module.
+        Under ZeRO-3 the weights are gathered once and DeepSpeed's hooks are removed. Then ranks may run different
+        numbers of forward passes, with which the hooks would hang.
+
+        Args:
+            gather: False for a sampler that copies the weights itself and calls no module: nothing is gathered.
         """
         self.release_gathered()
         self.deepspeed.eval()
@@ -296,14 +297,14 @@ class TrainingEngine:
 
 
 def loss_scaler(optimizer: Any) -> Any:
-    """Return the loss scaler of DeepSpeed's optimizer; None where losses are not scaled."""
+    """Return the loss scaler of DeepSpeed's optimizer; None if losses are not scaled."""
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
 def synchronise_on_device(optimizer: Any) -> None:
-    """Make a DeepSpeed optimizer's streams wait for reduced gradients, where its host waits after a backward pass.
+    """Let a DeepSpeed optimizer's streams, not the host, wait for reduced gradients after a backward pass.
 
-    The host then enqueues the next model's kernels meanwhile; small ones take longer to enqueue than to run.
+    The host can then enqueue the next model's kernels; small ones take longer to enqueue than to run.
     """
     stream = getattr(optimizer, "reduce_and_partition_stream", None)  # ZeRO stage 3
     if stream is not None and torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """The actor in its two roles: trained under DeepSpeed, and sampled from with the same weights.
 
-For the rollouts and the evaluation of stage 3. Nothing outside this object knows how generation reads the weights:
-ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
+Stage 3 uses it for rollouts and evaluation. Nothing outside this object knows how generation reads the weights: ZeRO-3's
+partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,11 @@ if TYPE_CHECKING:  # it imports triton, which the eager backend does without
 
 
 class HybridEngine:
-    """A source of sessions (`session.py`) on the model that `engine` trains, inside `generation()` only.
+    """A source of sessions (`session.py`) on the model that `engine` trains. Sessions are open only in `generation()`.
 
     engine: the actor under DeepSpeed.
     options: the flags of generation.
-    vocabulary: ids that end a response or pad it, and those that can be drawn.
+    vocabulary: ids that end a response or pad it, and ids that can be drawn.
     source: the weights, and the backend that reads them.
     group: the ranks that share one copy of the weights.
     backend: name of the backend.
@@ -49,12 +49,12 @@ class HybridEngine:
         self._check_swap_buffers()
         self._generator: Generator | None = None
         self._open = False
-        # The most bytes allocated in updates since the last rollout, and the most that earlier ones took beside what
-        # they left: the first makes the optimizer's states, at ZeRO stage 0.
+        # The most bytes allocated in updates since the last rollout, and the most temporary bytes of earlier updates.
+        # At ZeRO stage 0 the first update creates the optimizer's states, which are not temporary.
         self._peak_bytes = self._update_bytes = 0
 
     def _check_swap_buffers(self) -> None:
-        """Raise InputError where a rollout gathers all weights from a disk at once, through fewer buffers."""
+        """Raise InputError if a rollout gathers all weights from a disk at once and has too few buffers for that."""
         needed = sum(has_shards_on_disk(parameter) for parameter in self.source.model.parameters())
         if self.backend == "fused" or not needed:
             return
@@ -66,7 +66,7 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Make the trained weights available to `generate`: gathered, merged, refreshed. A collective."""
+        """Gather, merge and refresh the trained weights for `generate` inside this context. A collective."""
         if self._peak_bytes:
             self._update_bytes = max(self._update_bytes, self._peak_bytes - torch.cuda.memory_allocated(self._device))
             self._peak_bytes = 0
@@ -81,7 +81,7 @@ class HybridEngine:
             try:
                 yield
             except Exception:
-                # After an out-of-memory error the next call may be smaller: nothing of this one's size is kept for it.
+                # After an out-of-memory error the next call may be smaller, so free the buffers of this size.
                 self._generator, self.options = None, replace(self.options, min_slots=0)
                 raise
             finally:
@@ -91,20 +91,20 @@ class HybridEngine:
 
     @property
     def holds_buffers(self) -> bool:
-        """True while KV cache, CUDA graphs and copied weights are kept for the next rollout."""
+        """True while KV cache, CUDA graphs and copied weights stay in memory for the next rollout."""
         return self._generator is not None
 
     def always_release(self) -> None:
-        """Give the buffers back now, and from now on after each rollout."""
+        """Free the buffers now, and from now on after each rollout."""
         self._generator, self.options = None, replace(self.options, release_cache=True)
 
     def note_update(self) -> None:
-        """Note the most that was allocated; called after passes of an update, before another phase begins."""
+        """Record the peak of allocated memory; call it after the passes of an update, before another phase begins."""
         if self._device.type == "cuda":
             self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def _update_lacks_memory(self) -> bool:
-        """Tell whether some rank's device has too little free for an update beside the KV cache. A collective."""
+        """Tell whether some rank's device lacks memory for an update beside the KV cache. A collective."""
         lacks = not keeps_cache(*memory_of(self._device), taken=self._update_bytes)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
@@ -115,13 +115,13 @@ class HybridEngine:
         return lacks
 
     def session(self, room: Room) -> Session:
-        """Open a session; the slots are those of this rank's tensor-parallel group."""
+        """Open a session; room.num_slots counts the slots of this rank's tensor-parallel group."""
         if not self._open:
             raise RuntimeError("a session outside generation(): the weights may be partitioned")
         return (self._generator or self.source.of_modules(self.vocabulary)).session(room)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
-        """Sample responses with `session.generate`, `batch_size` prompts at a time (0: all); only in `generation()`."""
+        """Sample responses by `session.generate`, `batch_size` prompts at a time (0: all). Only in `generation()`."""
         num_slots = (batch_size or len(prompts)) * num_samples
         rollout = generate(self, prompts, num_samples=num_samples, num_slots=num_slots, **request)
         if self.group.size > 1:

@@ -1,7 +1,7 @@
-"""The types that every generation backend takes and returns, and the random numbers that tokens are drawn with.
+"""The types that every generation backend takes and returns, and the random numbers for drawing tokens.
 
-Every random number is a function of (seed, purpose, epoch, prompt id, sample index, position): a rollout depends on
-neither its batch, nor ranks or restarts. N rows (prompts x samples), V vocabulary.
+Every random number is a function of (seed, purpose, epoch, prompt id, sample index, position). So a rollout depends
+neither on its batch nor on ranks or restarts. N is the number of rows (prompts x samples), V that of the vocabulary.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ class Vocabulary:
     """The properties of a tokenizer that generation reads.
 
     eos_ids: ids that end a response.
-    pad_id: id that fills up rows.
-    num_tokens: only ids below it are drawn, those that the tokenizer has: rows that pad a vocabulary belong to no
-        token. None = all rows of the vocabulary.
-    decode: ids -> text with special tokens, in which `Sampling.stop` is looked for; None where no request has any.
+    pad_id: id that pads rows.
+    num_tokens: number of the tokenizer's tokens; only ids below it are drawn, since further rows of the vocabulary are
+        padding. None: all rows can be drawn.
+    decode: ids -> text with special tokens, in which `Sampling.stop` is searched; None if no request has stop texts.
     """
 
     eos_ids: frozenset[int]
@@ -34,7 +34,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> Self:
-        """Return that of a tokenizer, with the ends that a model's generation_config names too."""
+        """Return the vocabulary of a tokenizer; `eos_ids` includes those of the model's generation_config."""
 
         def decode(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -47,11 +47,11 @@ class Vocabulary:
 class Sampling:
     """The sampling parameters of a response.
 
-    max_new_tokens: tokens of a response at most, its EOS included.
-    temperature: divides the logits; 0 = greedy, the most likely token each time, with its log-probability at 1.
-    top_p: probability of the nucleus; 1 = all tokens.
-    top_k: most likely tokens that are kept; 0 = all.
-    stop: texts that end a response with the token after which its text contains one of them.
+    max_new_tokens: limit of a response's tokens, including its EOS.
+    temperature: divides the logits; 0: greedy decoding, with log-probabilities at temperature 1.
+    top_p: probability of the nucleus; 1: all tokens.
+    top_k: number of most likely tokens that can be drawn; 0: all.
+    stop: texts that end a response, at the token that completes one of them.
     """
 
     max_new_tokens: int
@@ -62,21 +62,21 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True where the most likely token is drawn, the first of equal ones."""
+        """True if the most likely token is drawn (the first of equally likely ones)."""
         return self.temperature == 0
 
     @property
     def drawn_with(self) -> tuple[float, float, int]:
-        """The temperature, top_p and top_k of a draw; greedy decoding draws from the most likely tokens alone."""
+        """The temperature, top_p and top_k of a draw; greedy decoding has top_k 1."""
         return (1.0, 1.0, 1) if self.is_greedy else (self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The truncation of logits that some of a number of rows need; each row gets that of its own settings.
+    """The kinds of truncation that a batch of rows needs. Each row is truncated by its own settings.
 
-    largest_k: largest top_k of the rows; 0 = none has one.
-    has_nucleus: True = some row has a top_p below 1.
+    largest_k: largest top_k of the rows; 0: no row has a top_k.
+    has_nucleus: whether some row has a top_p below 1.
     """
 
     largest_k: int = 0
@@ -84,7 +84,7 @@ class Truncation:
 
     @classmethod
     def of(cls, samplings: Iterable[Sampling]) -> Self:
-        """Return what responses with these settings need."""
+        """Return the truncation that responses with these settings need."""
         drawn_with = [sampling.drawn_with for sampling in samplings]
         largest_k = max((top_k for *_, top_k in drawn_with), default=0)
         return cls(largest_k, any(top_p < 1.0 for _, top_p, _ in drawn_with))
@@ -99,7 +99,7 @@ class Truncation:
         """Set (N, V) logits outside the top_k (N,) tokens and the top_p (N,) nucleus of their row to -inf.
 
         The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al. 2020).
-        Tokens as likely as the last of either set belong to it: which of them a sort puts first would be chance.
+        Tokens as likely as the last one of a set belong to it too, so that the order of a sort does not matter.
         """
         if self.largest_k:
             highest = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
@@ -116,7 +116,7 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class RandomKey:
-    """The key of a generation's random numbers, which prompt, sample and position complete."""
+    """The key of a generation's random numbers; prompt, sample and position complete it."""
 
     seed: int
     purpose: str
@@ -139,13 +139,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The sampled responses as ragged rows; row n is sample n % num_samples of prompt n // num_samples.
+    """Sampled responses as ragged rows. Row n is sample n % num_samples of prompt n // num_samples.
 
     prompts: N int64 tensors (P_n,).
     responses: N int64 tensors (T_n,); a response includes its EOS.
     log_probs: N fp32 tensors (T_n,): log-probabilities of the sampled tokens at the sampling temperature under the
         untruncated distribution.
-    finished: (N,) bool, True = ended by itself; False = cut at max_new_tokens.
+    finished: (N,) bool, True: ended by an EOS or stop text; False: truncated at max_new_tokens.
     """
 
     prompts: list[torch.Tensor]
@@ -155,13 +155,13 @@ class Rollout:
 
 
 class GenerationStopped(Exception):
-    """The error of a generation that the caller stopped between two decode steps; nothing of the rollout is kept."""
+    """The error of a generation that the caller stopped between two decode steps; its tokens are dropped."""
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw (N,) int64 tokens by inverting the cumulative distribution of (N, V) logits at (N,) uniforms in (0, 1).
 
-    Logits that are not finite give some token of the vocabulary; its log-probability tells.
+    Logits that are not finite give an arbitrary token of the vocabulary; its log-probability is then not finite.
     """
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]

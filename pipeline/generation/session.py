@@ -1,13 +1,13 @@
-"""Generation as a service: requests are submitted one by one, and each response comes when it has ended.
+"""Generation by sessions: requests are submitted one by one, and each response is returned when it has ended.
 
-    generator.session(...)    opens a session on the weights as they are now, with room for so many responses at a time
-    session.submit(...)       a request: a prompt with its own settings, limit, stop texts and random numbers
-    session.advance()         computes the next tokens of all that run, and returns what is new
-    session.withdraw(...)     ends a request without a response; its place is free for another one
+    generator.session(...)    opens a session on the current weights, with a capacity of responses at a time
+    session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
+    session.advance()         computes the next tokens of all running requests, and returns new events
+    session.withdraw(...)     ends a request without a response, and frees its slot
     generate(...)             submits all prompts and advances until the last has ended: a rollout
 
-`generator.Generator` has sessions of the fused and static backend, `eager.EagerGenerator` those of the eager one. A
-response does not depend on the requests beside it, but for the rounding of another batch shape.
+`generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
+response does not depend on other requests, except for rounding in another batch shape.
 """
 
 from abc import ABC, abstractmethod
@@ -21,22 +21,22 @@ import torch
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling, Vocabulary
 
 Reason = Literal["end", "stop", "limit"]
-TOKENS_PER_CHARACTER = 4  # at most: a byte each
-INCOMPLETE = "\ufffd"  # what bytes that are no character are decoded to
+TOKENS_PER_CHARACTER = 4  # at most, one for each byte
+INCOMPLETE = "\ufffd"  # the decoded form of bytes that are no whole character
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request that was submitted.
+    """A submitted request.
 
-    number: its place in the order of submission.
-    prompt: the prompt; requests of one object share its prefill.
+    number: its index in the order of submission.
+    prompt: the prompt; requests with the same object share its prefill.
     sampling: settings, limit and stop texts.
-    key: with the prompt's id and `sample` the key of the random numbers.
-    sample: number of the response among those to its prompt.
-    streams: True = its tokens are reported before it has ended.
-    is_withdrawn: True = nothing of it is reported any more.
-    seen: tokens that have been looked at, where it streams or has stop texts.
+    key: the key of the random numbers, completed by the prompt's id and `sample`.
+    sample: index of the response among those to its prompt.
+    streams: whether its tokens are reported before it has ended.
+    is_withdrawn: whether the request was withdrawn; then nothing of it is reported any more.
+    seen: tokens that the host has read, if it streams or has stop texts.
     """
 
     number: int
@@ -50,13 +50,13 @@ class Ticket:
 
     @property
     def is_watched(self) -> bool:
-        """True where the host looks at the tokens as they are drawn."""
+        """True if the host reads the tokens while they are drawn."""
         return self.streams or bool(self.sampling.stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens that a response with `streams` has got since they were last reported."""
+    """The tokens of a streamed response since its last report."""
 
     ticket: Ticket
     ids: list[int]
@@ -80,7 +80,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The largest batch and the longest sequences of a session. Requests beyond `num_slots` wait for their turn.
+    """The capacity of a session: its largest batch and longest sequences. Requests beyond `num_slots` wait.
 
     num_slots: responses that are sampled at a time.
     max_new_tokens: tokens of the longest response.
@@ -92,7 +92,7 @@ class Room:
     max_length: int
 
     def union(self, other: "Room") -> "Room":
-        """Return a room that covers both."""
+        """Return the smallest room that covers both."""
         return Room(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -100,13 +100,13 @@ NO_ROOM = Room(0, 0, 0)
 
 
 class Session(ABC):
-    """Requests and their responses; for the ranks of a tensor-parallel group or in lockstep each call is a collective.
+    """Requests and their responses. Each call is a collective of ranks in a tensor-parallel group or in lockstep.
 
-    room: what requests must fit into.
-    vocabulary: ids that end a response or pad it, those that can be drawn, and how ids become text.
+    room: the limits that requests must fit.
+    vocabulary: ids that end a response or pad it, ids that can be drawn, and the decoding of ids.
     device: device of the responses' tensors.
-    waiting: requests that have not started, first come first served.
-    is_idle: True = nothing runs and nothing waits, on any rank in lockstep.
+    waiting: requests that have not started, in the order of submission.
+    is_idle: True if no request runs or waits on any rank in lockstep.
     """
 
     def __init__(self, room: Room, vocabulary: Vocabulary, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class Session(ABC):
         """Queue a request for response number `sample` to a prompt; `streams`: report its tokens as they are drawn.
 
         Raises:
-            ValueError: it is longer than the room, or has stop texts where there is no text.
+            ValueError: the request does not fit the room, or has stop texts and the session has no tokenizer.
         """
         num_new, num_prompt, room = sampling.max_new_tokens, len(prompt.ids), self.room
         if not 1 <= num_new <= room.max_new_tokens or not 1 <= num_prompt <= room.max_length - num_new:
@@ -137,17 +137,17 @@ class Session(ABC):
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """End a request, whether it waits or runs: nothing more of it is reported, and its place is free."""
+        """End a waiting or running request: nothing more of it is reported, and its slot is free."""
         ticket.is_withdrawn = True
         if ticket in self.waiting:
             self.waiting.remove(ticket)
 
     @abstractmethod
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
-        """Start requests where there is room, compute next tokens of those that run, and return what is new.
+        """Start requests in free slots, compute the next tokens of running ones, and return new events.
 
         Raises:
-            GenerationStopped: `stop` is True, on any rank that generates with this one.
+            GenerationStopped: `stop` is True on any rank that generates with this one.
         """
 
 
@@ -160,19 +160,19 @@ class SessionSource(Protocol):
 def new_events(
     ticket: Ticket, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
 ) -> list[Tokens | Finished]:
-    """Return the events of a request whose response has these tokens by now; none for a withdrawn request.
+    """Return the events of a request whose response has these tokens so far; none for a withdrawn request.
 
-    `Tokens`, if it streams, come first. `Finished` follows where the response has ended: for `reason`, or before by a
-    stop text, which it is cut after.
+    `Tokens` come first, if the request streams. `Finished` follows if the response has ended, for `reason` or by a stop
+    text; it is truncated after a stop text.
 
     Args:
         ids, log_probs: (T,) each, all tokens so far.
-        reason: why the device ended it; None while it runs.
+        reason: why the device ended the response; None while it runs.
     """
     if ticket.is_withdrawn:
         return []
     events: list[Tokens | Finished] = []
-    # A response that had to start again may have fewer tokens than have been looked at.
+    # A response that had to start again may have fewer tokens than the host has read.
     if ticket.is_watched and len(ids) > (first := len(ticket.seen)):
         drawn = ids.tolist()
         length = stopped_length(ticket.sampling.stop, drawn, vocabulary, seen=first)
@@ -184,16 +184,16 @@ def new_events(
 
 
 def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabulary, *, seen: int = 0) -> int | None:
-    """Return the number of tokens after which the text first contains a stop text; None where it contains none.
+    """Return the number of tokens after which the text first contains a stop text; None if it contains none.
 
     Args:
-        seen: tokens after which it does not; only the last of them are decoded again.
+        seen: number of first tokens whose text contains none; only the last of them are decoded again.
     """
     decode = vocabulary.decode
     if not stop or decode is None:
         return None
-    # A text that a new token completes begins less than its length before: one character of the window is to spare,
-    # since the first of a text may be decoded otherwise than the same one behind others.
+    # A stop text that a new token completes begins less than its length before that token. The window has one more
+    # character, since the first character of a text may be decoded differently than after others.
     start = max(0, seen - TOKENS_PER_CHARACTER * max(map(len, stop)))
 
     def text_of(length: int) -> str:
@@ -204,7 +204,7 @@ def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabula
         return any(one in text for one in stop)
 
     last = text_of(len(ids))
-    # Bytes of an incomplete character hide those before them, where a tokenizer decodes them together.
+    # Bytes of an incomplete character may hide those before them, if a tokenizer decodes them together.
     if INCOMPLETE not in last and not contains_stop(last):
         return None
     return next((n for n in range(seen + 1, len(ids) + 1) if contains_stop(text_of(n))), None)
@@ -226,7 +226,7 @@ def generate(
     ended: called with each response when it has ended, while others are sampled.
 
     Raises:
-        GenerationStopped: `should_stop` answered True between two steps, on any rank that generates with this one.
+        GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
     room = Room(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
@@ -244,10 +244,12 @@ def finish(
 ) -> list[Finished]:
     """Advance until the last request has ended; return the responses in the order of submission.
 
-    emit: called with the new tokens of a request that streams. ended: called with each response when it has ended.
+    Args:
+        emit: called with the new tokens of a request that streams.
+        ended: called with each response when it has ended.
 
     Raises:
-        GenerationStopped: `should_stop` answered True between two steps, on any rank that generates with this one.
+        GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
     """
     responses: dict[int, Finished] = {}
     while True:

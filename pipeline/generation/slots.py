@@ -1,7 +1,7 @@
 """The buffers of fast generation: the KV cache of M slots, their state, and the CUDA graph of a decode step.
 
-For the generator and its scheduler; all state of a decode step is in device memory, so that a captured graph replays it
-without the host. V vocabulary.
+The generator and its scheduler use them. All state of a decode step is in device memory, so that a captured graph can
+replay the step without the host. V is the size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from pipeline.tensor_ops import round_up
 
 
 class GenerationBuffers:
-    """KV cache, state of the slots and CUDA graph for sessions of this room; reused by all that it covers.
+    """KV cache, state of the slots and CUDA graph, reused by all sessions that fit into `room`.
 
     forward: the forward passes of the model.
-    room: the largest session that they serve.
-    vocabulary: ids that end a response, and those that can be drawn.
-    cache_length: positions of a slot now; `grow` may add some, up to `room.max_length`.
-    max_cached_tokens: tokens that the device has memory for, in all slots together; at least `room.max_length`.
-    num_slots: slots now, at most those of the room.
-    cache: the KV cache, of the type that `forward` makes.
+    room: the largest session that the buffers serve.
+    vocabulary: ids that end a response, and ids that can be drawn.
+    cache_length: current positions of a slot; `grow` adds some, up to `room.max_length`.
+    max_cached_tokens: tokens that the device has memory for, over all slots; at least `room.max_length`.
+    num_slots: current number of slots, at most that of the room.
+    cache: the KV cache, of the type that `forward` creates.
     slots: state of the slots.
-    truncation: what some response since the first session has needed; draws apply it.
+    truncation: the union of what responses since the first session needed; draws apply it.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class GenerationBuffers:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def can_serve(self, room: Room) -> bool:
-        """Return True where these buffers are large enough, and the weights are where the graph reads them."""
+        """Return True if these buffers are large enough, and the weights are still where the graph reads them."""
         large_enough = self.room.union(room) == self.room
-        # A session begins with as many slots as the first one did: its bits do not depend on the sessions before it.
+        # Every session begins with the same number of slots, so that its bits do not depend on earlier sessions.
         return large_enough and not self._has_lost_slots and self._addresses == self.forward.addresses()
 
     def slots_that_fit(self, cache_length: int) -> int:
-        """Return for how many slots of `cache_length` positions the device has memory."""
+        """Return the number of slots of `cache_length` positions that the device has memory for."""
         return self.max_cached_tokens // cache_length
 
     def length_to_grow_to(self, length: int) -> int:
-        """Return how many positions slots get where `length` are needed: half more than now, at most `room.max_length`.
+        """Return the new positions of a slot if `length` are needed: half more than now, at most `room.max_length`.
 
-        Where half more would cost slots and `length` would not, as many as cost none.
+        If half more would cost slots but `length` would not, return the most positions that cost none.
         """
         needed, ample = (
             min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.room.max_length)
@@ -73,27 +73,24 @@ class GenerationBuffers:
         return max(needed, min(ample, for_all_slots) if needed <= for_all_slots else ample)
 
     def grow(self, cache_length: int, slots: Sequence[int]) -> None:
-        """Keep these slots alone, and make the KV cache longer.
-
-        Work on other streams that uses the cache must have been waited for.
-        """
+        """Keep only these slots, and make the KV cache longer. Work on other streams that uses it must be over."""
         self._has_lost_slots |= len(slots) < self.num_slots
         self.cache_length, self.num_slots = cache_length, len(slots)
-        self._graph = None  # it reads the shorter one
+        self._graph = None  # it reads the shorter cache
         self.cache.grow(cache_length, slots)
         self.slots = self.slots.select(slots)
         self._all_slots = torch.arange(len(slots), device=self.forward.device)
 
     def truncate(self, truncation: Truncation) -> None:
-        """Draw from now on as slots need it that have these settings too. Work on other streams must be over."""
+        """Let draws apply this truncation too from now on. Work on other streams must be over."""
         if self.truncation | truncation != self.truncation:
             self.truncation |= truncation
-            self._graph = None  # it was captured without
+            self._graph = None  # it was captured without this truncation
 
     def draw(self, logits: Tensor, rows: Tensor, index: Tensor, uniforms: Tensor | None = None) -> None:
         """Draw the next token of the slots `index` (N,) int64 from the rows (N,) int64 of logits (P, V).
 
-        uniforms: (N,) float64 in [0, 1); None for those of the slots' random keys.
+        uniforms: (N,) float64 in [0, 1); None: those of the slots' random keys.
         """
         slots, num_known, kept = self.slots, self.vocabulary.num_tokens or logits.shape[1], None
         if self.truncation:
@@ -112,7 +109,7 @@ class GenerationBuffers:
         )
 
     def decode(self, num_steps: int) -> None:
-        """Enqueue `num_steps` decode steps of all active slots; the first of a graph captures it."""
+        """Enqueue `num_steps` decode steps of all active slots; the first one captures the graph."""
         if num_steps and self._graph is None:
             self._capture()
         for _ in range(num_steps):
@@ -128,7 +125,7 @@ class GenerationBuffers:
         self.draw(logits, self._all_slots, self._all_slots)
 
     def _capture(self) -> None:
-        """Capture one decode step in a CUDA graph where there can be one."""
+        """Capture one decode step in a CUDA graph if device and model allow one."""
         if self.forward.device.type == "cuda" and self.forward.fits_graph:
             active = self.slots.active.clone()
             self.slots.active.zero_()
@@ -137,21 +134,21 @@ class GenerationBuffers:
 
     def _captured_graph(self) -> torch.cuda.CUDAGraph:
         """Capture one decode step, after two runs to warm up; no slot is active, so that they write nothing."""
-        self._decode_step()  # on this stream, which then owns a cache that is allocated at its first use
+        self._decode_step()  # a cache that is allocated at its first use then belongs to this stream
         side = second_stream(self.forward.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._decode_step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may prepare data meanwhile: their CUDA calls are not part of the capture.
+        # Other threads may prepare data meanwhile; their CUDA calls must not be captured.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._decode_step()
         return graph
 
 
 def slot_settings(tickets: Sequence[Ticket]) -> tuple[Tensor, Tensor]:
-    """Return what `Slots.start` takes of N requests: (5, N) int64 and (2, N) fp32."""
+    """Return the arguments of `Slots.start` for N requests: (5, N) int64 and (2, N) fp32."""
     settings, numbers = [], []
     for ticket in tickets:
         temperature, top_p, top_k = ticket.sampling.drawn_with

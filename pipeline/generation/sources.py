@@ -1,6 +1,6 @@
-"""Sources of a model's weights for generation: views of its modules or copies, shards of them, streamed layers.
+"""Sources of a model's weights for generation: its modules, copies of the weights, shards, or streamed layers.
 
-For a model that is trained (`hybrid_engine.py`) as for one that is only loaded (`session_source`).
+They serve a trained model (`hybrid_engine.py`) and a loaded one (`session_source`).
 """
 
 import logging
@@ -28,9 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightSource:
-    """The weights of a model for generation, on the ranks that share one copy of them, and the backend that reads them.
-
-    Making one is a collective.
+    """The weights of a model for generation, and the backend that reads them. Creating one is a collective.
 
     model: the language model, with or without adapters.
     options: the flags of generation.
@@ -42,7 +40,7 @@ class WeightSource:
         partitioned: ranks share the trained weights (ZeRO-3).
 
     Raises:
-        InputError: the options ask for what this model, device or number of ranks does not have.
+        InputError: this model, device or number of ranks does not support the options.
     """
 
     def __init__(self, model: nn.Module, options: GenerationOptions, *, partitioned: bool = False) -> None:
@@ -70,7 +68,7 @@ class WeightSource:
         return OF_MODULES[self.backend](base_model(self.model), vocabulary)
 
     def generator(self, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> "Generator":
-        """Return the generator of a backend with a KV cache in slots, on the weights as they are now.
+        """Return the generator of a backend with a KV cache in slots, for the current weights.
 
         Raises:
             InputError: copies of the weights do not fit in memory.
@@ -91,7 +89,7 @@ class WeightSource:
         from pipeline.generation.forwards.streaming import StreamedWeights, check_streamed_weights_fit
 
         architecture, group = read_architecture(self.model), self.group
-        if self._all_ranks is None:  # once streamed, always
+        if self._all_ranks is None:  # weights that were streamed once are always streamed
             whole = FusedForward(DecodeWeights(architecture, Shard(group.rank, group.size)), group)
             if not self._must_stream(whole):
                 check_copies_fit(whole.weights.num_bytes_to_copy, self.device)
@@ -102,7 +100,7 @@ class WeightSource:
         return FusedForward(streamed)
 
     def _must_stream(self, whole: "FusedForward") -> bool:
-        """Return True where weights are to be streamed, on all ranks alike; `whole` would hold them whole."""
+        """Decide for all ranks whether weights are streamed. whole: the forward passes without streaming."""
         if self.options.weights == "streamed":
             log.info("generation: weights are streamed, as --rollout-weights says")
             return True
@@ -117,7 +115,7 @@ class WeightSource:
 
 
 def check_tensor_parallelism(model: nn.Module, size: int, backend: str) -> None:
-    """Raise InputError where so many ranks cannot share the weights of a model in a rollout."""
+    """Raise InputError if `size` ranks cannot share the weights of a model in a rollout."""
     if size == 1:
         return
     if backend != "fused":
@@ -133,7 +131,7 @@ def check_tensor_parallelism(model: nn.Module, size: int, backend: str) -> None:
 def session_source(model: nn.Module, vocabulary: Vocabulary) -> SessionSource:
     """Return a source of sessions on a loaded model, by the fastest backend that supports it.
 
-    A model whose layers are on several devices is sampled from by its own forward pass.
+    A model with layers on several devices is sampled by its own forward pass (the eager backend).
     """
     on_one_device = len({parameter.device for parameter in model.parameters()}) == 1
     source = WeightSource(model, GenerationOptions(backend="auto" if on_one_device else "eager"))
