@@ -1,6 +1,6 @@
 """Resume checkpoints, written to and read from `<run_dir>/checkpoints/step-<n>/`.
 
-A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its files to a temporary folder, then
+A checkpoint is safetensors (fragments.py) and JSON, no pickle. Every rank writes its files to a temporary folder. Then
 rank 0 adds the manifest (SHA-256 and size of every file) and renames the folder. So a run that is killed at any moment
 keeps its earlier checkpoints, and damage is detected before anything is read.
 """
@@ -51,7 +51,13 @@ PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The state of a run: counters as JSON, engines, further fragments of this rank, tensors equal on all ranks."""
+    """The state of a run, to be written to a checkpoint.
+
+    state: counters, as JSON.
+    engines: engines by role.
+    fragments: further fragments of this rank, by name.
+    tensors: tensors that are equal on all ranks.
+    """
 
     state: Mapping[str, Any]
     engines: Mapping[str, TrainingEngine]
@@ -61,7 +67,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A checkpoint's content besides engines: counters, readers of further fragments, tensors equal on all ranks."""
+    """The content of a checkpoint besides its engines.
+
+    state: counters.
+    fragments: readers of further fragments, by name.
+    tensors: tensors that are equal on all ranks.
+    """
 
     state: dict[str, Any]
     fragments: dict[str, FragmentReader]
@@ -74,11 +85,11 @@ class Pending:
 
     step: optimizer step of the checkpoint.
     started: `time.monotonic()` when saving began.
-    fresh: folder that is written, renamed when it is whole.
+    fresh: temporary folder that is written; it is renamed when it is complete.
     tensors: tensors that are equal on all ranks, in host memory.
     description: content of state.json.
     num_bytes: bytes of all ranks' files.
-    written: result of `write_rank_files` to come.
+    written: future of the result of `write_rank_files`.
     """
 
     step: int
@@ -93,8 +104,8 @@ class Pending:
 class Saver:
     """The writer of a run's checkpoints; all methods are collectives.
 
-    With `background`, training goes on while files are written: their content is copied to host memory first, and a
-    later `poll` adds the manifest and renames the folder, when every rank has written its files.
+    With `background`, training continues while files are written: their content is copied to host memory first. A later
+    `poll` adds the manifest and renames the folder, once every rank has written its files.
     """
 
     def __init__(self, run: Run, fingerprint: RunFingerprint, *, keep: int, background: bool) -> None:
@@ -106,7 +117,7 @@ class Saver:
         """Write a checkpoint of `step` and delete all but the newest `keep` (0: write none).
 
         Raises:
-            EnvironmentFault: on every rank, where one could not write; earlier checkpoints stay.
+            EnvironmentFault: a rank could not write; raised on every rank. Earlier checkpoints stay.
         """
         if self.keep == 0:
             return
@@ -149,7 +160,7 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Complete a checkpoint that is written in the background, if every rank is done. Raises EnvironmentFault."""
+        """Complete a checkpoint in the background if every rank has written its files. Raises EnvironmentFault."""
         if self._pending:
             unfinished = float(not self._pending.written.done())
             if not dist.max_over_ranks(unfinished, self.run.world.device):
@@ -176,7 +187,7 @@ class Saver:
 
 
 def attempt(write: Callable[[], None]) -> bool:
-    """Run `write`; log a refusal of the disk and return False: earlier checkpoints stay. A collective."""
+    """Run `write`; if the disk refuses, log that and return False. Earlier checkpoints stay. A collective."""
     try:
         write()
     except EnvironmentFault as error:
@@ -186,7 +197,7 @@ def attempt(write: Callable[[], None]) -> bool:
 
 
 def make_folder(fresh: Path, needed: int) -> None:
-    """Make an empty folder on a disk with `needed` free bytes. Raises EnvironmentFault."""
+    """Create an empty folder on a disk with `needed` free bytes. Raises EnvironmentFault."""
     try:
         fresh.parent.mkdir(parents=True, exist_ok=True)
         for left in fresh.parent.glob(".step-*"):
@@ -202,7 +213,7 @@ def make_folder(fresh: Path, needed: int) -> None:
 
 
 def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[dict[str, Any], str]:
-    """Write this rank's files; return their entries in the manifest, and the problem or an empty string."""
+    """Write this rank's files; return their entries for the manifest, and a problem or an empty string."""
     entries = {}
     try:
         for name, fragments in parts.items():
@@ -220,7 +231,7 @@ def write_rank_files(fresh: Path, parts: Mapping[str, list[Fragment]]) -> tuple[
 
 
 def seal(pending: Pending, files: dict[str, Any]) -> None:
-    """Write rank 0's files and the manifest; `files` are the entries of all ranks' files in it.
+    """Write rank 0's files and the manifest. files: entries of all ranks' files.
 
     Raises:
         EnvironmentFault: the disk refused; the folder is deleted.
@@ -240,7 +251,7 @@ def seal(pending: Pending, files: dict[str, Any]) -> None:
 
 
 def publish(pending: Pending, *, keep: int) -> None:
-    """Rename a whole folder, and delete all but the newest `keep`. Raises EnvironmentFault."""
+    """Rename a complete folder, and delete all but the newest `keep`. Raises EnvironmentFault."""
     final = pending.fresh.with_name(f"step-{pending.step}")
     with replacing(final, pending.fresh):
         pass
@@ -250,14 +261,16 @@ def publish(pending: Pending, *, keep: int) -> None:
 def load(
     run: Run, resume: str, engines: Mapping[str, TrainingEngine], fingerprint: RunFingerprint, *, force: bool
 ) -> Resumed | None:
-    """Restore the engines from the newest whole checkpoint; return the rest of it, or None without any. A collective.
+    """Restore the engines from the newest whole checkpoint; return the rest of it, or None if there is none.
+
+    A collective.
 
     Args:
         resume: auto, never, or the folder of a checkpoint.
-        force: go on although settings, data or start models differ.
+        force: resume although settings, data or start models differ.
 
     Raises:
-        CheckpointError: not usable. InputError: written by another run.
+        CheckpointError: the checkpoint is not usable. InputError: another run wrote it.
     """
     if resume == "auto":
         unite(run.folder / "checkpoints")
@@ -297,7 +310,7 @@ def load(
 
 
 def check_whole(folder: Path) -> None:
-    """Raise CheckpointError where another host's copy of a checkpoint, which rank 0 has checked, is damaged."""
+    """Raise CheckpointError if this host's copy of a checkpoint is damaged; rank 0 has checked its own."""
     if not dist.is_main() and (problem := problem_with(folder)):
         raise CheckpointError(f"{problem} (on {socket.gethostname()}); delete {folder} there: it is copied again")
 
@@ -305,7 +318,7 @@ def check_whole(folder: Path) -> None:
 def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults: Any) -> None:
     """Log the checkpoint and the differences that change the numbers of an uninterrupted run by rounding.
 
-    The size of a rollout, which several flags may say, is compared among the checkpoint's "sizes".
+    The size of a rollout is compared among the checkpoint's "sizes", since several flags may set it.
     """
     log.info("resuming from %s (--overwrite starts over)", folder)
     in_force = {name: value for name, value in rounding.items() if name not in (ROLLOUT, BATCHES)}

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: listing, checking, choosing and deleting them. Their content is read elsewhere."""
+"""Checkpoint folders on disk: list, check, choose and delete them. Other modules read their content."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from pipeline.run.layout import candidates, step_number
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # raised when the content of the files changes its meaning
+FORMAT = 2  # increased when the meaning of the files changes
 HASHING_THREADS = 8
 
 
@@ -44,7 +44,7 @@ def delete_older(checkpoints: Path, keep: int) -> None:
 
 
 def held_line(checkpoints: Path) -> str:
-    """Return in words which checkpoints a finished run holds, how large they are, and what for; "" without any."""
+    """Return a line on the checkpoints of a finished run: names, size and purpose; "" if there are none."""
     if not (names := ", ".join(folder.name for folder in candidates(checkpoints))):
         return ""
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
@@ -53,7 +53,7 @@ def held_line(checkpoints: Path) -> str:
 
 
 def set_aside_newer(checkpoints: Path, step: int) -> None:
-    """Rename checkpoints after `step`, which an earlier course of the run wrote, so that they are not resumed later."""
+    """Rename checkpoints after `step`, so that they are not resumed later: the run now continues from `step`."""
     for folder in candidates(checkpoints):
         if step_number(folder) > step:
             aside = folder.with_name(f"set-aside-{time.time_ns()}-{folder.name.strip('.')}")
@@ -62,7 +62,7 @@ def set_aside_newer(checkpoints: Path, step: int) -> None:
 
 
 def problem_with(folder: Path) -> str | None:
-    """Return why this checkpoint must not be read, naming the file; None where it is whole."""
+    """Return why this checkpoint must not be read, with the file's name; None if it is whole."""
     try:
         manifest = read_object(folder / MANIFEST)
         checksum = manifest.pop("sha256")
@@ -73,7 +73,7 @@ def problem_with(folder: Path) -> str | None:
         entries = {name: {key: entry[key] for key in ("sha256", "bytes")} for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return f"{folder / MANIFEST}: missing or unreadable"
-    # Readers open files by their names: each file of the folder must have been checked, and no other is opened.
+    # Readers open files by name, so the folder must have exactly the files of the manifest.
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     if odd := sorted(present.symmetric_difference(entries)):
         return f"{folder / odd[0]}: missing, or not in the manifest"
@@ -107,7 +107,7 @@ def find(run_dir: Path, resume: str) -> Path | None:
 
 
 def first_whole(folders: Iterable[Path], *, hint: str = "") -> Path | None:
-    """Return the first checkpoint that is whole; None where there are no folders.
+    """Return the first checkpoint that is whole; None if there are no folders.
 
     Raises:
         CheckpointError: none is whole; the message names the first damage and ends in `hint`.

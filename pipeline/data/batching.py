@@ -1,7 +1,7 @@
 """Choose the rows of an optimizer step and collate them into tensors: B rows, S tokens per row, padded on the right.
 
 Rows are mappings with the columns of `cache.load_or_build`. None is a padding row: weight 0, one real token, no trained
-token. It keeps the last partial batch in shape. Loading ahead and transfers to a device are in `loader.py`.
+token. It fills the last batch to its full shape. `loader.py` prefetches batches and copies them to a device.
 """
 
 import math
@@ -16,10 +16,10 @@ from torch import Tensor
 from pipeline.tensor_ops import check_right_padded, lengths_to_mask, pad_rows
 
 Row = Mapping[str, Any]
-# The label of a position that is no target, as transformers and torch have it.
+# Label of a position that is no target, as in transformers and torch.
 IGNORED = -100
-# Tokens of a forward pass without gradients: enough to keep a device busy, and where rows are padded few enough that
-# those of much different lengths do not meet.
+# Tokens of a forward pass without gradients: enough to keep a device busy, and so few that rows of very different
+# lengths are not padded together. Chosen by hand.
 SCORING_TOKENS = 16_384
 
 
@@ -50,10 +50,12 @@ class SFTBatch:
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqBatch:
-    """A batch of B rows for an encoder-decoder model, each cut in front of its first trained token.
+    """A batch of B rows for an encoder-decoder model, each split before its first trained token.
 
-    input_ids (B,S) int64, attention_mask (B,S) bool, True = real token: what the encoder reads. labels (B,T) int64:
-    what the decoder is to write, IGNORED on padding. weights (B,) fp32: 0 for padding rows.
+    input_ids: (B,S) int64, input of the encoder.
+    attention_mask: (B,S) bool, True = real token of the encoder's input.
+    labels: (B,T) int64, targets of the decoder; IGNORED on padding.
+    weights: (B,) fp32: 0 for padding rows.
     """
 
     input_ids: Tensor
@@ -166,9 +168,9 @@ def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
 
 
 def segment_bounds(segment_ids: Tensor) -> Tensor:
-    """Return where segments begin in the rows laid end to end, and B*S: (B,S) int64 segment ids -> (N+1,) int32.
+    """Return the first positions of segments in the concatenated rows, and B*S: (B,S) int64 ids -> (N+1,) int32.
 
-    A row's padding is a segment of its own: attention that is causal within each segment keeps all sequences apart.
+    A row's padding is its own segment. Attention that is causal within each segment keeps all sequences separate.
     """
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -200,7 +202,7 @@ def pack_rows(num_tokens: Sequence[int], max_len: int, *, max_open: int = 64) ->
 def epoch_order(seed: int, epoch: int, num_rows: int) -> np.ndarray:
     """Return the epoch's permutation of range(num_rows), (num_rows,) int64, a function of (seed, epoch) only.
 
-    Rows are sorted by raw Philox words: numpy guarantees their stream over its versions, but not that of `permutation`.
+    Rows are sorted by raw Philox words: numpy guarantees their stream for all versions, but not that of `permutation`.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(num_rows), kind="stable")
@@ -232,7 +234,7 @@ def rank_slices(
 ) -> list[list[int | None]]:
     """Return this rank's micro-batches of a step as lists of `micro_batch_size` row indices.
 
-    All ranks get equally many micro-batches, whose union is `rows`, padded with None to a multiple of
+    All ranks get the same number of micro-batches. Their union is `rows`, padded with None to a multiple of
     world_size * micro_batch_size.
     """
     stride = world_size * micro_batch_size
@@ -266,7 +268,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def _check_on_host(mask: Tensor) -> None:
-    """Check a batch's padding where it is collated; a copy on a GPU is one of a batch that was checked."""
+    """Check a batch's padding when it is collated; a copy on a GPU was checked on the host before."""
     if mask.device.type == "cpu":
         check_right_padded(mask)
 

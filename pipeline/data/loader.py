@@ -1,7 +1,7 @@
-"""Load the rows of an optimizer step, cut into this rank's micro-batches.
+"""Load the rows of an optimizer step as this rank's micro-batches.
 
-A step is a function of (seed, epoch, step) only; ranks take slices of it, so the number of ranks changes nothing.
-Within a step rows are grouped by length to compute little padding. Collation itself is in `batching.py`.
+The rows of a step are a function of (seed, epoch, step) only. Each rank takes a slice, so the number of ranks changes
+nothing. Within a step, rows are grouped by length, so that there is little padding. `batching.py` collates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from pipeline.data.batching import balanced_slices, num_steps, rank_slices, rows
 
 B = TypeVar("B")
 Collate = Callable[[list[Any]], B]
-Unit = Sequence[int]  # indices of the rows that are collated into one: a single row, or several packed ones
+Unit = Sequence[int]  # indices of the rows that become one sequence: a single row, or several packed rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Step(Generic[B]):
     micro_batch_size: rows of a micro-batch.
     micro_batches: this rank's micro-batches.
     rows: indices of this rank's rows.
-    num_rows: rows of all ranks, known before the first backward pass, as are the counts below.
+    num_rows: rows of all ranks; like the counts below, it is known before the first backward pass.
     num_tokens: tokens of all ranks.
     num_trained: trained tokens of all ranks.
-    num_squares: sum of the squared lengths of all ranks' sequences, which attention costs.
+    num_squares: sum of the squared lengths of all ranks' sequences, for the cost of attention.
     """
 
     number: int
@@ -99,7 +99,7 @@ class StepLoader(Generic[B]):
         )
 
     def cut(self, step: Step[B], micro_batch_size: int) -> Step[B]:
-        """Return the same step in micro-batches of `micro_batch_size` units, in which later steps are made too."""
+        """Return the same step in micro-batches of `micro_batch_size` units; later steps get this size too."""
         if step.micro_batch_size == micro_batch_size:
             return step
         self.micro_batch_size = micro_batch_size
@@ -117,7 +117,7 @@ class PrefetchedSteps(Generic[B]):
     """
 
     def __init__(self, loader: StepLoader[B], *, end: int, device: torch.device) -> None:
-        """Prefetch up to step `end` - 1, with batches in pinned memory where `device` is a GPU."""
+        """Prefetch up to step `end` - 1, with batches in pinned memory if `device` is a GPU."""
         self._loader, self._end, self._device = loader, end, device
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="next step")
         self._next: dict[int, Future[Step[B]]] = {}
@@ -139,7 +139,7 @@ class PrefetchedSteps(Generic[B]):
         step = self._loader.step(number)
         if self._device.type != "cuda":
             return step
-        torch.cuda.set_device(self._device)  # a thread starts at device 0, which may be another rank's
+        torch.cuda.set_device(self._device)  # a thread starts on device 0, which may be another rank's
         # Copies to the device are asynchronous only from pinned memory.
         pinned = [_each_tensor(batch, torch.Tensor.pin_memory) for batch in step.micro_batches]
         return replace(step, micro_batches=pinned)
@@ -166,7 +166,7 @@ def evaluation_batches(
 
     Args:
         collate: takes a list of lists of rows, None for padding.
-        max_rows: the first so many rows, on all ranks together; 0: all rows.
+        max_rows: number of first rows to take, over all ranks; 0: all rows.
     """
 
     def make(part: list[int | None]) -> B:

@@ -1,7 +1,7 @@
 """The actor in its two roles: trained under DeepSpeed, and sampled from with the same weights.
 
-Stage 3 uses it for rollouts and evaluation. Nothing outside this object knows how generation reads the weights: ZeRO-3's
-partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
+Stage 3 uses it for rollouts and evaluation. Nothing outside this object knows how generation reads the weights:
+ZeRO-3's partitions and hooks, LoRA, tensor parallelism, KV caches and CUDA graphs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Settings of generation that come from flags, and what can be refused before a model is loaded.
+"""Settings of generation that come from flags, and the checks that need no loaded model.
 
-For the configuration of stage 3 and for the hybrid engine. Imports no torch, so that flags are checked in milliseconds;
-which backend supports a given model is decided in backends.py.
+The configuration of stage 3 and the hybrid engine use them. Imports no torch: flags are checked in milliseconds.
+backends.py decides which backend supports a given model.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pydantic import Field
 Backend = Literal["fused", "static", "eager"]  # the fastest first
 BackendChoice = Literal["auto", Backend]
 StopTexts = list[Annotated[str, Field(min_length=1)]]
-MAX_SAMPLES = 2**12  # of one prompt: those that pipeline/random_numbers.py tells apart
+MAX_SAMPLES = 2**12  # samples of one prompt; pipeline/random_numbers.py has keys for so many
 PARTITION_ACTOR = "--actor-zero-stage 3"  # the flag under which ranks share the actor's weights
 # The cache length is a multiple of this many tokens: slightly longer prompts need no new buffers. Chosen by hand.
 CACHE_LENGTH_MULTIPLE = 64
@@ -27,7 +27,7 @@ GROUP_BYTES = 2**28
 class GenerationOptions:
     """The flags that decide how the hybrid engine samples from the actor.
 
-    backend: one by name, or auto for the fastest that supports the model.
+    backend: name of a backend, or auto for the fastest one that supports the model.
     merge_lora: sample from a merged copy of base weights and adapters.
     max_sequence_length: tokens of the longest prompt and response together.
     release_cache: free the KV cache after each rollout.
@@ -46,12 +46,12 @@ class GenerationOptions:
     min_slots: int = 0
 
     def decides_by_memory(self, why_not: str | None) -> bool:
-        """Tell whether `whole_weights_fit` decides how weights are held; why_not: the answer of `why_not_streamed`."""
+        """Tell whether `whole_weights_fit` decides on streaming. why_not: the result of `why_not_streamed`."""
         return self.weights == "auto" and why_not is None
 
 
 def why_not_streamed(*, partitioned: bool, ranks: int | None, tensor_parallel_size: int, backend: str) -> str | None:
-    """Return the reason that rules out `--rollout-weights streamed`, or None; `ranks` is None where it is not known."""
+    """Return the reason that rules out `--rollout-weights streamed`, or None. ranks: None if not known."""
     if not partitioned:
         return f"needs {PARTITION_ACTOR}"
     if ranks == 1:

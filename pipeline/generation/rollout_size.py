@@ -14,14 +14,14 @@ class RolloutSize:
     """The flags that decide the size of a rollout on a number of ranks, and what follows from them.
 
     ranks: ranks of the run.
-    rollout_batch_size: responses over all ranks; 0: generation_batches decide, else the optimizer step.
+    rollout_batch_size: responses over all ranks; 0: it follows from generation_batches, or else the optimizer step.
     per_device_generation_batch_size: prompts that a rank samples at once, at most.
-    generation_batches: batches of so many prompts that are a rank's rollout; 0: they do not decide.
+    generation_batches: number of such batches in a rank's rollout; 0: rollout_batch_size gives the size.
     num_samples_per_prompt: responses to a prompt.
     per_device_train_batch_size: rows of a micro-batch on a rank.
     gradient_accumulation_steps: micro-batches of an optimizer step.
     ppo_epochs: passes over a rollout.
-    old_log_probs: "sampler" where a rollout is for one optimizer step only, since these are of no policy's own pass.
+    old_log_probs: --old-log-probs; "sampler" allows only one optimizer step a rollout.
     """
 
     ranks: int
@@ -41,7 +41,7 @@ class RolloutSize:
 
     @property
     def unit(self) -> int:
-        """The fewest responses over all ranks that are whole prompts on each, and whole optimizer steps."""
+        """The smallest number of responses over all ranks that is whole prompts on each, and whole optimizer steps."""
         return lcm(self.step_rows, self.num_samples_per_prompt * self.ranks)
 
     @property
@@ -79,7 +79,7 @@ class RolloutSize:
 
     @property
     def line(self) -> str:
-        """The arithmetic of a rollout in words, with what says its size where the flag for it does not."""
+        """The arithmetic of a rollout in words; with generation_batches, also the flag that replaces them."""
         samples, responses = counted(self.num_samples_per_prompt, "sample"), counted(self.responses, "response")
         said = f"{counted(self.prompts, 'prompt')} x {samples} = {responses} a rollout"
         product = f"; a rank's are {self.product}: --rollout-batch-size {self.responses} says the same"
@@ -88,7 +88,7 @@ class RolloutSize:
 
     @property
     def fault(self) -> str:
-        """One line about a size that does not divide, with the nearest that do, in the flag's words; "" for none."""
+        """One line on a size that does not divide, with flags for the nearest sizes that do; "" if it divides."""
         asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
         if asked and self.generation_batches:
             return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"
