@@ -143,7 +143,7 @@ class Stopping:
             raise Interrupted
 
     def within_step(self, engines: Iterable[TrainingEngine] = ()) -> None:
-        """In a long step, raise Interrupted if any rank got a stop request; called between its parts. A collective.
+        """Raise Interrupted between parts of a long step if any rank got a stop request. A collective there.
 
         The accumulated gradients of `engines` are dropped.
         """
