@@ -147,8 +147,9 @@ class CountedLM(CausalLM):
         """Map (m, H) hidden states to (m,) log-probabilities without values."""
         return KeepsLogits.apply(base_model(self.model).get_output_embeddings()(hidden)), None
 
+
+class KeepsSelectedLogits(KeepsLogits):
     """Saves a copy of selected rows of logits; unlike in `KeepsLogits`, the gradient is a new tensor."""
-    """As `KeepsLogits`, for selected rows: these are a copy of the logits, with a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
