@@ -43,7 +43,7 @@ def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
     schedule = make_schedule(config, num_prompts=len(prompts.train), world_size=run.world.size)
     config.ppo.check_steps(schedule.total_steps)
     models = make_models(run, config, sources)
-    reads_columns = any(one.reward.reads_columns for one in models.rewards) or bool(config.rewards.reward_function)
+    reads_columns = any(one.reward.reads_columns for one in models.rewards) or bool(config.functions_by_title)
     fingerprint = fingerprint_of(config, prompts, text, ranks=run.world.size)
     fingerprint = replace(fingerprint, reads_columns=reads_columns, total_steps=schedule.total_steps)
     resumed = checkpoint.load(run, config.run.resumes_from, models.trained, fingerprint, force=config.run.force_resume)

@@ -107,6 +107,12 @@ class PPOConfig(StageConfig):
         return parse_reward_functions(self.rewards.reward_function)
 
     @property
+    def functions_by_title(self) -> dict[str, RewardFunction]:
+        """The reward functions and the user's policy loss, as messages name them."""
+        loss = {f"policy loss {one.name}": one for one in [self.ppo.loss_file] if one}
+        return {f"reward function {one.name}": one for one in self.reward_functions} | loss
+
+    @property
     def has_reward_model(self) -> bool:
         """True where a reward model scores responses: always, where no function does."""
         return bool(self.reward_model_name_or_path or not self.rewards.reward_function)

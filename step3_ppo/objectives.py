@@ -1,6 +1,7 @@
 """The objectives of PPO: a trained model with its loss on a micro-batch. One optimizer step is a list of them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.flags.loss_file import load_loss as load_loss
 from step3_ppo.mathematics.losses import (
     cispo_loss,
     entropy_bonus,
@@ -130,6 +132,7 @@ class PolicyObjective(Objective):
     world: ranks and device.
     role: prefix of its metrics.
     text: plain text of this step for the ptx loss; None without one.
+    own_loss: the user's loss in place of the clipped one, see `load_loss`; None: a built-in one.
     """
 
     engine: TrainingEngine
@@ -143,6 +146,7 @@ class PolicyObjective(Objective):
     world: dist.World
     role: str = "actor"
     text: Step[SFTBatch] | None = None
+    own_loss: Callable[..., Tensor] | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
         """Return the policy loss, summed over the response tokens of a micro-batch."""
@@ -172,6 +176,8 @@ class PolicyObjective(Objective):
                 importance_sampling_level=level,
                 weights=weights,
             )
+        if self.own_loss is not None:  # the statistics are those of the clipped loss
+            loss = self.own_loss(*tokens, weights)
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None and from_sampler:

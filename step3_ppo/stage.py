@@ -88,10 +88,13 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
 
 
 def look(config: PPOConfig, columns: Collection[str]) -> None:
-    """Load the reward functions, if any, in a process of their own, and compare the critic's warm-up with the steps.
+    """Load the reward functions in a process of their own, try the loss, and compare the critic's warm-up with steps.
 
     Raises InputError for functions that are wrong, and where --max-steps leaves no step to the policy.
     """
+    from step3_ppo.flags.loss_file import load_loss
+
+    load_loss(config.ppo)
     if config.run.max_steps:
         config.ppo.check_steps(config.run.max_steps)
     if functions := config.reward_functions:

@@ -25,7 +25,7 @@ from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Cut, Responses, Scores
 from step3_ppo.models.engines import Models
-from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
+from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective, load_loss
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.updater import Updater
@@ -91,6 +91,7 @@ class PPO:
     updater: takes optimizer steps.
     work: matrix operations of each trained model's passes.
     functions: reward functions; their workers are started when they are called. None: there are none.
+    own_loss: the user's policy loss; None: a built-in one.
     """
 
     run: Run
@@ -106,6 +107,11 @@ class PPO:
     updater: Updater
     work: dict[str, TrainingWork]
     functions: RunFunctions | None
+    own_loss: Callable[..., Tensor] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Load the user's policy loss in this rank. Raises InputError, see `load_loss`."""
+        object.__setattr__(self, "own_loss", load_loss(self.config.ppo))
 
     @property
     def functions_by_name(self) -> dict[str, float]:
@@ -272,6 +278,7 @@ class PPO:
                     temperature=self.config.sampling.temperature,
                     text=text,
                     unsup_coef=self.config.data.unsup_coef,
+                    own_loss=self.own_loss,
                     world=self.run.world,
                 )
             ]
@@ -311,10 +318,7 @@ def fingerprint_of(
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
         ranks=ranks,
     )
-    files = {f"file of reward function {one.name}": one.digest for one in config.reward_functions if one.digest}
-    modules = {
-        f"{path} of reward function {one.name}": content
-        for one in config.reward_functions
-        for path, content in one.modules.items()
-    }
+    functions = config.functions_by_title.items()
+    files = {f"file of {title}": one.digest for title, one in functions if one.digest}
+    modules = {f"{path} of {title}": content for title, one in functions for path, content in one.modules.items()}
     return replace(found, hashes={**found.hashes, **files}, columns={**found.columns, **modules})

@@ -134,6 +134,15 @@ def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
     )
 
 
+def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signature]:
+    """Return a function and its signature; a user's file can import those beside it, as a script can."""
+    file, _, _ = target.rpartition(":")
+    if file and (folder := str(Path(file).parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    function = load(target, digest)
+    return function, signature_of(function, is_of_box=not file)
+
+
 @dataclass(frozen=True)
 class Call:
     """A call of a function with the responses of one prompt.

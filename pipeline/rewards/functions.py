@@ -1,4 +1,4 @@
-"""Reward functions as a user names them: `--reward-function FILE.py:NAME[:WEIGHT]`, or a NAME of the box."""
+"""Functions as a user names them: FILE.py:NAME, and for `--reward-function` NAME[:WEIGHT] of the box too."""
 
 import json
 import math
@@ -20,7 +20,7 @@ KEYS = ("name", "weight", "args")  # of an entry in a YAML file
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """An entry of --reward-function.
+    """An entry of --reward-function, or the function of another flag: FILE.py:NAME without weight and args.
 
     name: the function's name, by which metrics and messages call it.
     target: `FILE.py:NAME` with the absolute path of a user's file, or the NAME of a function of the box.
@@ -98,25 +98,34 @@ def _target(text: str) -> str:
 
 def _of_text(text: str) -> RewardFunction:
     target = _target(text)
-    file, _, name = target.rpartition(":")
-    has_weight = len(text) > len(target)
-    if target.endswith(".py") or "/" in name or (file and not name.isidentifier()):
-        raise InputError(f"{FLAG} {text}: names no function of a file; FILE.py:NAME is right, as in rewards.py:length")
-    if not file:
-        box = functions_of_box()
-        if name not in box:
-            right = nearest(name, box) or f"; the box has {', '.join(sorted(box))}"
-            raise InputError(f"{FLAG} {text}: no such function in the box{right}, or FILE.py:NAME for one of your own")
-    weight = _weight(text[len(target) + 1 :], text) if has_weight else 1.0
-    if not file:
-        return RewardFunction(name, name, weight)
+    is_of_box = not target.endswith(".py") and not {":", "/"} & {*target}
+    if is_of_box and target not in (box := functions_of_box()):
+        right = nearest(target, box) or f"; the box has {', '.join(sorted(box))}"
+        raise InputError(f"{FLAG} {text}: no such function in the box{right}, or FILE.py:NAME for one of your own")
+    function = RewardFunction(target, target) if is_of_box else function_of_file(target, FLAG)
+    return replace(function, weight=_weight(text[len(target) + 1 :], text)) if len(text) > len(target) else function
+
+
+def function_of_file(text: str, flag: str, others: Sequence[str] = ()) -> RewardFunction:
+    """Return the function that the value FILE.py:NAME of a flag names; its file is read, not imported.
+
+    Args:
+        others: values of the flag that are right too, for messages.
+
+    Raises:
+        InputError: a text that names no function, or a file that cannot be read.
+    """
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        right = " or ".join([*others, "FILE.py:NAME"])
+        raise InputError(f"{flag} {text}: names no function of a file; {right} is right, as in rewards.py:length")
     path = Path(file).expanduser()
     target = f"{path.resolve()}:{name}"
     try:
-        return RewardFunction(name, target, weight, digest=digest(path), modules=modules_beside(path.resolve()))
+        return RewardFunction(name, target, digest=digest(path), modules=modules_beside(path.resolve()))
     except OSError as error:
-        others = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
-        raise InputError(f"{FLAG} {text}: {path} cannot be read ({error.strerror}){others}") from None
+        near = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
+        raise InputError(f"{flag} {text}: {path} cannot be read ({error.strerror}){near}") from None
 
 
 def folder_and_weight(entry: str, flag: str) -> tuple[str, float]:

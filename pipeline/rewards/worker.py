@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from pipeline.processes import end_with_parent, send
-from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, load, signature_of
+from pipeline.rewards.calls import Call, Signature, answer_to, check_args, checked_values, loaded_function
 from pipeline.rewards.modules import check_modules
 
 CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
@@ -108,15 +108,6 @@ def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict
             with suppress(Exception):  # of a stream that the function has closed
                 traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         return answer
-
-
-def loaded_function(target: str, digest: str) -> tuple[Callable[..., Any], Signature]:
-    """Return a function and its signature; a user's file can import those beside it, as a script can."""
-    file, _, _ = target.rpartition(":")
-    if file and (folder := str(Path(file).parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    function = load(target, digest)
-    return function, signature_of(function, is_of_box=not file)
 
 
 def result_of(waiting: Awaitable[Any]) -> Any:

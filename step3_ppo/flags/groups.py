@@ -9,7 +9,10 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, Group
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
+from pipeline.rewards.functions import RewardFunction, function_of_file
 from step3_ppo.flags.methods import METHODS, MethodName
+
+POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
 
 
 def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
@@ -128,8 +131,11 @@ class PPOCoefficients(Group):
         "prompt, reinforce_pp those of a batch",
     )
     ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1, other_tools="num_ppo_epochs")
-    policy_loss: Literal["clipped", "cispo"] = flag(
-        "clipped", "PPO's clipped loss, or cispo: each token keeps a gradient, its ratio is capped"
+    policy_loss: str = flag(
+        "clipped",
+        "PPO's clipped loss; cispo: each token keeps a gradient, its ratio is capped; or FILE.py:NAME, a function of "
+        "log-probabilities and advantages",
+        kind="path",
     )
     policy_ratio: Literal["token", "sequence"] = flag(
         "token",
@@ -253,6 +259,13 @@ class PPOCoefficients(Group):
         return bool(self.kl_coef or self.log_kl)
 
     @property
+    def loss_file(self) -> RewardFunction | None:
+        """The user's policy loss, not imported; None: a built-in one. Raises InputError for a text that names none."""
+        if self.policy_loss in POLICY_LOSSES:
+            return None
+        return function_of_file(self.policy_loss, "--policy-loss", POLICY_LOSSES)
+
+    @property
     def weighs_off_policy(self) -> bool:
         """True where the loss is weighted; what `auto` is, a run decides before it starts."""
         return self.off_policy_weights not in ("none", "auto")
@@ -292,10 +305,10 @@ class PPOCoefficients(Group):
         weights, reasons = self.off_policy_weights, dict[str, str]()
         if METHODS[self.method].compares:
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
-        if self.policy_loss != "cispo":
-            reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
-        else:
+        if self.policy_loss == "cispo":
             reasons["policy_clip"] = "policy_loss cispo caps ratios at ratio_cap"
+        elif self.loss_file is None:
+            reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
         if self.lambda_alpha and self.returns_lambda >= 0:
             reasons["gae_lambda"] = "lambda_alpha is the policy's and returns_lambda the critic's"
         if not self.kl_target:

@@ -86,9 +86,9 @@ def kl_loss(
     log_probs, ref_log_probs = zero_outside(response_mask, log_probs, ref_log_probs)
     k2 = kl_estimate(log_probs, ref_log_probs, estimator="k2")
     if estimator == "k2":
-        return _weighted_sum(k2, response_mask, weights)
+        return weighted_sum(k2, response_mask, weights)
     value = kl_estimate(log_probs.detach(), ref_log_probs, estimator=estimator)
-    return _weighted_sum(value + (k2 - k2.detach()), response_mask, weights)
+    return weighted_sum(value + (k2 - k2.detach()), response_mask, weights)
 
 
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | N
     `entropy` is of the whole distribution at each token, with its gradient, and no estimate from the sampled one.
     """
     (entropy,) = zero_outside(response_mask, entropy)
-    return _weighted_sum(entropy, response_mask, weights)
+    return weighted_sum(entropy, response_mask, weights)
 
 
 def positive_nll(
@@ -114,7 +114,7 @@ def positive_nll(
         num_tokens: response tokens that count, of the whole step.
     """
     (log_probs,) = zero_outside(positive_mask, log_probs)
-    return _weighted_sum(-log_probs, positive_mask, weights) * (num_tokens / max(num_positive, 1))
+    return weighted_sum(-log_probs, positive_mask, weights) * (num_tokens / max(num_positive, 1))
 
 
 def policy_loss(
@@ -152,7 +152,7 @@ def policy_loss(
         is_bounded = (advantages < 0) & (losses > bound)
         losses, is_high = torch.where(is_bounded, bound, losses), is_high | is_bounded
     stats = _policy_stats(log_probs.detach(), old_log_probs, ratio.detach(), (is_low, is_high), response_mask)
-    return _weighted_sum(losses, response_mask, weights), stats
+    return weighted_sum(losses, response_mask, weights), stats
 
 
 def cispo_loss(
@@ -176,7 +176,7 @@ def cispo_loss(
     is_high = ratio > ratio_cap
     capped = (torch.zeros_like(is_high), is_high)
     stats = _policy_stats(log_probs.detach(), old_log_probs, ratio, capped, response_mask)
-    return _weighted_sum(losses, response_mask, weights), stats
+    return weighted_sum(losses, response_mask, weights), stats
 
 
 def value_loss(
@@ -205,7 +205,8 @@ def _ratios(log_ratio: Tensor, response_mask: Tensor, level: RatioLevel) -> Tens
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _weighted_sum(losses: Tensor, response_mask: Tensor, weights: Tensor | None) -> Tensor:
+def weighted_sum(losses: Tensor, response_mask: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum of losses of tokens, (B, T), each with its weight; those outside the mask are not read."""
     if weights is not None:
         losses = losses * torch.where(response_mask, weights.detach(), 0)
     return masked_sum(losses, response_mask)
