@@ -131,6 +131,7 @@ class RewardPool:
         memory_bytes: int = 2**60,
         load_limit_s: float = LOAD_LIMIT_S,
         rank_limit_s: float = RANK_LIMIT_S,
+        prints_traces: bool = True,
     ) -> None:
         """Start no process yet.
 
@@ -141,8 +142,9 @@ class RewardPool:
             memory_bytes: memory that one worker may have, and each process that its functions start.
             load_limit_s: seconds that the import of a function's file may take.
             rank_limit_s: seconds that a call in this process may take.
+            prints_traces: True = the trace of each call that raises goes to the log.
         """
-        self.functions = list(functions)
+        self.functions, self._prints_traces = list(functions), prints_traces
         self._timeout_s, self._load_limit_s, self._rank_limit_s = timeout_s, load_limit_s, rank_limit_s
         self._workers = [WorkerProcess(number, passes, memory_bytes) for number in range(num_workers)]
         self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
@@ -261,7 +263,7 @@ class RewardPool:
             if call is None or "signature" not in loaded:
                 return loaded
             request = {"target": function.target, "call": vars(call), "modules": function.modules}
-            answer = await worker.ask(request, self._timeout_s)
+            answer = await worker.ask(request | {"prints_trace": self._prints_traces}, self._timeout_s)
             for module in {*loaded["beside"], *answer.get("beside", ())} - self._told:
                 self._told.add(module)
                 log.warning(UNNAMED, FLAG, function.target, module)

@@ -104,7 +104,7 @@ def answered(request: Mapping[str, Any], loaded: Loaded, seen: set[str]) -> dict
         return answer | {"beside": check_modules(target, request["modules"], seen)}
     except BaseException as error:  # also SystemExit
         answer = answer_to(error, target)
-        if "failed" in answer:
+        if "failed" in answer and request.get("prints_trace", True):
             with suppress(Exception):  # of a stream that the function has closed
                 traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         return answer

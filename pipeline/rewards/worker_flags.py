@@ -36,8 +36,8 @@ class WorkerFlags(Group):
         return self
 
 
-def reward_pool(flags: WorkerFlags, functions: Sequence[RewardFunction]) -> "RewardPool":
-    """Return the processes of this rank, none of which is started yet."""
+def reward_pool(flags: WorkerFlags, functions: Sequence[RewardFunction], *, prints_traces: bool = True) -> "RewardPool":
+    """Return the processes of this rank, none of which is started yet; `prints_traces` as in `RewardPool`."""
     from pipeline.rewards.pool import RewardPool
 
     share = memory_of_machine() // (2 * flags.reward_workers * local_size())
@@ -47,4 +47,5 @@ def reward_pool(flags: WorkerFlags, functions: Sequence[RewardFunction]) -> "Rew
         timeout_s=flags.reward_timeout_s,
         passes=flags.reward_env,
         memory_bytes=int(flags.reward_worker_gib * GIB) or max(share, GIB),
+        prints_traces=prints_traces,
     )

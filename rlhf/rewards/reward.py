@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -47,7 +48,7 @@ def run(argv: list[str], prog: str) -> None:
     rows = responses_of(config)
     logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # what functions print, to stderr
     show_settings([function for function in functions if function.target in BOX and not function.args])
-    with reward_pool(config, functions) as pool:
+    with reward_pool(config, functions, prints_traces=False) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
         values = pool.gather([pool.submit(repeated(row, config.num_samples_per_prompt)) for row in rows])
     pairs = list(zip(rows, values, strict=True))
@@ -96,7 +97,7 @@ def show_settings(functions: Sequence[RewardFunction]) -> None:
 
 
 def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], values: dict[str, list[Value]]) -> None:
-    """Print a line for each row, then mean, None and failures of each function, and the first failure."""
+    """Print a line for each row, then mean, None and failures of each function, and each distinct failure."""
     names = [function.name for function in functions]
     wide = max(12, *map(len, names)) + 2
     show("".join((f"{'row':<6} {'completion':<{WIDTH}}", *(f"{name:>{wide}}" for name in names))))
@@ -110,8 +111,8 @@ def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], 
         given = {str(value) for value in values[name] if isinstance(value, float | list)}
         if len(given) == 1 < len(values[name]):
             say(f"note: {name}: {shown(values[name][0])} for each response: it teaches nothing")
-        for failure in [value for value in values[name] if isinstance(value, Failure)][:1]:
-            say(f"note: {name}: {failure.kind}: {failure.message}")
+        for failure, count in Counter(value for value in values[name] if isinstance(value, Failure)).items():
+            say(f"note: {name}: {failure.kind}: {failure.message}; {count} of {len(values[name])} responses")
 
 
 def shown(value: Value) -> str:

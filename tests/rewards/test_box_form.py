@@ -75,6 +75,7 @@ def test_lengths_outside_a_range_fall_linearly(form):
     expected = [0.0, 0.5, 1.0, 1.0, 0.8, 0.5, 0.0]
     assert length(texts, ids, low=10, high=20, margin=10) == pytest.approx(expected)
     assert length(texts, [[]] * 7, low=10, high=20, margin=10, unit="words") == pytest.approx(expected)
+    assert length(texts, [[1] * 256, [1] * 266, *ids[2:]])[:2] == pytest.approx([1.0, 0.9]), "without settings"
     assert length(texts, ids, high=20)[:5] == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.98])
 
 
@@ -151,7 +152,7 @@ def test_a_library_of_languages_that_is_not_installed_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("reward", "settings", "told"),
     [
-        (length, {}, "needs 0 <= low <= high, margin > 0; has 0, 0, 100"),
+        (length, {"high": 0}, "needs 0 <= low <= high, margin > 0; has 0, 0, 100"),
         (length, {"high": 5, "low": 6}, "has 6, 5, 100"),
         (length, {"high": 5, "margin": 0}, "has 0, 5, 0"),
         (length, {"high": 5, "unit": "letters"}, "unit 'letters' is neither tokens nor words"),

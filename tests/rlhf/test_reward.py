@@ -131,10 +131,31 @@ def test_values_of_tokens_and_failures(folder, capsys):
         ["0", "0", "0"],
         ["0", "1", "2"],
     ]
-    assert "note: failing: raised: ValueError: seven (f.py:15)\n" in errors
-    assert "note: slow: timed out: no answer within 0.3 s\n" in errors
+    assert "note: failing: raised: ValueError: seven (f.py:15); 1 of 2 responses\n" in errors
+    assert "note: slow: timed out: no answer within 0.3 s; 2 of 2 responses\n" in errors
+    assert "Traceback" not in errors
     wholly = "slow gave no value for 2 of the last 2 responses (2 timed out): no answer within 0.3 s"
     assert errors.splitlines()[-1] == f"error: --reward-function: {wholly}", "the table is printed, and nothing worked"
+
+
+def test_each_distinct_error_is_told_once_with_its_count(folder, capsys):
+    code = "def varied(completions):\n    if len(completions[0]) % 3:\n        int(completions[0][:2])\n    {}[1]\n"
+    Path("g.py").write_text(code)
+    Path("e.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "response": "x" * n}) + "\n" for n in (3, 4, 5, 6))
+    )
+    _, errors = table(capsys, "g.py:varied", "--data", "e.jsonl", code=2)
+    notes = [line for line in errors.splitlines() if line.startswith("note: varied: raised")]
+    assert notes == [
+        "note: varied: raised: KeyError: 1 (g.py:4); 2 of 4 responses",
+        "note: varied: raised: ValueError: invalid literal for int() with base 10: 'xx' (g.py:3); 2 of 4 responses",
+    ]
+    assert "Traceback" not in errors
+
+
+def test_a_built_in_length_needs_no_settings(folder, capsys):
+    lines, errors = table(capsys, "length", *ON, "--completion", "b")
+    assert lines[1][-1] == "1" and "high: 256" in errors
 
 
 @pytest.mark.parametrize("key", ["messages", "chat"])

@@ -53,7 +53,7 @@ def length(
     completion_ids: Sequence[Sequence[int]],
     *,
     low: int = 0,
-    high: int = 0,
+    high: int = 256,
     margin: int = 100,
     unit: Unit = "tokens",
     **columns: Any,
@@ -62,7 +62,7 @@ def length(
 
     Args:
         low: least length.
-        high: greatest length; needed.
+        high: greatest length, above 0; the default is that of --max-answer-seq-len.
         margin: above 0.
         unit: tokens (the token that ends a response is one) or words, which white space parts.
     """
