@@ -255,7 +255,7 @@ def plan_stage(
             argv = without_flag(argv, name)
         words, resolved = with_preset(began)
     chosen = automatic_words(resolved, run_dir) or []
-    for number, share in stage.gives_up.items():
+    for number, share in stage.drops_share_of.items():
         other = before[number].run_dir if number in before else None
         if share not in given and leaves_share(stage, resolved.config, share, other, runs_too=number in config.step):
             chosen += [dashed(share), "false"]

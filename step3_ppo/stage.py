@@ -87,7 +87,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     return models
 
 
-def look(config: PPOConfig, columns: Collection[str]) -> None:
+def preflight(config: PPOConfig, columns: Collection[str]) -> None:
     """Load the reward functions in a process of their own, try the loss, and compare the critic's warm-up with steps.
 
     Raises InputError for functions that are wrong, and where --max-steps leaves no step to the policy.
@@ -102,7 +102,7 @@ def look(config: PPOConfig, columns: Collection[str]) -> None:
             pool.check(columns)
 
 
-def decide(run: "Run") -> dict[str, str]:
+def resolve_auto(run: "Run") -> dict[str, str]:
     """Return whose log-probabilities the run takes, and how it weighs those of the sampler."""
     from pipeline.engine.build import compute_dtype
     from step3_ppo.models.needs import models_of, old_log_probs
@@ -145,15 +145,15 @@ STAGE = Stage(
     starts_of=starts_of,
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
     compared=("eval_completions/mean_length", "eval_completions/truncated_fraction"),
-    tried={"critic_warmup_steps": 0},
+    probe_overrides={"critic_warmup_steps": 0},
     methods={name: method.title for name, method in METHODS.items()},
     outputs=model_folders,
     loop=loop,
     start_models=start_models,
     needs=needs,
-    look=look,
-    decides=("old_log_probs", "off_policy_weights"),
-    decide=decide,
+    preflight=preflight,
+    auto_flags=("old_log_probs", "off_policy_weights"),
+    resolve_auto=resolve_auto,
     lora_factor=lambda config: PPO_LORA_FACTOR if config.method.has_critic else LORA_FACTOR,
     export=export,
 )

@@ -104,8 +104,9 @@ class Stage:
     rows: the kind of its rows (`pipeline/data/row_kinds.py`).
     shares: the places of --data-split whose prompts it trains on.
     rows_of: configuration -> {"rows": kind, "shares": places} of a run whose flags ask for others than these.
-    gives_up: number of another stage -> flag that `rlhf train` sets to false where that runs too, or has run before.
-    tried: flags of its own with which a run of a few steps that tries a batch updates all that it trains.
+    drops_share_of: number of another stage -> flag that `rlhf train` sets to false where that stage runs too or has run
+        before, so that this one leaves the other's prompts out.
+    probe_overrides: flags with which a short run that measures a batch size updates every model that the stage trains.
     starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
     starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
     outputs: configuration -> model folders that it writes, --output-dir for one; later stages start from the first.
@@ -116,12 +117,13 @@ class Stage:
     loop: () imports and returns its loop, which is called with (run, configuration).
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
-    decides: flags of its own that may be `auto`, which a run decides before it loads a model, and holds on resume.
-    decide: (run) returns {flag: value} of them; called on rank 0.
+    auto_flags: flags of its own that may be `auto`; a run resolves them before it loads a model, and a resumed run
+        takes the same values.
+    resolve_auto: (run) returns {flag: value} of them; called on rank 0.
     lora_factor: configuration -> LoRA's learning rate over that of all other weights, where nobody gives it; 0: the
         rate has the default of its flag.
     export: (offline checkpoint) writes the model folders of a checkpoint.
-    look: (configuration, columns of its first rows) looks at what else a run needs before anything starts; raises.
+    preflight: (configuration, columns of its first rows) checks what else a run needs before anything starts. Raises.
     """
 
     number: int
@@ -136,15 +138,15 @@ class Stage:
     start_models: Callable[..., Any]
     needs: Callable[..., Any]
     export: Callable[..., None]
-    look: Callable[[Any, Collection[str]], None] | None = None
-    decides: tuple[str, ...] = ()
-    decide: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
+    preflight: Callable[[Any, Collection[str]], None] | None = None
+    auto_flags: tuple[str, ...] = ()
+    resolve_auto: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
     lora_factor: Callable[[Any], float] = field(default=lambda _: 0.0)
     methods: Mapping[str, str] = field(default_factory=dict)
     starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
     rows_of: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
-    gives_up: Mapping[int, str] = field(default_factory=dict)
-    tried: Mapping[str, object] = field(default_factory=dict)
+    drops_share_of: Mapping[int, str] = field(default_factory=dict)
+    probe_overrides: Mapping[str, object] = field(default_factory=dict)
     runs_by_section: bool = False
     outputs: Callable[[Any], list[Path]] = field(default=lambda config: [Path(config.run.output_dir)])
     makes_chat_model: bool = True

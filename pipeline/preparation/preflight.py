@@ -128,8 +128,8 @@ def look_before_start(
         data = findings.look("--column-map", partial(data_of, stage, config, seq2seq=seq2seq)) or ()
         for options in data:
             look_at_rows(findings, options, tokenizer)
-        if stage.look is not None and len(findings.errors) == errors:
-            findings.look(stage.section, partial(stage.look, config, columns_of(data)))
+        if stage.preflight is not None and len(findings.errors) == errors:
+            findings.look(stage.section, partial(stage.preflight, config, columns_of(data)))
         if len(findings.errors) == errors:
             look_at_all_rows(findings, stage, config, data, tokenizer)
         bases |= {str(folder): start for folder in stage.outputs(config)[:1]}

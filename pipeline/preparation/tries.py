@@ -54,7 +54,7 @@ def try_batch(
     """
     size, run_dir = flags["per_device_train_batch_size"], folder / "run"
     halved: Halved = {}
-    tried = flag_words({**TRIED, **stage.tried, "run_dir": run_dir, "output_dir": folder / "model", **flags})
+    tried = flag_words({**TRIED, **stage.probe_overrides, "run_dir": run_dir, "output_dir": folder / "model", **flags})
     request = replace(request, words=(*request.words, *words, *tried))
     while True:
         shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ PIECE_BYTES = 2**26
 _is_shared = True
 
 
-def look_at_storage(file: Path) -> bool:
+def detect_shared_storage(file: Path) -> bool:
     """Learn from a file that differs between disks whether all hosts see one folder; return that. A collective."""
     global _is_shared
     texts = dist.gather_objects(file.read_text(encoding="utf-8") if file.is_file() else "")

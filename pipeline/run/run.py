@@ -40,7 +40,7 @@ from pipeline.errors import (
 from pipeline.files import PROJECT, own_version, refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
 from pipeline.run.earlier_runs import clear, is_finished
-from pipeline.run.host_storage import look_at_storage, on_each_storage
+from pipeline.run.host_storage import detect_shared_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, plan_file, rank_log_file, rows_file
 from pipeline.run.lock import locked
 from pipeline.run.logs import file_log, libraries_print_to, start_logging
@@ -206,7 +206,7 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, 
         start_logging(folder, rank, stage, verbose=run_config.verbose)
         with nullcontext() if run_config.verbose else libraries_print_to(rank_log_file(folder, rank)):
             world = dist.start(timeout_s=run_config.process_group_timeout_s)
-            if not look_at_storage(lock_file(folder)) and world.is_main:
+            if not detect_shared_storage(lock_file(folder)) and world.is_main:
                 log.info("the hosts share no storage here: each keeps all checkpoints and models")
             begin(Run(world, folder, stage, resolved, stop), choose)
     except RunError as error:
@@ -261,7 +261,7 @@ def begin(run: Run, choose: Choose) -> None:
         return
     resolved, chosen = as_rank_0_has_it(run.stage, run.resolved, choose, run.world.size)
     run = replace(run, resolved=resolved, plan=chosen.plan)
-    run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.decide(run))))
+    run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.resolve_auto(run))))
     if run.world.is_main:
         if chosen.line:
             log.info("chosen by the plan: %s", chosen.line)

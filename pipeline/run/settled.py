@@ -176,7 +176,7 @@ def with_saved_values(stage: Stage, resolved: Resolved) -> Resolved:
     if not (saved := earlier_settings(folder, config.run.resumes_from)):
         return resolved
     earlier = defaults_of(config) | saved
-    resolved = with_decided(resolved, {name: earlier[name] for name in stage.decides if name in earlier})
+    resolved = with_decided(resolved, {name: earlier[name] for name in stage.auto_flags if name in earlier})
     origin = f"{RESOLVED}as {folder} has it"
     return with_values(resolved, {name: (earlier[name], origin) for name in values_before(config)})
 

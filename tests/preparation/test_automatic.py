@@ -279,7 +279,7 @@ def tried_four(folder: Path, *words: str) -> bool:
     """Whether a micro-batch of four had memory, by the stand-in for a stage in this folder."""
     flags = {"per_device_train_batch_size": 4}
     signals: Any = SimpleNamespace(first=None, second=None)
-    stage: Any = SimpleNamespace(package="lacking", tried=PPO.tried)
+    stage: Any = SimpleNamespace(package="lacking", probe_overrides=PPO.probe_overrides)
     request = parse_request("single_gpu", ["1"])
     return try_batch(stage, request, list(words), settings(folder), flags, signals=signals, folder=folder / "try")
 
