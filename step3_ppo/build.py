@@ -106,6 +106,6 @@ def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collect
         resumed.tensors,
         resumed.state["rollout"],
         ppo.run.world.device,
-        cut=lambda responses: ppo.cut(responses, state),
+        minibatches=lambda responses: ppo.minibatches(responses, state),
     )
     return state, rollout

@@ -256,7 +256,7 @@ def gather_responses(mine: Responses) -> Responses:
     return everywhere.select(everywhere.order.argsort()).trimmed()
 
 
-def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
+def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
     """Yield each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device."""
     index = places(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
@@ -264,15 +264,15 @@ def cut(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[M
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Minibatches:
     """The micro-batches of a rollout.
 
     size: rows of a micro-batch at most, if they are of the longest.
-    minibatches: this rank's micro-batches of each optimizer step, all epochs.
+    steps: this rank's micro-batches of each optimizer step, all epochs.
     """
 
     size: int
-    minibatches: Sequence[Sequence[MicroBatch]]
+    steps: Sequence[Sequence[MicroBatch]]
 
 
 @dataclass(slots=True)
@@ -282,13 +282,13 @@ class Collected:
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    cut: micro-batches; their size changes where memory runs out.
+    minibatches: micro-batches; their size changes where memory runs out.
     """
 
     responses: Responses
     experience: Experience
     metrics: dict[str, float]
-    cut: Cut
+    minibatches: Minibatches
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps of it, besides the metrics."""
@@ -301,7 +301,7 @@ class Collected:
         metrics: dict[str, float],
         device: torch.device,
         *,
-        cut: Callable[[Responses], Cut],
+        minibatches: Callable[[Responses], Minibatches],
     ) -> Self:
         """Make a rollout of the `tensors` and metrics of a checkpoint."""
 
@@ -313,4 +313,4 @@ class Collected:
         has_values = {f.name for f in fields(ValueTargets)} <= known.keys()
         known["targets"] = ValueTargets(known.pop("values"), known.pop("returns")) if has_values else None
         responses = Responses(**parts["responses"])
-        return cls(responses, Experience(**known), metrics, cut(responses))
+        return cls(responses, Experience(**known), metrics, minibatches(responses))

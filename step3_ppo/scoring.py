@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipeline import dist
 from pipeline.rewards.rows import ScoredRows
 from pipeline.training.micro_batches import MicroBatch
-from step3_ppo.experience import Responses, Scores, cut
+from step3_ppo.experience import Responses, Scores, batch_rows
 from step3_ppo.models.engines import Models
 
 
@@ -91,7 +91,7 @@ def score_responses(
 
 
 @torch.no_grad()
-def judge_responses(
+def reward_model_scores(
     models: Models,
     responses: Responses,
     batches: Sequence[MicroBatch],
@@ -127,7 +127,7 @@ def over_all(
 ) -> list[Tensor]:
     """Compute columns of rows, (n, T') or (n,), for this rank's micro-batches; all ranks get all. A collective."""
     parts, places = [], []
-    for batch, index, part in cut(responses, batches):
+    for batch, index, part in batch_rows(responses, batches):
         between()
         parts.append(compute(part, batch))
         places.append(index)

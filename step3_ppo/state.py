@@ -23,7 +23,7 @@ from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 from pipeline.run.run import Run
 from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Cut, Responses, Scores
+from step3_ppo.experience import Collected, Minibatches, Responses, Scores
 from step3_ppo.models.engines import Models
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective, load_loss
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
@@ -188,9 +188,9 @@ class PPO:
 
     def equal_groups(self, responses: Responses, state: State) -> Tensor:
         """(prompts,) bool, True = the functions' rewards of all responses to the prompt are equal."""
-        judged = responses.sampler_log_probs[:, :0]  # no reward model scores them
-        terms = self.terms(responses, judged, state, group_size=self.config.sampling.num_samples_per_prompt)
-        return rewarded_alike(responses, judged, self.config.ppo, terms)
+        model_scores = responses.sampler_log_probs[:, :0]  # no reward model scores them
+        terms = self.terms(responses, model_scores, state, group_size=self.config.sampling.num_samples_per_prompt)
+        return rewarded_alike(responses, model_scores, self.config.ppo, terms)
 
     def _count_sampled(
         self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, place: int
@@ -220,7 +220,7 @@ class PPO:
         self,
         responses: Responses,
         scores: Scores,
-        judged: Tensor,
+        model_scores: Tensor,
         state: State,
         *,
         group_size: int,
@@ -230,29 +230,29 @@ class PPO:
 
         is_counted: True = the rollout's scores count for the scale of those to come.
         """
-        terms = self.terms(responses, judged, state, group_size=group_size)
+        terms = self.terms(responses, model_scores, state, group_size=group_size)
         if is_counted and self.config.rewards.reward_scaling == "running":
             state.tally("spreads", terms.spreads)
         ppo = self.config.ppo
         if state.step < ppo.critic_warmup_steps:  # Monte-Carlo returns: the critic's guesses are not to be learnt from
             ppo = ppo.model_copy(update={"returns_lambda": 1.0})
-        return reward_responses(responses, scores, judged, ppo, kl_coef=state.kl_coef, terms=terms)
+        return reward_responses(responses, scores, model_scores, ppo, kl_coef=state.kl_coef, terms=terms)
 
-    def terms(self, responses: Responses, judged: Tensor, state: State, *, group_size: int) -> Terms:
+    def terms(self, responses: Responses, model_scores: Tensor, state: State, *, group_size: int) -> Terms:
         """Return how raw scores (N, R) are summed."""
         # One that takes the constants of the first rollout does so for an evaluation before it.
-        models = self.models.fitted(judged[responses.valid])
+        models = self.models.fitted(model_scores[responses.valid])
         terms = Terms(models, self.functions_by_name, group_size=group_size)
         scaling = self.config.rewards.reward_scaling
         if scaling == "none":
             return terms
         known = state.tallied("spreads") if scaling == "running" else None
-        return replace(terms, spreads=spreads(responses, judged, terms, known))
+        return replace(terms, spreads=spreads(responses, model_scores, terms, known))
 
-    def normalise_by_first(self, responses: Responses, scores: Scores, judged: Tensor, state: State) -> Scores:
+    def normalise_by_first(self, responses: Responses, scores: Scores, model_scores: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
         text = "--normalise-scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
-        first, *_ = rewards = self.models.fitted(judged[responses.valid])
+        first, *_ = rewards = self.models.fitted(model_scores[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):
             if before.takes_first:
                 log.info(text, one.name, one.mean, one.std)
@@ -290,11 +290,11 @@ class PPO:
         """Return the rows of a micro-batch in force."""
         return state.batch_size("train", self.config.optimizer.per_device_train_batch_size)
 
-    def cut(self, responses: Responses, state: State) -> Cut:
+    def minibatches(self, responses: Responses, state: State) -> Minibatches:
         """Cut a rollout into this rank's micro-batches of each optimizer step."""
         size = self.micro_batch_size(state)
         lengths = responses.lengths(packs=self.models.pack_rows)
-        return Cut(size, list(self.updater.minibatches(lengths, size, rollout=state.rollout)))
+        return Minibatches(size, list(self.updater.minibatches(lengths, size, rollout=state.rollout)))
 
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:

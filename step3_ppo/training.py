@@ -1,4 +1,4 @@
-"""Stage 3's loop: sample, score, judge, reward, update both models, adapt the KL coefficient; from build to finish.
+"""Stage 3's loop: sample, score, reward, update both models, adapt the KL coefficient; from build to finish.
 
 The functions below the loop are its steps, in order: each hands the settings of the run to the module that does it.
 """
@@ -38,7 +38,7 @@ from step3_ppo.rollout_metrics import (
     row_values,
     warn_of_equal_rewards,
 )
-from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
+from step3_ppo.scoring import policy_log_probs, reward_model_scores, score_responses
 from step3_ppo.state import PPO, State, checkpoint_content
 from step3_ppo.updater import Update
 
@@ -72,14 +72,14 @@ def train(run: Run, config: PPOConfig) -> None:
                     with optimizer_states_on_host(ppo.idle_optimizers):
                         responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
                         scores = score(ppo, responses, state, course)  # 2. log-probabilities, values
-                        judged = judge(ppo, responses, ppo.prompts.train, state, course)  # 3. raw scores of the rewards
-                        rollout = reward(ppo, responses, scores, judged, state=state, course=course)  # 4. KL, GAE
+                        model_scores = score_rewards(ppo, responses, ppo.prompts.train, state, course)  # 3. raw scores
+                        rollout = reward(ppo, responses, scores, model_scores, state=state, course=course)  # 4. KL, GAE
 
                 update = step_objectives(ppo, rollout, state, course)  # 5. all that learn step, or none
                 if update is not None:
                     log_update(ppo, rollout, update, state, course)
                 state.update += 1
-                if state.update == len(rollout.cut.minibatches) or moved_too_far(ppo, update):
+                if state.update == len(rollout.minibatches.steps) or moved_too_far(ppo, update):
                     adapt_kl(ppo, rollout, state)  # 6. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
@@ -140,24 +140,24 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     return score_others(ppo, responses, policy, state, course)
 
 
-def judge(ppo: PPO, responses: Responses, rows: Any, state: State, course: Course) -> Tensor:
+def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, course: Course) -> Tensor:
     """Return (N, R) raw scores of the R rewards of the run for responses to `rows`; part of scoring. A collective.
 
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
     """
     batches, between = scoring_parts(ppo, responses, state, course)
-    return judge_responses(ppo.models, responses, batches, rows=rows, between=between)
+    return reward_model_scores(ppo.models, responses, batches, rows=rows, between=between)
 
 
 def reward(
-    ppo: PPO, responses: Responses, scores: Scores, judged: Tensor, *, state: State, course: Course
+    ppo: PPO, responses: Responses, scores: Scores, model_scores: Tensor, *, state: State, course: Course
 ) -> Collected:
     """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
     if any(one.takes_first for one in ppo.models.rewards):
-        scores = ppo.normalise_by_first(responses, scores, judged, state)
+        scores = ppo.normalise_by_first(responses, scores, model_scores, state)
     k = ppo.config.sampling.num_samples_per_prompt
-    rewarded = ppo.rewarded(responses, scores, judged, state, group_size=k, is_counted=True)
+    rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=k, is_counted=True)
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
     metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
@@ -171,7 +171,7 @@ def reward(
         "num_tokens": state.num_tokens + num_tokens,
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
-    return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.cut(responses, state))
+    return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.minibatches(responses, state))
 
 
 def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
@@ -182,9 +182,9 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     """
     beat("train", state.step)
     micro_batch_size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
-    if rollout.cut.size != micro_batch_size:  # halved since its first update: the old log-probabilities stay
-        rollout.cut = ppo.cut(rollout.responses, state)
-    batches = rollout.cut.minibatches[state.update]
+    if rollout.minibatches.size != micro_batch_size:  # halved since the first update; old log-probabilities stay
+        rollout.minibatches = ppo.minibatches(rollout.responses, state)
+    batches = rollout.minibatches.steps[state.update]
     size = ppo.updater.step_size(rollout.responses, rollout.experience, batches)
     if not size.num_rows:
         # Padding of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
@@ -287,8 +287,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
         policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
         scores = score_others(ppo, responses, policy, state, course)
-        judged = judge(ppo, responses, rows, state, course)
-        rewarded = ppo.rewarded(responses, scores, judged, state, group_size=1)
+        model_scores = score_rewards(ppo, responses, rows, state, course)
+        rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=1)
         metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
         metrics |= pass_metrics(responses, rewarded, ppo.functions_by_name, group_size=k)
         rows = list[dict[str, Any]]()

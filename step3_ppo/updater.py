@@ -9,7 +9,7 @@ from pipeline import dist
 from pipeline.random_numbers import permutation
 from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places
 from pipeline.training.steps import Stopping, step_together
-from step3_ppo.experience import Experience, Responses, cut
+from step3_ppo.experience import Experience, Responses, batch_rows
 from step3_ppo.objectives import Objective, StepSize, Sums
 
 
@@ -107,7 +107,7 @@ class Updater:
         engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
         sums = Sums()
         sums.sketches = {part: one.engine.sketch() for one in objectives if one.text for part in ("loss", "text")}
-        for number, (batch, rows, part) in enumerate(cut(responses, batches)):
+        for number, (batch, rows, part) in enumerate(batch_rows(responses, batches)):
             stopping.within_step(engines)
             known = experience.select(rows).narrowed(batch.width)
             for objective in objectives:

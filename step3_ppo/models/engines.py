@@ -68,12 +68,12 @@ class Models:
             for engine in self.named().values()
         )
 
-    def fitted(self, judged: Tensor) -> list[WeightedReward]:
+    def fitted(self, model_scores: Tensor) -> list[WeightedReward]:
         """Return the rewards by models; those that take the constants of the first rollout with those of raw scores.
 
-        judged: (n, R) fp32.
+        model_scores: (n, R) fp32.
         """
-        return [one.fitted(judged[:, n]) if one.takes_first else one for n, one in enumerate(self.rewards)]
+        return [one.fitted(model_scores[:, n]) if one.takes_first else one for n, one in enumerate(self.rewards)]
 
     def normalise_by(self, constants: Sequence[float]) -> bool:
         """Take mean and std of the scores of each reward model; a critic without its own takes those of the first.

@@ -93,11 +93,14 @@ SKIPS: dict[str, tuple[str, Callable[[int], None]]] = {
     "dpo gradient": ("dpo", lambda n: spoil_gradient("step3_dpo.training", "language_model_engine", times=n)),
     "ppo policy loss": ("ppo", lambda n: patch("step3_ppo.objectives:policy_loss", in_tuple, times=n)),
     "ppo value loss": ("ppo", lambda n: patch("step3_ppo.objectives:value_loss", in_tuple, times=n)),
-    "ppo all rewards": ("ppo", lambda n: patch("step3_ppo.training:judge_responses", lambda x: x * math.nan, times=n)),
+    "ppo all rewards": (
+        "ppo",
+        lambda n: patch("step3_ppo.training:reward_model_scores", lambda x: x * math.nan, times=n),
+    ),
 }
 MASKS: dict[str, Callable[[int], None]] = {
-    "reward nan": lambda n: patch("step3_ppo.training:judge_responses", first_row("", math.nan), times=n),
-    "reward inf": lambda n: patch("step3_ppo.training:judge_responses", first_row("", math.inf), times=n),
+    "reward nan": lambda n: patch("step3_ppo.training:reward_model_scores", first_row("", math.nan), times=n),
+    "reward inf": lambda n: patch("step3_ppo.training:reward_model_scores", first_row("", math.inf), times=n),
     "values nan": lambda n: patch("step3_ppo.training:score_responses", first_row("values", math.nan), times=n),
 }
 QUICK = ("sft loss alone", "ppo all rewards")

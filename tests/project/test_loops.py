@@ -11,10 +11,10 @@ ALGORITHM = {
     "step1_sft": ["accumulate_gradients", "step_together"],
     "step2_reward": ["accumulate_gradients", "step_together"],
     "step3_dpo": ["accumulate_gradients", "step_together"],
-    "step3_ppo": ["sample", "score", "judge", "reward", "step_objectives", "adapt_kl"],
+    "step3_ppo": ["sample", "score", "score_rewards", "reward", "step_objectives", "adapt_kl"],
 }
 
-WITHOUT_CLOSURES = ("sample", "score", "judge", "reward", "step_objectives", "evaluate", "evaluate_held_out")
+WITHOUT_CLOSURES = ("sample", "score", "score_rewards", "reward", "step_objectives", "evaluate", "evaluate_held_out")
 
 
 def train_of(stage: str) -> ast.FunctionDef:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from pipeline import dist
 from pipeline.generation.rollouts import Rollout
-from step3_ppo.experience import Collected, Cut, Experience, Responses, ValueTargets, gather_responses, pack_responses
+from step3_ppo.experience import (
+    Collected,
+    Experience,
+    Minibatches,
+    Responses,
+    ValueTargets,
+    gather_responses,
+    pack_responses,
+)
 from step3_ppo.scoring import gather_scores
 
 # Prompt and response lengths: ordinary, EOS only, the longest possible, one token of prompt.
@@ -134,9 +142,12 @@ def test_a_rollout_comes_back_from_a_checkpoint_with_every_tensor():
     for targets in (ValueTargets(values, returns), None):
         for positive in (responses.response_mask & torch.tensor([[True], [False], [True]]), None):
             experience = Experience(responses.response_mask, old, ref, advantages, targets, positive)
-            whole = Collected(responses, experience, {"objective/kl": 0.5}, Cut(1, []))
+            whole = Collected(responses, experience, {"objective/kl": 0.5}, Minibatches(1, []))
             found = Collected.restored(
-                dict(whole.tensors()), whole.metrics, torch.device("cpu"), cut=lambda responses: Cut(1, [])
+                dict(whole.tensors()),
+                whole.metrics,
+                torch.device("cpu"),
+                minibatches=lambda responses: Minibatches(1, []),
             )
             before, after = whole.tensors(), found.tensors()
             assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

@@ -145,8 +145,8 @@ def spoiled_scores(monkeypatch, **parts: float) -> None:
 
 
 def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_path, monkeypatch):
-    judge = training.judge_responses
-    monkeypatch.setattr(training, "judge_responses", lambda *a, **s: torch.full_like(judge(*a, **s), math.inf))
+    judge = training.reward_model_scores
+    monkeypatch.setattr(training, "reward_model_scores", lambda *a, **s: torch.full_like(judge(*a, **s), math.inf))
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, kl_target=5.0))
     rollout = loop.collect()
     assert rollout.metrics["rows_masked"] == 4
@@ -167,14 +167,14 @@ def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_p
 
 def test_an_evaluation_is_of_the_rows_that_were_asked_for(world, trained_folders, tmp_path, monkeypatch):
     """A function that gives no value for some responses: the rows stay the same ones, in their order."""
-    judge, missing = training.judge_responses, [1]
+    judge, missing = training.reward_model_scores, [1]
 
     def judged(*args, **settings):
         found = judge(*args, **settings)
         found[missing] = math.nan
         return found
 
-    monkeypatch.setattr(training, "judge_responses", judged)
+    monkeypatch.setattr(training, "reward_model_scores", judged)
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders), num_eval=5)
     loop.evaluate()
     loop.state.step, missing[:] = 1, [0, 3]

@@ -36,7 +36,7 @@ from step3_ppo.models.engines import Models
 from step3_ppo.rewarding import Terms, reward_responses
 from step3_ppo.rollout import Sampler
 from step3_ppo.rollout_metrics import rollout_metrics
-from step3_ppo.scoring import judge_responses, policy_log_probs, score_responses
+from step3_ppo.scoring import policy_log_probs, reward_model_scores, score_responses
 
 CPU = torch.device("cpu")
 WORLD = World(rank=0, size=1, device=CPU)
@@ -217,7 +217,7 @@ def judged(models: Models, responses: Responses, batches: list[list[int]], rows=
     """Raw scores (N, R), in batches of turned order."""
     lengths = responses.lengths()
     others = [MicroBatch.of(rows[::-1], lengths) for rows in batches[::-1]]
-    return judge_responses(models, responses, others, rows=rows)
+    return reward_model_scores(models, responses, others, rows=rows)
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def test_padding_of_the_first_rollout_is_not_in_the_constants(world, trained_fol
     config = ppo_config(without_constants(trained_folders, tmp_path))
     loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
     responses = training.sample(loop.ppo, loop.state, loop.course)
-    judged = training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
     (fitted,) = loop.ppo.terms(responses, judged, loop.state, group_size=1).models
     rollout = loop.collect()
     scores = loop.judged[:3, 0].double().numpy()

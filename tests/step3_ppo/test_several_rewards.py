@@ -118,10 +118,10 @@ def test_scoring_is_halved_where_a_reward_lacks_memory(world, trained_folders, t
 
     second.score, before = fail, TokensPerGuess.score
     with halving.when_out_of_memory(state):
-        training.judge(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
+        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
     (size,) = (halved for phase, (_, halved) in state.halved.items() if phase == "score")
     second.score = before.__get__(second)
-    judged = training.judge(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
+    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
     longest = int((responses.prompt_lengths + responses.response_lengths).max())
     assert judged.shape == (4, 2) and size >= longest and state.halved.keys() == {"score"}
 
@@ -135,7 +135,7 @@ def test_a_stop_between_two_batches_of_the_judges_ends_scoring(world, trained_fo
 
     loop.course.stopping.within_step = stop
     with pytest.raises(Interrupted):
-        training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
     assert second.seen == []
 
 
@@ -148,5 +148,5 @@ def test_each_pass_releases_the_frozen_weights_that_it_read(world, trained_folde
     responses = training.sample(loop.ppo, loop.state, loop.course)
     training.score(loop.ppo, responses, loop.state, loop.course)
     assert released == ["reference"]
-    training.judge(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
     assert released == ["reference", "reward"]

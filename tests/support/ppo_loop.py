@@ -21,7 +21,7 @@ from pipeline.training.steps import Stopping
 from step3_ppo import training
 from step3_ppo.build import assemble, build, resume
 from step3_ppo.config import PPOConfig
-from step3_ppo.experience import Collected, Cut, Responses, Scores
+from step3_ppo.experience import Collected, Minibatches, Responses, Scores
 from step3_ppo.metrics import METRICS, of_rewards
 from step3_ppo.models.engines import make_models, make_sources
 from step3_ppo.rollout import make_schedule
@@ -79,7 +79,7 @@ class PPOLoop:
         """Sample, score and reward a rollout."""
         responses = training.sample(self.ppo, self.state, self.course)
         self.scores = training.score(self.ppo, responses, self.state, self.course)
-        self.judged = training.judge(self.ppo, responses, self.ppo.prompts.train, self.state, self.course)
+        self.judged = training.score_rewards(self.ppo, responses, self.ppo.prompts.train, self.state, self.course)
         return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, course=self.course)
 
     def update(self, rollout: Collected) -> None:
@@ -89,7 +89,7 @@ class PPOLoop:
             if update is not None:
                 training.log_update(self.ppo, rollout, update, self.state, self.course)
             self.state.update += 1
-            if self.state.update == len(rollout.cut.minibatches) or training.moved_too_far(self.ppo, update):
+            if self.state.update == len(rollout.minibatches.steps) or training.moved_too_far(self.ppo, update):
                 training.adapt_kl(self.ppo, rollout, self.state)
                 self.state.finish_rollout()
                 return
@@ -106,10 +106,11 @@ class PPOLoop:
     def restored(self, rollout: Collected) -> Collected:
         """The rollout as a checkpoint would give it back."""
 
-        def cut(responses: Responses) -> Cut:
-            return self.ppo.cut(responses, self.state)
+        def minibatches(responses: Responses) -> Minibatches:
+            return self.ppo.minibatches(responses, self.state)
 
-        return Collected.restored(rollout.tensors(), rollout.metrics, self.ppo.run.world.device, cut=cut)
+        device = self.ppo.run.world.device
+        return Collected.restored(rollout.tensors(), rollout.metrics, device, minibatches=minibatches)
 
 
 def make_loop(run: Run, config: PPOConfig) -> PPOLoop:

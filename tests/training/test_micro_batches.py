@@ -19,7 +19,7 @@ from pipeline.training.micro_batches import (
     micro_batches,
     scoring_batches,
 )
-from step3_ppo.experience import Responses, cut
+from step3_ppo.experience import Responses, batch_rows
 
 CPU = torch.device("cpu")
 
@@ -204,10 +204,10 @@ def test_rows_are_cut_to_the_shape_of_their_micro_batch():
     lengths = responses.lengths()
     assert lengths == Lengths([2, 4, 1, 3], [3, 6, 2, 1]) and len(lengths) == 4
     batches = [MicroBatch.of([3, 0], lengths), MicroBatch.of([2], lengths)]
-    (_, places, first), (_, _, second) = cut(responses, batches)
+    (_, places, first), (_, _, second) = batch_rows(responses, batches)
     assert places.tolist() == first.order.tolist() == [3, 0]
     assert first.sequences.tolist() == [[30, 31, 32, 33, 34], [0, 1, 2, 3, 4]]
     assert first.sampler_log_probs.tolist() == [[-18, -19, -20], [0, -1, -2]]
     assert second.sequences.tolist() == [[20, 21, 22]] and second.sampler_log_probs.tolist() == [[-12, -13]]
-    for batch, _, part in cut(responses, batches):
+    for batch, _, part in batch_rows(responses, batches):
         assert int(part.predicts_response.sum()) == batch.num_response_tokens
