@@ -70,10 +70,10 @@ def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None
         return None
     takes_tokens = not config.method.compares
     pool = reward_pool(rewards, functions)
-    made = RunFunctions(pool, max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
+    run_functions = RunFunctions(pool, max_failures=rewards.max_reward_failures, takes_tokens=takes_tokens)
     columns = {name for columns in prompts.counts.passed.values() for name in columns}
-    made.check(columns, [*config.data.data_path, *config.data.eval_data_path])
-    return made
+    run_functions.check(columns, [*config.data.data_path, *config.data.eval_data_path])
+    return run_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +98,32 @@ class Schedule:
     num_rollouts: int | None
 
     @property
-    def places_per_epoch(self) -> int:
-        """Places of an epoch's order of prompts; those behind its last prompt are padding of a rollout."""
+    def positions_per_epoch(self) -> int:
+        """Positions in an epoch's order of prompts; those after its last prompt are padding of a rollout."""
         return self.rollouts_per_epoch * self.prompts_per_rollout
 
-    def is_done(self, *, step: int, place: int) -> bool:
+    def is_done(self, *, step: int, position: int) -> bool:
         """Tell whether the run ends: after `--max-steps`, else after the epochs.
 
         Rollouts that `--approx-kl-stop` cut short count like others.
 
         Args:
-            place: where the next rollout begins in the order of all epochs.
+            position: where the next rollout begins in the order of all epochs.
         """
-        ends = self.num_rollouts is not None and place >= self.num_rollouts * self.prompts_per_rollout
+        ends = self.num_rollouts is not None and position >= self.num_rollouts * self.prompts_per_rollout
         return step >= self.total_steps or ends
 
-    def prompts(self, place: int, count: int, *, seed: int, num_prompts: int) -> tuple[RandomKey, list[int | None]]:
-        """Return (key of the epoch, `count` prompt rows) from a place on; None is padding behind its last prompt."""
-        epoch, first = divmod(place, self.places_per_epoch)
+    def prompts(self, position: int, count: int, *, seed: int, num_prompts: int) -> tuple[RandomKey, list[int | None]]:
+        """Return (key of the epoch, `count` prompt rows) from a position on; None is padding behind its last prompt."""
+        epoch, first = divmod(position, self.positions_per_epoch)
         rows = epoch_order(seed, epoch, num_prompts)[first : first + count].tolist()
         return RandomKey(seed, "rollout", epoch), rows + [None] * (count - len(rows))
 
-    def behind(self, place: int, count: int, *, num_prompts: int) -> int:
-        """Return the place behind `count` prompts from `place` on: the next epoch's first if this one has no more."""
-        first = place % self.places_per_epoch
+    def behind(self, position: int, count: int, *, num_prompts: int) -> int:
+        """Return the position after `count` prompts from `position` on: the next epoch's first after the last one."""
+        first = position % self.positions_per_epoch
         is_last = first + count >= num_prompts
-        return place - first + self.places_per_epoch if is_last else place + count
+        return position - first + self.positions_per_epoch if is_last else position + count
 
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Schedule:
@@ -208,11 +208,11 @@ class Sampler:
                 reward function that returned what is no value.
         """
         group = self.hybrid.group
-        places = self._places(len(rows))
+        indices = self._prompt_indices(len(rows))
         stopped = False
         with self.hybrid.generation():
             try:
-                mine = self._sample_places(rows, places, key)
+                mine = self._sample_prompts(rows, indices, key)
             except GenerationStopped:
                 stopped = True
         if dist.max_over_ranks(float(stopped), self.world.device):
@@ -223,26 +223,26 @@ class Sampler:
             mine = mine.select(index.chunk(group.size)[group.rank])
         if self.scoring is not None:
             width = mine.sampler_log_probs.shape[1]
-            scored = FunctionScores.of(self._scores(places), width=width, device=mine.order.device)
+            scored = FunctionScores.of(self._scores(indices), width=width, device=mine.order.device)
             mine = replace(mine, scored=scored)
         return gather_responses(mine)
 
-    def _scores(self, places: Sequence[int | None]) -> list[list[Value]]:
+    def _scores(self, indices: Sequence[int | None]) -> list[list[Value]]:
         """Return the values that each function gave each response that this rank contributes. A collective.
 
         Raises:
             Interrupted: on all ranks, with the first rank's error, or as any rank is to stop.
         """
         assert self.scoring is not None
-        found, error, stopped = dict[int, dict[str, list[Value]]](), None, False
+        values, error, stopped = dict[int, dict[str, list[Value]]](), None, False
         try:
-            found = self.scoring.gather(self._check_stop)
+            values = self.scoring.gather(self._check_stop)
         except RunError as problem:
             error = problem
         except GenerationStopped:
             stopped = True
         dist.meet()  # functions may take longer than a collective may
-        told = dist.gather_objects((first_failures(found), (error.code, str(error)) if error else None, stopped))
+        told = dist.gather_objects((first_failures(values), (error.code, str(error)) if error else None, stopped))
         if any(stops for *_, stops in told):
             raise Interrupted
         if errors := [one for _, one, _ in told if one is not None]:
@@ -252,37 +252,40 @@ class Sampler:
             self.scoring.failures |= failures
         names, k = self.scoring.names, self.num_samples
         none = dict.fromkeys(names, [None] * k)
-        own = [found.get(place, none) for place in self._own(len(places))]
-        return [[values[name][sample] for name in names] for values in own for sample in range(k)]
+        contributed = [values.get(index, none) for index in self._contributed(len(indices))]
+        return [[one[name][sample] for name in names] for one in contributed for sample in range(k)]
 
     def _check_stop(self) -> None:
         """Raise GenerationStopped where the run is to stop."""
         if self.should_stop():
             raise GenerationStopped
 
-    def _own(self, count: int) -> range:
+    def _contributed(self, count: int) -> range:
         """Return which of the prompts that the ranks of its group sample together this rank contributes."""
         size, rank = self.hybrid.group.size, self.hybrid.group.rank
         return range(count * rank // size, count * (rank + 1) // size)
 
-    def _places(self, num_prompts: int) -> list[int | None]:
-        """The places among a rollout's prompts for this rank's group, in batches, the last smaller; None is padding."""
+    def _prompt_indices(self, num_prompts: int) -> list[int | None]:
+        """Return the indices of the rollout's prompts that this rank's group samples; None is padding.
+
+        The prompts are dealt in batches, of which the last may be smaller.
+        """
         size, ranks = self.hybrid.group.size, self.world.size
         of_group = partial(rank_slices, world_size=ranks // size, rank=self.world.rank // size)
         num_whole = num_prompts - num_prompts % (ranks * self.batch_size)
         rest = range(num_whole, num_prompts)
         batches = of_group(range(num_whole), micro_batch_size=self.batch_size * size)
         batches += of_group(rest, micro_batch_size=max(1, -(-len(rest) // ranks)) * size)
-        return [place for batch in batches for place in batch]
+        return [index for batch in batches for index in batch]
 
-    def _sample_places(self, rows: Sequence[int | None], places: Sequence[int | None], key: RandomKey) -> Responses:
-        chosen = [None if place is None else rows[place] for place in places]
+    def _sample_prompts(self, rows: Sequence[int | None], indices: Sequence[int | None], key: RandomKey) -> Responses:
+        chosen = [None if index is None else rows[index] for index in indices]
 
         def ended(response: Finished) -> None:
-            place, sample = divmod(response.ticket.number, self.num_samples)
-            row = chosen[place]
-            if self.scoring is not None and row is not None and place in self._own(len(places)):
-                self.scoring.ended(place, row, sample, response.ids.tolist())
+            index, sample = divmod(response.ticket.number, self.num_samples)
+            row = chosen[index]
+            if self.scoring is not None and row is not None and index in self._contributed(len(indices)):
+                self.scoring.ended(index, row, sample, response.ids.tolist())
 
         rollout = self.hybrid.generate(
             [self._prompt(row or 0) for row in chosen],
@@ -296,7 +299,7 @@ class Sampler:
         device = rollout.finished.device
         # Places beyond the prompts come from rounding up to whole batches; they sort to the end.
         last = len(rows)
-        order = torch.tensor([last if place is None else place for place in places], device=device)
+        order = torch.tensor([last if index is None else index for index in indices], device=device)
         samples = torch.arange(self.num_samples, device=device)
         return pack_responses(
             rollout,
@@ -330,14 +333,14 @@ def replace_groups(
         is_equal: responses (N,) -> (N / group_size,) bool, True = to be replaced.
     """
     for _ in range(MAX_ROUNDS):
-        wanted = is_equal(responses).nonzero().flatten()
-        found = more(len(wanted)) if len(wanted) else None
-        if found is None:
+        equal = is_equal(responses).nonzero().flatten()
+        added = more(len(equal)) if len(equal) else None
+        if added is None:
             break
         # Where fewer prompts are left, the last ones stay.
-        given = found.valid.view(-1, group_size).any(1).nonzero().flatten()
-        both, index = responses.above(found, pad_id), torch.arange(len(responses.order), device=responses.order.device)
-        index.view(-1, group_size)[wanted[: len(given)]] = len(index) + index.view(-1, group_size)[given]
+        given = added.valid.view(-1, group_size).any(1).nonzero().flatten()
+        both, index = responses.above(added, pad_id), torch.arange(len(responses.order), device=responses.order.device)
+        index.view(-1, group_size)[equal[: len(given)]] = len(index) + index.view(-1, group_size)[given]
         responses = replace(both.select(index), order=responses.order)
     return responses
 

@@ -160,14 +160,14 @@ class PPO:
             Interrupted: the run is to stop, or a reward function failed too often.
         """
         rows, seed, k = self.prompts.train, self.config.run.seed, self.config.sampling.num_samples_per_prompt
-        place, rounds = self.place(state), list[tuple[Responses, RolloutScoring | None]]()
+        position, rounds = self.position(state), list[tuple[Responses, RolloutScoring | None]]()
 
         def sample_next(count: int) -> Responses | None:
-            nonlocal place
-            if rounds and not place % self.schedule.places_per_epoch:
+            nonlocal position
+            if rounds and not position % self.schedule.positions_per_epoch:
                 return None  # all prompts of the epoch are used
-            key, chosen = self.schedule.prompts(place, count, seed=seed, num_prompts=len(rows))
-            place = self.schedule.behind(place, count, num_prompts=len(rows))
+            key, chosen = self.schedule.prompts(position, count, seed=seed, num_prompts=len(rows))
+            position = self.schedule.behind(position, count, num_prompts=len(rows))
             sampler = self.sampler(rows, state, num_samples=k, batch_size=batch_size)
             rounds.append((sampler.sample(chosen, key), sampler.scoring))
             return rounds[-1][0]
@@ -177,14 +177,14 @@ class PPO:
         if self.config.ppo.replace_equal_groups:
             pad_id, is_equal = self.hybrid.vocabulary.pad_id, partial(self.equal_groups, state=state)
             responses = replace_groups(responses, sample_next, is_equal, group_size=k, pad_id=pad_id)
-        self._count_sampled(rounds, state, place=place)
+        self._count_sampled(rounds, state, position=position)
         return responses
 
-    def place(self, state: State, *, behind: bool = False) -> int:
+    def position(self, state: State, *, behind: bool = False) -> int:
         """Return where the rollout begins in the order of all epochs' prompts, or the next one `behind` it."""
         counted = state.tallied_now("sampled") if behind else state.tallied("sampled")
-        place: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
-        return place
+        position: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
+        return position
 
     def equal_groups(self, responses: Responses, state: State) -> Tensor:
         """(prompts,) bool, True = the functions' rewards of all responses to the prompt are equal."""
@@ -193,7 +193,7 @@ class PPO:
         return rewarded_alike(responses, model_scores, self.config.ppo, terms)
 
     def _count_sampled(
-        self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, place: int
+        self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, position: int
     ) -> None:
         """Note what was sampled for a rollout, the failed calls of functions and where the next rollout begins.
 
@@ -214,7 +214,7 @@ class PPO:
         state.tally("failures", self.functions.counted(state.tallied("failures") or {}, failures))
         if self.config.ppo.replace_equal_groups:
             further = sum(len(one) for one in totals[1:]) // self.config.sampling.num_samples_per_prompt
-            state.tally("sampled", {"place": place, "further": further, "score": torch.cat(totals).mean().item()})
+            state.tally("sampled", {"place": position, "further": further, "score": torch.cat(totals).mean().item()})
 
     def rewarded(
         self,
@@ -246,8 +246,8 @@ class PPO:
         scaling = self.config.rewards.reward_scaling
         if scaling == "none":
             return terms
-        known = state.tallied("spreads") if scaling == "running" else None
-        return replace(terms, spreads=spreads(responses, model_scores, terms, known))
+        earlier = state.tallied("spreads") if scaling == "running" else None
+        return replace(terms, spreads=spreads(responses, model_scores, terms, earlier))
 
     def normalise_by_first(self, responses: Responses, scores: Scores, model_scores: Tensor, state: State) -> Scores:
         """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
@@ -299,12 +299,12 @@ class PPO:
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:
     """Collect what a checkpoint holds: everything that evolves, and the rollout until all its updates are done."""
-    kept = rollout if state.update else None
+    unfinished = rollout if state.update else None
     return checkpoint.Content(
-        state={"ppo": asdict(state), "rollout": kept.metrics if kept else None},
+        state={"ppo": asdict(state), "rollout": unfinished.metrics if unfinished else None},
         engines=ppo.models.trained,
         fragments={"average": ppo.average.fragments()} if ppo.average is not None else {},
-        tensors=kept.tensors() if kept else {},
+        tensors=unfinished.tensors() if unfinished else {},
     )
 
 

@@ -59,7 +59,7 @@ def train(run: Run, config: PPOConfig) -> None:
     with ppo.functions or nullcontext(), course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while True:
             with course.halving.when_out_of_memory(state):
-                is_done = ppo.schedule.is_done(step=state.step, place=ppo.place(state))
+                is_done = ppo.schedule.is_done(step=state.step, position=ppo.position(state))
                 if is_done or course.evaluation_is_due(state):
                     evaluate(ppo, state, course)
                 if is_done:
@@ -167,7 +167,7 @@ def reward(
         "time/generate_s": generate_s,
         "time/score_s": course.recorder.seconds("score"),
         "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
-        "epoch": ppo.place(state, behind=True) / ppo.schedule.places_per_epoch,
+        "epoch": ppo.position(state, behind=True) / ppo.schedule.positions_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
     course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring

@@ -107,16 +107,16 @@ def test_after_three_rounds_the_others_stay():
 def test_an_epoch_visits_each_prompt_once_however_many_are_replaced(further):
     """Of 10 prompts, 4 a rollout; `further` are asked for after each."""
     schedule = Schedule(4, 4, 8, 1, rollouts_per_epoch=3, total_steps=9, num_rollouts=9)
-    place, seen = 0, dict[int, list[int]]()
+    position, seen = 0, dict[int, list[int]]()
     for number in range(9):
-        if schedule.is_done(step=0, place=place):
+        if schedule.is_done(step=0, position=position):
             break
         for count in (4, further[number % 4]):
-            if count and (count == 4 or place % 12):
-                key, chosen = schedule.prompts(place, count, seed=3, num_prompts=10)
+            if count and (count == 4 or position % 12):
+                key, chosen = schedule.prompts(position, count, seed=3, num_prompts=10)
                 assert len(chosen) == count and chosen[0] is not None
                 seen.setdefault(key.epoch, []).extend(row for row in chosen if row is not None)
-                place = schedule.behind(place, count, num_prompts=10)
+                position = schedule.behind(position, count, num_prompts=10)
     assert all(len(rows) == len(set(rows)) for rows in seen.values())
     assert all(sorted(seen[epoch]) == list(range(10)) for epoch in list(seen)[:-1]) and len(seen) > 1
 
@@ -192,14 +192,14 @@ def test_a_rollout_that_is_sampled_again_begins_at_its_own_prompts():
     """One that was stopped before its first update has noted where the next one begins."""
     ppo = SimpleNamespace(schedule=Schedule(4, 4, 8, 1, rollouts_per_epoch=3, total_steps=9, num_rollouts=9))
     state = State(rollout=2)
-    assert (PPO.place(ppo, state), PPO.place(ppo, state, behind=True)) == (8, 12)
+    assert (PPO.position(ppo, state), PPO.position(ppo, state, behind=True)) == (8, 12)
     state.tally("sampled", {"place": 17})
-    assert (PPO.place(ppo, state), PPO.place(ppo, state, behind=True)) == (8, 17)
+    assert (PPO.position(ppo, state), PPO.position(ppo, state, behind=True)) == (8, 17)
     again = State(**json.loads(json.dumps(asdict(state))))
     again.tally("sampled", {"place": 18})
-    assert (PPO.place(ppo, again), PPO.place(ppo, again, behind=True)) == (8, 18)
+    assert (PPO.position(ppo, again), PPO.position(ppo, again, behind=True)) == (8, 18)
     again.finish_rollout()
-    assert PPO.place(ppo, again) == 18
+    assert PPO.position(ppo, again) == 18
 
 
 def test_a_method_that_compares_responses_refuses_values_of_tokens(folder, tmp_path, capsys):

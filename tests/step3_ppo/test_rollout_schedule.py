@@ -71,8 +71,8 @@ def test_an_epoch_visits_every_prompt_once_and_the_next_in_another_order():
 
 def test_a_run_ends_after_its_epochs_even_if_updates_were_cut_short():
     plan = make_schedule(config(), num_prompts=50, world_size=2)
-    assert not plan.is_done(step=3, place=plan.prompts_per_rollout * plan.num_rollouts - 1)
-    assert plan.is_done(step=plan.num_rollouts, place=plan.prompts_per_rollout * plan.num_rollouts)
+    assert not plan.is_done(step=3, position=plan.prompts_per_rollout * plan.num_rollouts - 1)
+    assert plan.is_done(step=plan.num_rollouts, position=plan.prompts_per_rollout * plan.num_rollouts)
     limited = make_schedule(config(max_steps=5), num_prompts=50, world_size=1)
-    assert not limited.is_done(step=4, place=10**6)
-    assert limited.is_done(step=5, place=1)
+    assert not limited.is_done(step=4, position=10**6)
+    assert limited.is_done(step=5, position=1)
