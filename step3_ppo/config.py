@@ -149,8 +149,8 @@ class PPOConfig(StageConfig):
         # Without the model that it shares its flags with, the actor's.
         shares = any(trained.flags == role.flags for trained in self.trained_roles)
         flags: ModelConfig = getattr(self, role.flags if shares else "actor")
-        own = own_flags(self, role)
-        return flags.model_validate({**flags.model_dump(), **own}) if own else flags
+        overrides = own_flags(self, role)
+        return flags.model_validate({**flags.model_dump(), **overrides}) if overrides else flags
 
     def start_of(self, role: Role) -> str:
         """Return the folder or hub id that a model starts from."""
@@ -183,10 +183,10 @@ class PPOConfig(StageConfig):
 
     def _is_served(self, role: Role) -> bool:
         """Tell whether switching the adapters of the trained model with the same flags gives this one."""
-        twin = next((twin for twin in self.trained_roles if twin.flags == role.flags), None)
-        if role.number or twin is None or self.flags_of(twin) != self.flags_of(role):
+        trained = next((trained for trained in self.trained_roles if trained.flags == role.flags), None)
+        if role.number or trained is None or self.flags_of(trained) != self.flags_of(role):
             return False
-        return self.holds_start(twin) and self.start_of(role) == self.start_of(twin)
+        return self.holds_start(trained) and self.start_of(role) == self.start_of(trained)
 
     def holds_start(self, role: Role) -> bool:
         """Tell whether switching adapters gives the model that training began with, so that no second one is loaded.
@@ -313,13 +313,13 @@ def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
     if not role.is_reward_model:
         return {}
     offload = config.reward_model_offload_weights
-    own = {
+    given = {
         "zero_stage": config.reward_model_zero_stage,
         "quantization": config.reward_model_quantization,
         "attn_implementation": config.reward_model_attn_implementation,
         "offload_weights": "cpu" if offload == "auto" and config.offload_reward_model else offload,
     }
-    return {name: value for name, value in own.items() if value != "auto"}
+    return {name: value for name, value in given.items() if value != "auto"}
 
 
 def is_offloaded(config: PPOConfig, role: Role) -> bool:
@@ -340,8 +340,8 @@ def check_generation(config: PPOConfig, ranks: int | None) -> None:
     reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)
     if sampling.rollout_weights == "streamed" and reason:
         errors.append(f"--rollout-weights streamed: {reason}; else give auto")
-    apart = config.actor.lora_dim and not sampling.merge_lora_for_generation
-    if backend == "fused" and apart and config.actor.quantization == "none":
+    unmerged = config.actor.lora_dim and not sampling.merge_lora_for_generation
+    if backend == "fused" and unmerged and config.actor.quantization == "none":
         errors.append(
             "--generation-engine fused: it takes no unmerged adapters (--merge-lora-for-generation false); use auto"
         )

@@ -44,11 +44,11 @@ class Rows:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors by their names, those of inner dataclasses among them."""
-        found: dict[str, Tensor] = {}
+        named: dict[str, Tensor] = {}
         for f in fields(self):  # type: ignore[arg-type]
             part = getattr(self, f.name)
-            found |= part.tensors(prefix) if isinstance(part, Rows) else {} if part is None else {prefix + f.name: part}
-        return found
+            named |= part.tensors(prefix) if isinstance(part, Rows) else {} if part is None else {prefix + f.name: part}
+        return named
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +74,22 @@ class FunctionScores(Rows):
         """
         given = torch.zeros(len(values), len(values[0]))
         failures, applies = given.long(), torch.zeros_like(given, dtype=torch.bool)
-        places = [(n, f) for n, row in enumerate(values) for f in range(len(row))]
-        tokens = {place: values[place[0]][place[1]] for place in places}
-        lists = {place: torch.tensor(value) for place, value in tokens.items() if isinstance(value, list)}
-        for place, value in tokens.items():
-            applies[place] = value is not None
+        cells = [(n, f) for n, row in enumerate(values) for f in range(len(row))]
+        tokens = {cell: values[cell[0]][cell[1]] for cell in cells}
+        lists = {cell: torch.tensor(value) for cell, value in tokens.items() if isinstance(value, list)}
+        for cell, value in tokens.items():
+            applies[cell] = value is not None
             if isinstance(value, Failure):
-                failures[place] = 1 + KINDS.index(value.kind)
+                failures[cell] = 1 + KINDS.index(value.kind)
             elif isinstance(value, float):
-                given[place] = value
-            elif place in lists:
-                given[place] = lists[place].sum()
+                given[cell] = value
+            elif cell in lists:
+                given[cell] = lists[cell].sum()
         per_token = None
         if dist.max_over_ranks(float(bool(lists)), device):
             per_token = torch.zeros(*given.shape, width, device=device)
-            for place, row in lists.items():
-                per_token[place][: len(row)] = row.to(device)
+            for cell, row in lists.items():
+                per_token[cell][: len(row)] = row.to(device)
         return cls(given.to(device), applies.to(device), failures.to(device), per_token)
 
 
@@ -309,8 +309,8 @@ class Collected:
         for name, tensor in tensors.items():
             part, _, column = name.partition("/")
             parts[part][column] = tensor.to(device)
-        known = {"ref_log_probs": None, **parts["experience"]}
-        has_values = {f.name for f in fields(ValueTargets)} <= known.keys()
-        known["targets"] = ValueTargets(known.pop("values"), known.pop("returns")) if has_values else None
+        columns = {"ref_log_probs": None, **parts["experience"]}
+        has_values = {f.name for f in fields(ValueTargets)} <= columns.keys()
+        columns["targets"] = ValueTargets(columns.pop("values"), columns.pop("returns")) if has_values else None
         responses = Responses(**parts["responses"])
-        return cls(responses, Experience(**known), metrics, minibatches(responses))
+        return cls(responses, Experience(**columns), metrics, minibatches(responses))

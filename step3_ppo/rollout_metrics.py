@@ -30,14 +30,14 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     """
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     finished = responses.finished.float()
-    found = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
-    found |= reward_metrics(responses, rewarded)
+    metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
+    metrics |= reward_metrics(responses, rewarded)
     for name, kl in {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}.items():
         if kl is not None:
-            found[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
+            metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
     if (positive := rewarded.experience.positive_mask) is not None:
-        found["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
-    return found | {
+        metrics["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
+    return metrics | {
         "objective/scores": mean_of(rewarded.scores, valid),
         "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
         "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
@@ -55,37 +55,37 @@ def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]
     """Return the mean of each reward, and the share of failed calls of each function; {} for one reward model alone."""
     if responses.scored is None and len(rewarded.by_reward) == 1:
         return {}
-    found = {
+    metrics = {
         f"reward/{name}": mean_of(raw.nan_to_num(0.0), responses.valid & raw.isfinite())
         for name, raw in rewarded.by_reward.items()
     }
     if responses.scored is not None:
         names = list(rewarded.by_reward)[-responses.scored.values.shape[1] :]
         failed = (responses.scored.failures[responses.valid] > 0).float().mean(0).tolist()
-        found |= {f"reward_failures/{name}": share for name, share in zip(names, failed, strict=True)}
-    return found
+        metrics |= {f"reward_failures/{name}": share for name, share in zip(names, failed, strict=True)}
+    return metrics
 
 
 def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, group_size: int) -> dict[str, float]:
     """Return how many prompts have nothing to compare, and of what was `sampled` in their place; {} without groups."""
-    found = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
+    metrics = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
     if sampled is None:
-        return found
-    return found | {"groups/further_prompts": sampled["further"], "objective/sampled_scores": sampled["score"]}
+        return metrics
+    return metrics | {"groups/further_prompts": sampled["further"], "objective/sampled_scores": sampled["score"]}
 
 
 def pass_metrics(
     responses: Responses, rewarded: Rewarded, functions: Iterable[str], *, group_size: int
 ) -> dict[str, float]:
     """Return for each reward function the share of responses, and of prompts by any of theirs, whose value is >= 1."""
-    found = dict[str, float]()
+    metrics = dict[str, float]()
     for name in functions:
         counts = (responses.valid & rewarded.by_reward[name].isfinite()).view(-1, group_size)
         passes = counts & (rewarded.by_reward[name] >= 1).view(-1, group_size)
-        found[f"pass_at_1/{name}"] = mean_of(passes.float(), counts)
+        metrics[f"pass_at_1/{name}"] = mean_of(passes.float(), counts)
         if group_size > 1:
-            found[f"pass_at_k/{name}"] = mean_of(passes.any(1).float(), counts.any(1))
-    return found
+            metrics[f"pass_at_k/{name}"] = mean_of(passes.any(1).float(), counts.any(1))
+    return metrics
 
 
 def warn_of_equal_rewards(step: int) -> None:
@@ -107,14 +107,14 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo
     if scores.entropy is None:
         return {}
     differs = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask)
-    found = {"policy/sampler_error": differs.max_abs, "policy/sampler_mean_error": differs.mean_abs}
-    found |= {"policy/sampler_kl": differs.kl, "policy/effective_share": differs.effective_share}
+    metrics = {"policy/sampler_error": differs.max_abs, "policy/sampler_mean_error": differs.mean_abs}
+    metrics |= {"policy/sampler_kl": differs.kl, "policy/effective_share": differs.effective_share}
     if ppo.weighs_off_policy:
         weights = off_policy_weights(ppo, scores.log_probs, responses.sampler_log_probs, mask)
         shares = weight_shares(weights, mask, cap=ppo.off_policy_cap)
-        found |= {"policy/weights_cut": shares.clipped, "policy/weights_rejected": shares.rejected}
+        metrics |= {"policy/weights_cut": shares.clipped, "policy/weights_rejected": shares.rejected}
     has_tokens = bool(mask.any())
-    numbers = {name: value.item() if has_tokens else math.nan for name, value in found.items()}
+    numbers = {name: value.item() if has_tokens else math.nan for name, value in metrics.items()}
     return {"objective/entropy": mean_of(scores.entropy, mask)} | numbers
 
 
@@ -124,11 +124,11 @@ def value_metrics(experience: Experience, ppo: PPOCoefficients) -> dict[str, flo
         return {}
     mask = experience.response_mask
     errors = moments(targets.returns - targets.values, mask)
-    found = {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
+    metrics = {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
     if not ppo.lambda_alpha:
-        return found
+        return metrics
     lambdas = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha).squeeze(1)
-    return found | {"advantages/lambda": mean_of(lambdas, mask.any(1))}
+    return metrics | {"advantages/lambda": mean_of(lambdas, mask.any(1))}
 
 
 def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) -> dict[str, list[float]]:
@@ -141,10 +141,10 @@ def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) ->
     return {name: column.tolist() for name, column in {WEIGHT: weights, **means}.items()}
 
 
-def evaluation_metrics(found: dict[str, float], *, num_rows: int) -> dict[str, float]:
+def evaluation_metrics(values: dict[str, float], *, num_rows: int) -> dict[str, float]:
     """Keep the metrics that describe a policy on `num_rows` held-out responses, with the prefix `eval_`."""
-    kept = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/", "rows_masked")
-    return {f"eval_{name}": value for name, value in found.items() if name.startswith(kept)} | {"eval_rows": num_rows}
+    names = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/", "rows_masked")
+    return {f"eval_{name}": value for name, value in values.items() if name.startswith(names)} | {"eval_rows": num_rows}
 
 
 def append_samples(

@@ -22,7 +22,7 @@ def log_probs_of(
     policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(n, T) log-probabilities, and entropies where wanted, of the response tokens of a micro-batch."""
-    found = policy(
+    output = policy(
         responses.sequences,
         attention_mask=responses.attention_mask,
         selected=responses.predicts_response,
@@ -32,8 +32,8 @@ def log_probs_of(
         with_entropy=with_entropy,
         right_padded=True,
     )
-    entropy = None if found.entropy is None else responses.in_response_space(found.entropy)
-    return responses.in_response_space(found.log_probs), entropy
+    entropy = None if output.entropy is None else responses.in_response_space(output.entropy)
+    return responses.in_response_space(output.log_probs), entropy
 
 
 def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
@@ -126,12 +126,12 @@ def over_all(
     between: Callable[[], None],
 ) -> list[Tensor]:
     """Compute columns of rows, (n, T') or (n,), for this rank's micro-batches; all ranks get all. A collective."""
-    parts, places = [], []
+    parts, indices = [], []
     for batch, index, part in batch_rows(responses, batches):
         between()
         parts.append(compute(part, batch))
-        places.append(index)
-    return gather_scores(parts, places, width=responses.sampler_log_probs.shape[1])
+        indices.append(index)
+    return gather_scores(parts, indices, width=responses.sampler_log_probs.shape[1])
 
 
 def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
@@ -147,8 +147,8 @@ def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temp
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
     """Return the rows of a micro-batch as rewards read them; `rows` has the prompts."""
-    lengths, places = (responses.prompt_lengths, responses.response_lengths), responses.row_index
-    texts = {"row_of": lambda n: rows[int(places[n])], "tokenizer": models.tokenizer}
+    lengths, rows_of_prompts = (responses.prompt_lengths, responses.response_lengths), responses.row_index
+    texts = {"row_of": lambda n: rows[int(rows_of_prompts[n])], "tokenizer": models.tokenizer}
     return ScoredRows(responses.sequences, *lengths, responses.finished, batch.num_packed_tokens, **texts)
 
 

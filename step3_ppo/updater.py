@@ -109,9 +109,9 @@ class Updater:
         sums.sketches = {part: one.engine.sketch() for one in objectives if one.text for part in ("loss", "text")}
         for number, (batch, rows, part) in enumerate(batch_rows(responses, batches)):
             stopping.within_step(engines)
-            known = experience.select(rows).narrowed(batch.width)
+            selected = experience.select(rows).narrowed(batch.width)
             for objective in objectives:
-                loss = objective.loss(batch, part, known, sums)
+                loss = objective.loss(batch, part, selected, sums)
                 last = number + 1 == len(batches) and objective.text is None and engines[objective.engine] is objective
                 sketch = sums.sketches["loss"] if engines[objective.engine].text else None
                 objective.engine.backward(loss * scale, last=last, sketch=sketch)

@@ -81,11 +81,11 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
     below: Layers = [(f"{OF_METHOD}{name}", dict(method.settings))]
     if given.get("reward_function") and not given.get("reward_model_name_or_path"):
         below.append((f"{OF_METHOD}{name}, where functions alone reward", dict(OF_FUNCTIONS)))
-    kept = [
+    without_preset = [
         (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
         for origin, values in (layers if not method.has_critic else ())
     ]
-    return below + (kept or layers)
+    return below + (without_preset or layers)
 
 
 def is_of_all_methods(flag: str) -> bool:

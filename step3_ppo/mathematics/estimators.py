@@ -206,10 +206,10 @@ def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
     carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum behind the block
     for stop in range(terms.shape[1], 0, -SUM_BLOCK):
         start = max(0, stop - SUM_BLOCK)
-        place = torch.arange(stop - start, device=terms.device)
-        distance = (place.unsqueeze(1) - place).double()  # [j, t]: term j counts towards sum t from j = t on
+        position = torch.arange(stop - start, device=terms.device)
+        distance = (position.unsqueeze(1) - position).double()  # [j, t]: term j counts towards sum t from j = t on
         powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
-        block = terms[:, start:stop].double() @ powers + carried * decay ** (stop - start - place).double()
+        block = terms[:, start:stop].double() @ powers + carried * decay ** (stop - start - position).double()
         sums[:, start:stop] = block
         carried = block[:, :1]
     return sums
@@ -234,8 +234,8 @@ def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: b
     `scale` is GRPO's, without it this is Dr.GRPO's advantage. Rows are in order of prompt, `group_size` for each; those
     of `valid` (N,) count. 0 for other rows, and where no other row of the group counts.
     """
-    known, compared, counts = _groups(scores, valid, group_size)
-    differences = torch.where(compared, known - known.sum(1, keepdim=True) / counts.clamp(min=1), 0)
+    grouped, compared, counts = _groups(scores, valid, group_size)
+    differences = torch.where(compared, grouped - grouped.sum(1, keepdim=True) / counts.clamp(min=1), 0)
     if scale:
         variances = differences.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         differences = differences / (variances.sqrt() + DEVIATION_EPSILON)
@@ -244,9 +244,9 @@ def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: b
 
 def leave_one_out_advantages(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
     """Score minus the mean of the other valid rows of its group, (N,), of rows as in `group_advantages`: RLOO."""
-    known, compared, counts = _groups(scores, valid, group_size)
-    others = (known.sum(1, keepdim=True) - known) / (counts - 1).clamp(min=1)
-    return torch.where(compared, known - others, 0).flatten().to(scores.dtype)
+    grouped, compared, counts = _groups(scores, valid, group_size)
+    others = (grouped.sum(1, keepdim=True) - grouped) / (counts - 1).clamp(min=1)
+    return torch.where(compared, grouped - others, 0).flatten().to(scores.dtype)
 
 
 def equal_groups(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
@@ -270,8 +270,8 @@ def _groups(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Ten
 # --- scale of rewards ---
 
 
-def updated_spread(known: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
-    """(count, mean, sum of squared differences from it), float64 (3,): `known` with the scores of one more rollout.
+def updated_spread(spread: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
+    """(count, mean, sum of squared differences from it), float64 (3,): `spread` with the scores of one more rollout.
 
     Chan et al. 1979. Starts as zeros; NaN and rows that are not valid do not count.
     """
@@ -280,10 +280,10 @@ def updated_spread(known: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     new = torch.where(counted, scores.double(), 0)
     mean = new.sum() / added.clamp(min=1)
     squares = torch.where(counted, new - mean, 0).square().sum()
-    count, known_mean, known_squares = known.unbind()
-    total, shift = count + added, mean - known_mean
+    count, old_mean, old_squares = spread.unbind()
+    total, shift = count + added, mean - old_mean
     share = added / total.clamp(min=1)
-    return torch.stack([total, known_mean + shift * share, known_squares + squares + shift.square() * count * share])
+    return torch.stack([total, old_mean + shift * share, old_squares + squares + shift.square() * count * share])
 
 
 def spread_deviation(spread: Tensor) -> Tensor:

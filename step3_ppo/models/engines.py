@@ -146,8 +146,8 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
         for role in config.roles
         if role.is_reward_model
     }
-    for name, own in of_rewards.items():
-        if own is None:
+    for name, separate in of_rewards.items():
+        if separate is None:
             check_positions(starts[name], config.max_sequence_length, LENGTH_FLAGS)
     return Sources(starts, tokenizer, of_rewards)
 

@@ -114,17 +114,17 @@ def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
 
 def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass]:
     """Return the largest passes of a rollout without gradients; the policy's, if any, has the shape of updates."""
-    answer = config.sampling.max_answer_seq_len
+    longest = config.sampling.max_answer_seq_len
     length = round_up(config.max_sequence_length, LENGTH_UNIT)
     micro = config.optimizer.per_device_train_batch_size
     rows = min(num_responses, max(1, SCORING_TOKENS // length))
     passes, times = list[Pass](), -(-num_responses // rows)
     if config.ppo.old_log_probs != "sampler":
-        passes.append(Pass("actor", micro, length, micro * answer, times=-(-num_responses // micro)))
+        passes.append(Pass("actor", micro, length, micro * longest, times=-(-num_responses // micro)))
     # Without models of their own the reference is the actor, the reward model the critic, their adapters switched off.
     reference = "reference" if "reference" in roles else "actor"
     if config.ppo.has_reference:
-        passes.append(Pass(reference, rows, length, rows * answer, times=times, without_adapters=reference == "actor"))
+        passes.append(Pass(reference, rows, length, rows * longest, times=times, without_adapters=reference == "actor"))
     reward = "reward model" if "reward model" in roles else "critic"
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, times=times))
@@ -137,11 +137,11 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
 
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
     """Return the passes of an optimizer step: what learns on a micro-batch, and the actor on text."""
-    answer, optimizer = config.sampling.max_answer_seq_len, config.optimizer
+    longest, optimizer = config.sampling.max_answer_seq_len, config.optimizer
     length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
     times = num_responses * config.ppo.ppo_epochs // rows
-    passes = [Pass("actor", rows, length, rows * answer, trains=True, accumulates=accumulates, times=times)]
+    passes = [Pass("actor", rows, length, rows * longest, trains=True, accumulates=accumulates, times=times)]
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
     if config.data.unsupervised_data_path:
