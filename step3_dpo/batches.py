@@ -83,22 +83,22 @@ def batch_of(rows: Sequence[Row | None], pad_id: int) -> ResponseBatch:
 
 def response_mask(batch: ResponseBatch) -> Tensor:
     """Return (N, S - 1) bool, True = token t + 1 is one of a response."""
-    places = torch.arange(1, batch.input_ids.shape[1], device=batch.lengths.device)
+    positions = torch.arange(1, batch.input_ids.shape[1], device=batch.lengths.device)
     starts = batch.prompt_lengths.unsqueeze(1)
-    return (places >= starts) & (places < batch.lengths.unsqueeze(1)) & (starts > 0)
+    return (positions >= starts) & (positions < batch.lengths.unsqueeze(1)) & (starts > 0)
 
 
 def response_log_probs(model: Callable[..., Any], batch: ResponseBatch) -> Tensor:
     """Return (N,) fp32: log-probabilities of the responses in nats, each summed over its tokens."""
     selected = response_mask(batch)
-    found = model(
+    output = model(
         batch.input_ids,
         attention_mask=batch.attention_mask,
         selected=selected,
         position_ids=batch.position_ids,
         right_padded=True,
     )
-    return masked_sum(found.log_probs, selected, 1)
+    return masked_sum(output.log_probs, selected, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,10 @@ class Mismatched:
         return len(self.partners)
 
     def __getitem__(self, number: int) -> Row:
-        own, other = self.rows[number], self.rows[int(self.partners[number])]
-        ids = own["ids"][: own["prompt_length"]] + other["ids"][other["prompt_length"] :]
-        known = {"reference": self.reference[number]} if len(self.reference) else {}
-        return {**own, "ids": ids[: self.limit], **known}
+        row, other = self.rows[number], self.rows[int(self.partners[number])]
+        ids = row["ids"][: row["prompt_length"]] + other["ids"][other["prompt_length"] :]
+        reference = {"reference": self.reference[number]} if len(self.reference) else {}
+        return {**row, "ids": ids[: self.limit], **reference}
 
     @property
     def lengths(self) -> np.ndarray:
@@ -171,6 +171,6 @@ def partners_of(rows: Dataset, groups: Iterable[np.ndarray]) -> np.ndarray:
     """
     hashes, partners = np.asarray(rows["row_hash"][:], dtype=np.int64), np.arange(len(rows))
     for group in groups:
-        _, first, places = np.unique(hashes[group], return_index=True, return_inverse=True)
-        partners[group] = group[first[places - 1]]
+        _, first, inverse = np.unique(hashes[group], return_index=True, return_inverse=True)
+        partners[group] = group[first[inverse - 1]]
     return partners

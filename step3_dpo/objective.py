@@ -52,26 +52,27 @@ def loss_of(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) 
 def z0_of_step(
     dpo: DPO, mismatches: Mismatches | None, step: Step[ResponseBatch], state: Counters, course: Course
 ) -> float:
-    """Return z0 of all rows of an optimizer step, on all ranks, under the policy before the step; 0 but for KTO.
+    """Return z0 of all rows of an optimizer step under the policy before the step; 0 unless the method is KTO.
 
-    Each rank scores the mismatches of its own rows, in as many forward passes as the others. A collective.
+    Each rank scores the mismatched rows of its part of the step, in as many forward passes as the other ranks. A
+    collective.
     """
     if mismatches is None:
         return 0.0
     rows = mismatches.epochs[step.number // dpo.loader.steps_per_epoch]
     size = course.halving.batch_size(state, "train", dpo.config.optimizer.per_device_train_batch_size)
-    own: list[int | None] = [*step.rows]
-    own += [None] * (dpo.loader.rows_per_step // dpo.run.world.size - len(own))
-    parts = (own[start : start + size] for start in range(0, len(own), size))
+    numbers: list[int | None] = [*step.rows]
+    numbers += [None] * (dpo.loader.rows_per_step // dpo.run.world.size - len(numbers))
+    parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
 
-    def made(part: list[int | None]) -> ResponseBatch:
+    def mismatched_batch(part: list[int | None]) -> ResponseBatch:
         beat("train", state.step)
         units = [None if row is None else [rows[row]] for row in part]
         return single_responses(units, pad_id=dpo.tokenizer.pad_token_id)
 
     dpo.engine.module.eval()  # without dropout, whose random numbers are keyed by the passes of training
     try:
-        return point_of(dpo, map(made, parts))
+        return point_of(dpo, map(mismatched_batch, parts))
     finally:
         dpo.engine.module.train()
 

@@ -43,7 +43,7 @@ COLUMNS = {"chosen_ids": ("chosen_reference", "rejected_reference"), "ids": ("re
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RowSet:
     """Rows whose responses the reference judges.
 
     rows: rows, by their numbers.
@@ -57,7 +57,7 @@ class Judged:
 
 
 def reference_log_probs(
-    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged], *, key: str
+    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, row_sets: Mapping[str, RowSet], *, key: str
 ) -> dict[str, np.ndarray]:
     """Return name -> log-probabilities (M, K) fp64 of the responses of each row; NaN where the run does not read it.
 
@@ -67,20 +67,20 @@ def reference_log_probs(
         key: see `key_of`.
     """
     path = run.folder / FILE
-    known = dist.on_main(lambda: read_known(path, key))
-    tables = {name: known.get(name, np.full(one.lengths.shape, np.nan)) for name, one in judged.items()}
+    stored = dist.on_main(lambda: read_tables(path, key))
+    tables = {name: stored.get(name, np.full(one.lengths.shape, np.nan)) for name, one in row_sets.items()}
     missing = {
         name: replace(one, numbers=[row for row in sorted(set(one.numbers)) if np.isnan(tables[name][row]).any()])
-        for name, one in judged.items()
+        for name, one in row_sets.items()
     }
     if count := sum(len(one.numbers) for one in missing.values()):
         began = written = dist.on_main(time.monotonic)
-        for name, numbers, found in computed(run, config, source, collate, missing):
-            tables[name][numbers] = found
+        for name, numbers, values in score_rows(run, config, source, collate, missing):
+            tables[name][numbers] = values
             if (now := dist.on_main(time.monotonic)) - written >= WRITE_EVERY_S:
-                on_each_storage(lambda: write_known(path, key, tables))
+                on_each_storage(lambda: write_tables(path, key, tables))
                 written = now
-        on_each_storage(lambda: write_known(path, key, tables))
+        on_each_storage(lambda: write_tables(path, key, tables))
         seconds = time.monotonic() - began
         if run.world.is_main:
             log.info("reference: log-probabilities of %d rows under %s in %.0f s", count, source.path, seconds)
@@ -97,8 +97,8 @@ def with_columns(rows: Dataset, table: np.ndarray) -> Dataset:
     return rows
 
 
-def computed(
-    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, judged: Mapping[str, Judged]
+def score_rows(
+    run: Run, config: DPOConfig, source: ModelSource, collate: Collate, row_sets: Mapping[str, RowSet]
 ) -> Iterator[tuple[str, list[int], np.ndarray]]:
     """Yield (name, n numbers, (n, K) fp64) of the rows of these numbers, in parts, by the start model. A collective.
 
@@ -106,11 +106,11 @@ def computed(
     """
     engine = frozen_engine(run, load_policy, source, config.model, name="reference")
     size = config.optimizer.per_device_eval_batch_size
-    for name, one in judged.items():
+    for name, one in row_sets.items():
         step = PART * run.world.size * size
         for start in range(0, len(one.numbers), step):
             numbers = one.numbers[start : start + step]
-            yield name, numbers, judged_part(run, engine, collate, one, numbers, micro_batch_size=size)
+            yield name, numbers, score_part(run, engine, collate, one, numbers, micro_batch_size=size)
     engine.discard()
     del engine
     gc.collect()
@@ -118,21 +118,21 @@ def computed(
         torch.cuda.empty_cache()
 
 
-def judged_part(
-    run: Run, engine: FrozenEngine, collate: Collate, judged: Judged, numbers: list[int], *, micro_batch_size: int
+def score_part(
+    run: Run, engine: FrozenEngine, collate: Collate, row_set: RowSet, numbers: list[int], *, micro_batch_size: int
 ) -> np.ndarray:
     """Return (n, K) fp64 of the rows of n numbers. A collective."""
-    world, lengths = run.world, judged.lengths[numbers]
-    found = torch.zeros(lengths.shape, dtype=torch.float64, device=world.device)
+    world, lengths = run.world, row_set.lengths[numbers]
+    log_probs = torch.zeros(lengths.shape, dtype=torch.float64, device=world.device)
     sizes = {"world_size": world.size, "rank": world.rank, "micro_batch_size": micro_batch_size}
     for part in balanced_slices(range(len(numbers)), lengths.max(1).tolist(), **sizes):
         beat("start", 0)
-        rows = [None if place is None else [judged.rows[numbers[place]]] for place in part]
+        rows = [None if index is None else [row_set.rows[numbers[index]]] for index in part]
         values = response_log_probs(engine, to_device(collate(rows), world.device)).double()
-        for place, value in zip(part, values.view(found.shape[1], -1).T, strict=True):
-            if place is not None:
-                found[place] = value
-    return dist.sum_over_ranks(found).cpu().numpy()
+        for index, value in zip(part, values.view(log_probs.shape[1], -1).T, strict=True):
+            if index is not None:
+                log_probs[index] = value
+    return dist.sum_over_ranks(log_probs).cpu().numpy()
 
 
 def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int) -> str:
@@ -143,7 +143,7 @@ def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def read_known(path: Path, key: str) -> dict[str, np.ndarray]:
+def read_tables(path: Path, key: str) -> dict[str, np.ndarray]:
     """Return the tables of a file that was written under this key, name -> (M, K) fp64; {} if it is none or broken."""
     if not path.is_file():
         return {}
@@ -156,7 +156,7 @@ def read_known(path: Path, key: str) -> dict[str, np.ndarray]:
         return {}
 
 
-def write_known(path: Path, key: str, tables: dict[str, np.ndarray]) -> None:
+def write_tables(path: Path, key: str, tables: dict[str, np.ndarray]) -> None:
     """Write the tables, whole or not at all."""
     fresh = path.with_suffix(".new")
     save_file(tables, fresh, metadata={"key": key})

@@ -49,12 +49,12 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     length, is_kto = config.data.max_seq_len, config.method == "kto"
     what = f"{'responses' if is_kto else 'pairs'} of up to {length} tokens each"
     sequences = 1 if is_kto else 2
-    found = supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=sequences)
+    shared = supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=sequences)
     if not is_kto:
-        return found
-    (training,) = found.phases["train"]
+        return shared
+    (training,) = shared.phases["train"]
     mismatched = replace(training, trains=False, accumulates=False)
-    return replace(found, phases={**found.phases, "train": [training, mismatched]})
+    return replace(shared, phases={**shared.phases, "train": [training, mismatched]})
 
 
 def rows_of(config: DPOConfig) -> dict[str, Any]:

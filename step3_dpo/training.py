@@ -25,7 +25,7 @@ from step3_dpo.batches import Mismatches, ResponseBatch, pair_responses, single_
 from step3_dpo.config import DPOConfig
 from step3_dpo.metrics import METRICS, SHOWN
 from step3_dpo.objective import DPO, eps_of, log_ratios, loss_of, measured, z0_of_evaluation, z0_of_step
-from step3_dpo.reference import Judged, key_of, reference_log_probs, with_columns
+from step3_dpo.reference import RowSet, key_of, reference_log_probs, with_columns
 
 
 def train(run: Run, config: DPOConfig) -> None:
@@ -75,7 +75,7 @@ def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
         mismatches = Mismatches.of(rows.train, rows.eval, num_epochs=num_epochs, **facts)
     collate = partial(pair_responses if mismatches is None else single_responses, pad_id=tokenizer.pad_token_id)
     key = key_of(run, config, {"train": rows.train, "eval": rows.eval}, **facts)
-    tables = reference_log_probs(run, config, source, collate, judged_rows(run, config, rows, mismatches), key=key)
+    tables = reference_log_probs(run, config, source, collate, rows_to_score(run, config, rows, mismatches), key=key)
     train, held_out = (with_columns(part, tables[name]) for name, part in (("train", rows.train), ("eval", rows.eval)))
     dpo = assemble(
         run,
@@ -89,18 +89,18 @@ def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
     return dpo, mismatches and mismatches.with_reference(tables)
 
 
-def judged_rows(run: Run, config: DPOConfig, rows: StageData, mismatches: Mismatches | None) -> dict[str, Judged]:
+def rows_to_score(run: Run, config: DPOConfig, rows: StageData, mismatches: Mismatches | None) -> dict[str, RowSet]:
     """Return the rows whose responses the reference judges, by their names in its file."""
     held_out = list(range(evaluated_rows(run.resolved, len(rows.eval), run.world.size)))
     read = rows_of_epochs(run, config, len(rows.train))
-    judged = {
-        "train": Judged(rows.train, sequence_lengths(rows.train), read[0]),  # all of them, unless a run ends before
-        "eval": Judged(rows.eval, sequence_lengths(rows.eval), held_out),
+    row_sets = {
+        "train": RowSet(rows.train, sequence_lengths(rows.train), read[0]),  # all rows, unless the run ends earlier
+        "eval": RowSet(rows.eval, sequence_lengths(rows.eval), held_out),
     }
     parts = mismatches.parts() if mismatches else {}
     for (name, part), numbers in zip(parts.items(), [held_out, *read][: len(parts)], strict=True):
-        judged[name] = Judged(part, part.lengths, numbers)
-    return judged
+        row_sets[name] = RowSet(part, part.lengths, numbers)
+    return row_sets
 
 
 def rows_per_step(run: Run, config: DPOConfig) -> int:

@@ -26,7 +26,7 @@ from pipeline.run import host_storage
 from pipeline.training.metrics import MetricsWriter
 from step1_sft.metrics import METRICS
 from step3_dpo.main import main as dpo
-from step3_dpo.reference import write_known
+from step3_dpo.reference import write_tables
 from step3_ppo.main import main as ppo
 
 NOT_KEPT = {"heartbeat", "outcome"}
@@ -34,7 +34,7 @@ APPENDED = ("metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl")
 
 
 def reference(folder: Path) -> set[str]:
-    write_known(folder / "reference.safetensors", "key", {"train": np.zeros((3, 2))})
+    write_tables(folder / "reference.safetensors", "key", {"train": np.zeros((3, 2))})
     return {"reference.safetensors"}
 
 

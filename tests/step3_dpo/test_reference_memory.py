@@ -28,12 +28,12 @@ def loaded(*args, **named):
     return engine
 
 def watched(*args, **named):
-    yield from computed(*args, **named)
+    yield from score_rows(*args, **named)
     note.append(elements())
     pathlib.Path(sys.argv[1]).write_text(" ".join(map(str, note)))
 
-note, computed, frozen_engine = [], reference.computed, reference.frozen_engine
-reference.computed, reference.frozen_engine = watched, loaded
+note, score_rows, frozen_engine = [], reference.score_rows, reference.frozen_engine
+reference.score_rows, reference.frozen_engine = watched, loaded
 sys.exit(main(sys.argv[2:]))
 """
 

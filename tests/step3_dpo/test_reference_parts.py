@@ -22,13 +22,13 @@ from step3_dpo import reference
 from step3_dpo.main import main
 
 def killed(*args):
-    write_known(*args)
+    write_tables(*args)
     written.append(args)
     if len(written) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 
-written, write_known = [], reference.write_known
-reference.write_known, reference.PART, reference.WRITE_EVERY_S = killed, 4, 0.0
+written, write_tables = [], reference.write_tables
+reference.write_tables, reference.PART, reference.WRITE_EVERY_S = killed, 4, 0.0
 main(sys.argv[1:])
 """
 

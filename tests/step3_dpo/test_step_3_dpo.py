@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from step3_dpo.main import main
 from step3_dpo.metrics import METRICS
-from step3_dpo.reference import read_known, write_known
+from step3_dpo.reference import read_tables, write_tables
 
 ONLY_ELSEWHERE = {"z0", "mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
 EVALUATED = {"per_device_eval_batch_size": 3}
@@ -165,10 +165,10 @@ def test_a_longer_run_computes_what_is_missing_of_the_reference(trained: Trained
 @pytest.mark.parametrize("kept", [0, 4, 40, -8])
 def test_a_broken_file_of_the_reference_is_computed_again(kept: int, tmp_path: Path, caplog) -> None:
     tables, path = {"train": np.array([[-1.5, -2.5]])}, tmp_path / "reference.safetensors"
-    write_known(path, "key", tables)
-    assert read_known(path, "key")["train"].tolist() == [[-1.5, -2.5]] and read_known(path, "other") == {}
+    write_tables(path, "key", tables)
+    assert read_tables(path, "key")["train"].tolist() == [[-1.5, -2.5]] and read_tables(path, "other") == {}
     path.write_bytes(path.read_bytes()[:kept])
-    assert read_known(path, "key") == {} and f"{path}: cannot be read" in caplog.text
+    assert read_tables(path, "key") == {} and f"{path}: cannot be read" in caplog.text
 
 
 COMPLAINTS = {
