@@ -99,8 +99,8 @@ def table(results: dict[str, Any]) -> str:
     has_model = "reward_accuracy" in results
     kl = [(f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}")]
     accuracy = [("reward model: accuracy on unseen pairs", "{reward_accuracy_before:.3f}", "{reward_accuracy:.3f}")]
-    own = "mean reward" if method in stages_of_method("ppo")[3].methods.values() else "margin on unseen pairs"
-    score = "mean score of the reward model" if has_model else own
+    without_model = "mean reward" if method in stages_of_method("ppo")[3].methods.values() else "margin on unseen pairs"
+    score = "mean score of the reward model" if has_model else without_model
     rows = [
         ("", "before", "after"),
         ("SFT: perplexity on unseen answers", "{perplexity_before:.2f}", "{perplexity_after:.2f}"),

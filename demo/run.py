@@ -17,7 +17,7 @@ from pipeline.errors import InputError, dashed
 from pipeline.processes import let_threads_sleep
 
 ROOT = Path(__file__).resolve().parents[1]
-MADE = Path("output/demo")
+FOLDER = Path("output/demo")
 
 
 def call(command: list[str]) -> None:
@@ -49,9 +49,9 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
     last = stages_of_method(method)[3].section
     sections = ("sft", "reward", "ppo") if method == "ppo" else ("sft", last)
     seeds = [word for stage in sections for word in (dashed(f"{stage}.seed"), str(seed))]
-    say(f"data, tokenizer and an untrained model in {MADE}")
-    make_data(MADE, seed=seed)
-    make_model(MADE, seed=seed)
+    say(f"data, tokenizer and an untrained model in {FOLDER}")
+    make_data(FOLDER, seed=seed)
+    make_model(FOLDER, seed=seed)
     say("base model: stage 1 on plain text")
     preset = ROOT / "demo" / "base.yaml"
     base = ["1", "--preset", str(preset), "--seed", str(seed), "--report", "false", *again]  # train.py's has all runs
@@ -63,10 +63,10 @@ def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
         rule = ["--ppo.reward-function", f"{ROOT / 'demo' / 'rule.py'}:kindness"] if last == "ppo" else []
         call([*train, "--step", "1", "3", "--method", method, *rule, *again])
     say("sampling answers to prompts that no step has seen")
-    found = measure(Path("output"), seed=seed, method=method)
-    found["minutes"] = (time.monotonic() - started) / 60
-    (MADE / "result.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return found
+    results = measure(Path("output"), seed=seed, method=method)
+    results["minutes"] = (time.monotonic() - started) / 60
+    (FOLDER / "result.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,13 +78,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--method", default="ppo", help=f"how stage 3 learns: {methods} [ppo]")
     options = parser.parse_args(argv)
     try:
-        found = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
+        results = run(seed=options.seed, overwrite=options.overwrite, method=options.method)
     except InputError as error:
         parser.error(str(error))
     from demo.report import failed_claims, table, verdict
 
-    print(table(found), verdict(found), sep="\n\n")
-    return 1 if failed_claims(found) else 0
+    print(table(results), verdict(results), sep="\n\n")
+    return 1 if failed_claims(results) else 0
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def evaluate(
     if not counts.sum():
         return {}, {}
     loss = (losses.sum() / counts.sum()).item()
-    found = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_rows": float((counts > 0).sum())}
-    return found, {WEIGHT: counts.tolist(), "eval_loss": (losses / counts).tolist()}
+    metrics = {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0)), "eval_rows": float((counts > 0).sum())}
+    return metrics, {WEIGHT: counts.tolist(), "eval_loss": (losses / counts).tolist()}
 
 
 def evaluate_answers(

@@ -21,16 +21,16 @@ def main(argv: list[str] | None = None) -> int:
     """Evaluate the reward model of a folder on pairs; returns the exit code."""
 
     def work() -> None:
-        words = sys.argv[1:] if argv is None else argv
-        resolved = command_flags(RewardEvalConfig, words, section="reward", prog="python -m step2_reward.eval")
+        arguments = sys.argv[1:] if argv is None else argv
+        resolved = command_flags(RewardEvalConfig, arguments, section="reward", prog="python -m step2_reward.eval")
         options = resolved.config
         by_fraction = options.eval_split == "auto" and resolved.is_given("eval_fraction")
         check_reward_model(options.model, "--model")
         from step2_reward.pair_scores import evaluate_folder, lines
 
         is_split = not options.eval_data_path and (options.eval_split == "held_out" or by_fraction)
-        found = evaluate_folder(options, "split" if is_split else "all")
-        show(json.dumps(found) if options.json_output else "\n".join(lines(found)))
+        results = evaluate_folder(options, "split" if is_split else "all")
+        show(json.dumps(results) if options.json_output else "\n".join(lines(results)))
 
     return run_command(work)
 

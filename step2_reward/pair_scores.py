@@ -143,33 +143,33 @@ def is_below_chance(value: dict[str, Any] | None) -> bool:
     return value is not None and value["mean"] < 0.5 - 1 / math.sqrt(value["count"])
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(results: dict[str, Any]) -> list[str]:
     """The report for people."""
     shown = [
-        estimate_line("accuracy", found["accuracy"]),
-        estimate_line("margin (chosen - rejected)", found["margin"]),
-        f"  {'scores: mean, std':<34}{found['score_mean']:>8.3f} , {found['score_std']:.3f}",
+        estimate_line("accuracy", results["accuracy"]),
+        estimate_line("margin (chosen - rejected)", results["margin"]),
+        f"  {'scores: mean, std':<34}{results['score_mean']:>8.3f} , {results['score_std']:.3f}",
         "accuracy where people preferred the",
     ]
     names = {"shorter_wins": "shorter response", "similar": "one of similar length", "longer_wins": "longer response"}
-    shown += [estimate_line(names[name], value) for name, value in found["accuracy_by_length"].items()]
-    if is_below_chance(found["accuracy_by_length"].get("shorter_wins")):
+    shown += [estimate_line(names[name], value) for name, value in results["accuracy_by_length"].items()]
+    if is_below_chance(results["accuracy_by_length"].get("shorter_wins")):
         shown.append("  it takes the longer response for the better one: train it with --balance-lengths true")
     shown += ["rules without a model, same pairs"]
-    shown += [estimate_line(name, value) for name, value in found["trivial_rules"].items()]
+    shown += [estimate_line(name, value) for name, value in results["trivial_rules"].items()]
     shown += [
-        f"calibration (expected error {found['calibration']['expected_error']:.3f}; each pair in both orders)",
+        f"calibration (expected error {results['calibration']['expected_error']:.3f}; each pair in both orders)",
         "  predicted   observed   n",
     ]
-    for row in found["calibration"]["bins"]:
+    for row in results["calibration"]["bins"]:
         if row["count"]:
             shown.append(f"  {row['predicted']:>9.2f}  {row['observed']:>9.2f}   {row['count']}")
-    said, gain = found["verdict"], found["verdict"]["gain"]
+    outcome, gain = results["verdict"], results["verdict"]["gain"]
     error = "" if gain["standard_error"] is None else f" +- {gain['standard_error']:.3f}"
-    word = "better" if said["is_better"] else "NOT shown to be better"
-    shown.append(f"verdict: {word} than '{said['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs")
-    given, why = found["pairs_given"], found["not_scored"]
-    return [*shown, "; ".join([f"scored {found['pairs']} of {counted(given, 'pair')}", *why])]
+    phrase = "better" if outcome["is_better"] else "NOT shown to be better"
+    shown.append(f"verdict: {phrase} than '{outcome['rule']}': accuracy {gain['mean']:+.3f}{error} on the same pairs")
+    given, why = results["pairs_given"], results["not_scored"]
+    return [*shown, "; ".join([f"scored {results['pairs']} of {counted(given, 'pair')}", *why])]
 
 
 def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) -> dict[str, Any]:

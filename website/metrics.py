@@ -43,13 +43,13 @@ def groups_of(metrics: Mapping[str, Metric]) -> Iterable[str]:
     return dict.fromkeys(metric.group for metric in metrics.values())
 
 
-def section(title: str, note: str, metrics: Mapping[str, Metric], known: Mapping[str, Metric]) -> str:
-    """Return the section of a stage: its metrics that are not `known` from a section before, by their groups."""
-    own = {name: metric for name, metric in metrics.items() if name not in known}
+def section(title: str, note: str, metrics: Mapping[str, Metric], listed: Mapping[str, Metric]) -> str:
+    """Return the section of a stage: its metrics that are not `listed` from a section before, by their groups."""
+    new = {name: metric for name, metric in metrics.items() if name not in listed}
     lines = [f"## {title}", ""] + ([note, ""] if note else [])
     lines += ["| metric | name in the report | unit | better | meaning |", "|---|---|---|---|---|"]
-    for group in groups_of(own):
-        lines += [metric_row(name, metric) for name, metric in own.items() if metric.group == group]
+    for group in groups_of(new):
+        lines += [metric_row(name, metric) for name, metric in new.items() if metric.group == group]
     return "\n".join(lines)
 
 

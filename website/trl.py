@@ -98,8 +98,8 @@ def recognised() -> Iterator[tuple[str, str, str]]:
         names = Names(stage.config)
         for name, flags in names.other_tools.items():
             if name not in OTHERS:
-                found = ours.setdefault(name, {})
-                found |= {flag: names.table[flag].info.description or "" for flag in flags if flag not in found}
+                flags_of = ours.setdefault(name, {})
+                flags_of |= {flag: names.table[flag].info.description or "" for flag in flags if flag not in flags_of}
     for name in sorted(ours):
         meaning = next(iter(ours[name].values())).partition(";")[0].partition(" (")[0]
         remark = REMARKS.get(name, meaning if len(meaning) <= LONGEST else "")
@@ -108,9 +108,9 @@ def recognised() -> Iterator[tuple[str, str, str]]:
 
 def listed() -> Iterator[tuple[str, str, str]]:
     """Yield the rows of FLAGS, SAME and NO_FLAG. Raises KeyError for a flag of ours that does not exist."""
-    known = {name for stage in STAGES for name in Names(stage.config).known} | Names(TrainConfig).known.keys()
+    existing = {name for stage in STAGES for name in Names(stage.config).known} | Names(TrainConfig).known.keys()
     given = [flag for flag, _ in FLAGS.values()]
-    if missing := [name for name in (*given, *SAME) if name not in known]:
+    if missing := [name for name in (*given, *SAME) if name not in existing]:
         raise KeyError(f"website/trl.py: no such flags: {', '.join(missing)}")
     for name, (flag, remark) in FLAGS.items():
         yield name, flag_name(flag), remark

@@ -10,7 +10,7 @@ from typing import IO
 
 from pipeline.errors import say
 from pipeline.processes import python_environment
-from pipeline.run.layout import road_folder
+from pipeline.run.layout import stages_folder
 from pipeline.run.outcome import supervisor_name
 
 EVERY_S = 60.0  # between two starts, and before the first one: shorter runs have the last one alone
@@ -26,12 +26,12 @@ def own_reporter(run_dir: Path, *, is_on: bool) -> "Reporter":
 class Reporter:
     """Starts the process that writes the report of a folder, never two at once; its failure is one warning.
 
-    Where nothing was measured yet, there is nothing to write. `of_road`: of the run's whole road, see `road_folder`.
+    Where nothing was measured yet, there is nothing to write. `of_road`: of the run's whole road, see `stages_folder`.
     `is_on` False: it does nothing.
     """
 
     def __init__(self, run_dir: Path, *, of_road: bool = False, is_on: bool = True) -> None:
-        self.folder = road_folder(run_dir) if of_road else run_dir
+        self.folder = stages_folder(run_dir) if of_road else run_dir
         self._is_on = is_on and os.environ.get(SWITCH) != "false"
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

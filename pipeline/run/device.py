@@ -57,12 +57,12 @@ def query_gpu(*fields: str) -> list[str]:
     return values if len(values) == len(fields) else []
 
 
-def query_smi(*words: str) -> list[list[str]]:
+def query_smi(*options: str) -> list[list[str]]:
     """Return the rows of nvidia-smi's answer to a query; [] without nvidia-smi."""
-    command = ["nvidia-smi", *words, "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
     with suppress(OSError):
-        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        return [[value.strip() for value in line.split(",")] for line in answer.splitlines()]
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return [[value.strip() for value in line.split(",")] for line in output.splitlines()]
     return []
 
 
@@ -98,5 +98,5 @@ def bytes_of_cuda(measured: DeviceConstants | None, ranks: int) -> tuple[int, in
     """
     figures = (measured.context, measured.nccl) if measured else (0, 0)
     parts = list(zip(figures, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]
-    expected = sum(figure if 0 < figure <= known[1] else known[0] for figure, known in parts)
-    return expected, expected + sum(known[1] - known[0] for _, known in parts)
+    expected = sum(figure if 0 < figure <= limits[1] else limits[0] for figure, limits in parts)
+    return expected, expected + sum(limits[1] - limits[0] for _, limits in parts)

@@ -160,7 +160,7 @@ def command_flags(
         not_empty: flags of text that are refused where an empty text is given for them.
     """
     short = {f"-{name}": f"--{name}" for name in flag_table(config_class) if len(name) == 1}
-    resolved = parse(config_class, [short.get(word, word) for word in argv], section=section, prog=prog)
+    resolved = parse(config_class, [short.get(text, text) for text in argv], section=section, prog=prog)
     for name in not_empty:
         if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
             raise InputError(f"{dashed(name)}: found an empty text; give one, or leave the flag out")

@@ -17,9 +17,9 @@ from typing import Any
 from pipeline.files import parse_json, read_object
 from pipeline.run.layout import environment_file, meaning_file, row_values_file
 
-CUT = "eval_completions/truncated_fraction"
+TRUNCATED = "eval_completions/truncated_fraction"
 TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
-CUT_AT_FIRST = 0.5  # from this share on the limit is short for the model that training begins with
+MANY_TRUNCATED = 0.5  # from this share on the limit is short for the model that training begins with
 ERRORS = 2.0  # standard errors that a difference has to exceed
 ALIKE = 6  # rows that show a difference where all moved by the same: so many tossed coins agree once in 32 times
 MOST_ROWS = 1_000  # values of an evaluation that are kept; of more rows every second, third, ...
@@ -27,7 +27,7 @@ WEIGHT = "weight"  # in a line of row values: what each row counts in a mean, it
 EXPONENTIALS = {"eval_perplexity": "eval_loss"}  # metrics that are exp of a mean over rows
 # Metrics of an evaluation that are means of a field of its samples.
 OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
-WORDS = {
+PHRASES = {
     "worse": "WORSE than at the start: {worse}",
     "better": "better than at the start",
     "same": "no difference that {rows:g} rows can show",
@@ -46,7 +46,7 @@ class Change:
     first: the number at the first evaluation; NaN where it was not finite.
     last: that at the last one, with `--keep-best` at the best one; None where there is one evaluation alone.
     num_rows: held-out rows of the last one.
-    verdict: a key of WORDS, by what the rows can show; "" where the number has no direction, or was not compared.
+    verdict: a key of PHRASES, by what the rows can show; "" where the number has no direction, or was not compared.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Change:
 class Verdict:
     """Verdict on a run by its evaluations.
 
-    kind: a key of WORDS, the first one that one of its numbers has; "" where none was compared.
+    kind: a key of PHRASES, the first one that one of its numbers has; "" where none was compared.
     words: the kind for people.
     figures: the numbers at both ends for people.
     worse: the numbers that are worse, for people.
@@ -84,10 +84,10 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
     titles: dict[str, str] = meaning.get("titles", {})
     changes = compared(run_dir, [*titles], step=step)
     worse = [titles[one.name] for one in changes if one.verdict == "worse"]
-    if ends and ends[-1].get(CUT) == 1.0 and not number_of(ends[0].get(CUT)) >= CUT_AT_FIRST:
+    if ends and ends[-1].get(TRUNCATED) == 1.0 and not number_of(ends[0].get(TRUNCATED)) >= MANY_TRUNCATED:
         worse.append("every answer is cut at --max-answer-seq-len")
     kinds = ["worse"] * len(worse) + [one.verdict for one in changes]
-    kind = next((one for one in WORDS if one in kinds), "")
+    kind = next((one for one in PHRASES if one in kinds), "")
     numbers = [[f"{without_rounding(x):.4g}" for x in (one.first, one.last) if x is not None] for one in changes]
     figures = ", ".join(f"{titles[one.name]} {' -> '.join(both)}" for one, both in zip(changes, numbers, strict=True))
     num_rows = number_of(ends[-1].get("eval_rows")) if ends else math.nan
@@ -95,7 +95,7 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
         masked = number_of(ends[-1].get("eval_rows_masked", 0))
         rows = str(meaning.get("rows", "rows")).replace("prompts", "responses")  # of which a prompt may have several
         figures += f" ({f'{num_rows - masked:g} of ' if masked else ''}{num_rows:g} {rows})"
-    words = WORDS.get(kind, "").format(worse=", ".join(worse), rows=num_rows)
+    words = PHRASES.get(kind, "").format(worse=", ".join(worse), rows=num_rows)
     return Verdict(kind, words, figures, ", ".join(worse))
 
 
@@ -108,8 +108,8 @@ def compared(run_dir: Path, names: Sequence[str], *, step: float = math.inf) -> 
             metric, values, last = described(meaning, name), [number_of(line[name]) for line in ends], ends[-1]
             if keeps_best and metric["better"]:
                 last = ends[-max((metric["better"] * x, -n) for n, x in enumerate(values) if n == 0 or x == x)[1]]
-            is_judged = metric["better"] and last is not ends[0] and values[0] == values[0]
-            kind = judged(run_dir, name, ends[0], last, better=metric["better"]) if is_judged else ""
+            is_comparable = metric["better"] and last is not ends[0] and values[0] == values[0]
+            kind = verdict_on(run_dir, name, ends[0], last, better=metric["better"]) if is_comparable else ""
             after, num_rows = number_of(last[name]) if len(ends) > 1 else None, last.get("eval_rows")
             changes.append(Change(name, metric["title"], metric["unit"], values[0], after, num_rows, kind))
     return changes
@@ -119,14 +119,14 @@ def beside_last(run_dir: Path, name: str, step: int) -> str:
     """Say whether a number of the last evaluation differs from that of `step` by more than the rows can show."""
     lines = comparable([line for line in evaluations(run_dir) if name in line])
     for line in (line for line in lines[:-1] if line["step"] == step):
-        kind = judged(run_dir, name, line, lines[-1], better=1)
+        kind = verdict_on(run_dir, name, line, lines[-1], better=1)
         said = {"same": "differs by no more", "unknown": "may differ by no more"}.get(kind, "differs by more")
         return f"; the last one {said} than the held-out rows can show"
     return ""
 
 
-def judged(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any], *, better: int) -> str:
-    """Return how a number of an evaluation differs from that of another, as a key of WORDS.
+def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any], *, better: int) -> str:
+    """Return how a number of an evaluation differs from that of another, as a key of PHRASES.
 
     Two standard errors count: of the paired difference where rows have values in both, else of the two means.
     """
@@ -301,7 +301,7 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
 
 def unfinished_answers(run_dir: Path) -> str:
     """Return how many answers of the last run's first rollout reached its limit, in words."""
-    name, limit = CUT.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
+    name, limit = TRUNCATED.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
     shares = (line[name] for line in metrics_of(run_dir, having=f'"{name}": '.encode()))
     texts = (f"{one:.0%} of the last run's first ones reached its limit, {limit}" for one in shares if one is not None)
     return next(texts, "the first rollout logs how many reach that")

@@ -68,7 +68,7 @@ def plan_file(run_dir: Path) -> Path:
     return run_dir / "plan.json"
 
 
-def road_folder(run_dir: Path) -> Path:
+def stages_folder(run_dir: Path) -> Path:
     """Return the output folder whose stages keep their runs beside this one, or the run's own folder."""
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
 

@@ -39,8 +39,8 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
         folders = [run_dir, *([(f"{dashes}data-output-path", Path(cache))] if cache else [])]
         read += inputs(config, dashes)
         lines += clashes([*models, *((run_dir[0], run_dir[1] / name) for name in RUN_FILES)], read)
-        places = [*clashes(models, [*folders, *taken]), *clashes(folders, [*read, *taken], inside=False)]
-        lines += places or clashes(replaced, [*models, *folders])
+        overlaps = [*clashes(models, [*folders, *taken]), *clashes(folders, [*read, *taken], inside=False)]
+        lines += overlaps or clashes(replaced, [*models, *folders])
         lines += foreign(config, stage, dashes)
         taken += [*models, run_dir]
         replaced += models
@@ -64,8 +64,8 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
     resolved = [(flag, path, path.expanduser().resolve()) for flag, path in others]
     for flag, output in outputs:
         folder = output.expanduser().resolve()
-        for other, path, place in resolved:
-            if place == folder or (inside and folder in place.parents):
+        for other, path, target in resolved:
+            if target == folder or (inside and folder in target.parents):
                 yield f"{flag}: this run would write over {path} ({other}); name another folder"
 
 
