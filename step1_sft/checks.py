@@ -1,4 +1,4 @@
-"""Checks of stage 1 before any row or weight is read: its start model, the flags that have to fit it, packages."""
+"""Check stage 1 before it reads any row or weight: the start model, the flags that must fit it, and packages."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,11 +11,11 @@ from pipeline.models.paths import check_language_model
 from pipeline.models.source import ModelSource, check_positions
 from step1_sft.config import SFTConfig
 
-# Packages that compute the values of --eval-metric; not among the requirements.
+# Packages that compute the values of --eval-metric. They are not among the requirements.
 PACKAGES = {"bleu": "sacrebleu", "rouge": "rouge_score"}
-# Encoder-decoder types whose labels or masks are made in ways that this stage does not follow.
-CODES = "marks languages by codes, which rows do not name"
-OWN_WAYS = "shifts its labels, or masks its source, in a way of its own"
+# Reasons why stage 1 cannot train some encoder-decoder types.
+CODES = "needs language codes, which the rows do not have"
+OWN_WAYS = "shifts its labels or masks its source differently from T5"
 UNSUITABLE = dict.fromkeys(("m2m_100", "mbart", "nllb-moe", "plbart"), CODES) | dict.fromkeys(
     ("blenderbot", "blenderbot-small", "fsmt", "prophetnet"), OWN_WAYS
 )
@@ -47,7 +47,7 @@ def start_models(config: SFTConfig, base_of_output: Mapping[str, str]) -> list[S
 
 
 def check_seq2seq(config: SFTConfig, source: ModelSource) -> None:
-    """Raise InputError for an encoder-decoder model that is not trained, or for flags it cannot follow."""
+    """Raise InputError for an encoder-decoder model that stage 1 cannot train, or for flags that do not apply."""
     if not source.is_encoder_decoder:
         return
     check_labels(source)
@@ -69,10 +69,10 @@ def check_labels(source: ModelSource) -> None:
             f"--model-name-or-path {path}: {kind} {reason}; give T5, FLAN-T5, mT5, BART, Pegasus or Marian"
         )
     for name in ("decoder_start_token_id", "pad_token_id"):
-        if getattr(config, name, None) is None and kind != "t5gemma":  # whose decoder begins with its bos_token_id
+        if getattr(config, name, None) is None and kind != "t5gemma":  # its decoder begins with bos_token_id
             raise InputError(
-                f"--model-name-or-path {path}: config.json names no {name}, which the decoder reads in front of or "
-                "behind the labels; add it (of BERT: the ids of [CLS] and [PAD])"
+                f"--model-name-or-path {path}: config.json has no {name}, which the decoder reads before or "
+                "after the labels; add it (for BERT: the ids of [CLS] and [PAD])"
             )
 
 

@@ -15,14 +15,14 @@ class SFTDataConfig(DataConfig):
 
     max_seq_len: int = flag(
         512,
-        "Tokens of a training row; longer rows are cut on the right",
+        "Tokens of a training row; longer rows are truncated on the right",
         ge=8,
         other_tools="max_length max_seq_length cutoff_len",
     )
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
-    train_turns: Literal["all", "last"] = flag("all", "Assistant turns that are trained in a conversation")
-    packing: bool = flag(False, "Put several rows into one sequence; they do not see each other")
-    sft_only_data_path: list[str] = flag([], "Further sources, taken whole", kind="path", on_resume="data")
+    train_turns: Literal["all", "last"] = flag("all", "Assistant turns of a conversation that are trained")
+    packing: bool = flag(False, "Pack several rows into one sequence; attention stays within each row")
+    sft_only_data_path: list[str] = flag([], "Further data of stage 1, used in full", kind="path", on_resume="data")
 
 
 class SFTConfig(SupervisedConfig):
@@ -35,17 +35,21 @@ class SFTConfig(SupervisedConfig):
     run: RunConfig = RunConfig(output_dir="output/sft")
     eval_metric: Literal["loss", "bleu", "rouge"] = flag(
         "loss",
-        "What evaluations measure: the loss, or besides it BLEU or ROUGE-L of greedy answers to the held-out prompts",
+        "Metric of evaluations: the loss alone, or also BLEU or ROUGE-L of greedy answers to the held-out prompts",
         on_resume="free",
         other_tools="predict_with_generate",
     )
     eval_max_new_tokens: int = flag(
-        128, "Tokens of such an answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
+        128,
+        "New tokens of each answer",
+        ge=1,
+        on_resume="free",
+        other_tools="max_new_tokens generation_max_length",
     )
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:
         if self.data.packing and self.model.attn_implementation == "flash_attention_2":
-            raise ValueError("packing: flash_attention_2 takes no mask that keeps samples apart; use sdpa or eager")
+            raise ValueError("packing: flash_attention_2 accepts no mask that separates packed rows; use sdpa or eager")
         return self

@@ -23,7 +23,7 @@ Batch = SFTBatch | Seq2SeqBatch
 
 
 def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities (B, S - 1) fp32 of trained tokens and their mask; of an encoder-decoder model (B, T)."""
+    """Return log-probabilities (B, S - 1) fp32 of tokens and the mask of trained ones; (B, T) for encoder-decoders."""
     if isinstance(batch, Seq2SeqBatch):
         log_probs = model(batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels)
         return log_probs, batch.labels != IGNORED
@@ -39,7 +39,7 @@ def forward_log_probs(model: TrainingEngine, batch: Batch, *, packed: bool) -> t
 def evaluate(
     model: TrainingEngine, batches: Iterable[Callable[[], Batch]], device: torch.device
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return metrics of held-out rows, and those of each row as `row_values_line` takes them; {} twice without rows.
+    """Return the metrics of the held-out rows, and the values of each row for `row_values_line`; ({}, {}) without rows.
 
     The metrics are `eval_loss` (nats per trained token over all ranks), `eval_perplexity` and `eval_rows`.
     """
@@ -65,14 +65,14 @@ def evaluate_answers(
     metric: Literal["bleu", "rouge"],
     max_new_tokens: int,
 ) -> dict[str, float]:
-    """Generate greedy answers to the held-out prompts and compare them with the responses, over the rows of all ranks.
+    """Generate greedy answers to the held-out prompts of all ranks, and return their score against the responses.
 
-    A collective: every rank has equally many batches. {} where nothing is held out.
+    Returns {} if nothing is held out. A collective: every rank has the same number of batches.
     """
     model = base_model(engine.module.model)
-    chat_model = as_chat_model("", model, tokenizer, make_source=EagerGenerator)  # no copy of weights that are trained
+    chat_model = as_chat_model("", model, tokenizer, make_source=EagerGenerator)  # without a copy of the weights
     by_layer = engine.weights is not None and not engine.weights.once
-    own_config, model.generation_config = model.generation_config, GenerationConfig()  # its settings would be taken
+    own_config, model.generation_config = model.generation_config, GenerationConfig()  # else its settings would apply
     pairs = []
     try:
         with engine.generation(gather=not by_layer):
@@ -88,7 +88,7 @@ def evaluate_answers(
                 pairs += [
                     (answer.text, decode(tokenizer, response).strip())
                     for (answer,), (_, response) in zip(answers, rows, strict=True)
-                    if response  # a padding row has none
+                    if response  # padding rows have none
                 ]
     finally:
         model.generation_config = own_config
@@ -97,7 +97,7 @@ def evaluate_answers(
 
 
 def prompts_and_responses(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """Return the ids in front of each row's first trained token, and the trained ids from there on, up to a gap."""
+    """Return for each row the ids before its first trained token, and the trained ids from there to the first gap."""
     if isinstance(batch, Seq2SeqBatch):
         sources = [ids[mask] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
         return [(s.tolist(), ids[ids != IGNORED].tolist()) for s, ids in zip(sources, batch.labels, strict=True)]
@@ -118,6 +118,6 @@ def compare_texts(metric: str, answers: Sequence[str], references: Sequence[str]
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
-    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))  # a default one is logged each time
+    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))  # the default logs a line each time
     scores = (scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True))
     return {"eval_rougeL": fmean(score["rougeL"].fmeasure for score in scores)}

@@ -1,4 +1,4 @@
-"""Stage 1 as an object: supervised fine-tuning of a language model."""
+"""The `Stage` of supervised fine-tuning, stage 1."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING

@@ -35,7 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 1 that evolves, besides the engine; best_step: of the model that `--keep-best` has saved."""
+    """The state of stage 1 that changes, besides the engine.
+
+    best_eval_loss: eval_loss of the model that `--keep-best` has saved; None before.
+    best_step: step of that model.
+    """
 
     best_eval_loss: float | None = None
     best_step: int = 0
@@ -45,10 +49,10 @@ SFT = Supervised[SFTConfig, SFTBatch | Seq2SeqBatch]
 
 
 def train(run: Run, config: SFTConfig) -> None:
-    """Fine-tune, and leave the model in `--output-dir`.
+    """Fine-tune the model and save it in `--output-dir`.
 
     Raises:
-        StoppedRun: asked to stop; the checkpoint is written.
+        StoppedRun: the run was asked to stop; its checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
     sft = build(run, config)
@@ -79,7 +83,7 @@ def train(run: Run, config: SFTConfig) -> None:
 
 
 def build(run: Run, config: SFTConfig) -> SFT:
-    """Make everything that the loop works on: tokenizer, rows, model under DeepSpeed, learning rate."""
+    """Create what the loop uses: tokenizer, rows, model under DeepSpeed, learning rate."""
     source, tokenizer, rows = start_supervised(run, config)
     data, seq2seq = config.data, source.is_encoder_decoder
     if seq2seq:
@@ -89,18 +93,18 @@ def build(run: Run, config: SFTConfig) -> SFT:
     engine = language_model_engine(run, source, config.model)
     if data.packing:
         able = enable_packed_attention(engine.module.model, device=run.world.device)
-        kind = "by the variable-length flash kernel" if able else "under dense masks"
+        kind = "uses the variable-length flash kernel" if able else "uses dense masks"
         log.info("packed rows: attention %s", kind)
     return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)
 
 
 def check_sources(data: StageData) -> None:
-    """Raise InputError for a row without a source for the encoder: plain text, where all but one token is trained."""
+    """Raise InputError for a row without input for the encoder, such as plain text, whose tokens are all trained."""
     for split in (data.train, data.eval):
         lengths = np.asarray(split["num_tokens"][:]) - np.asarray(split["num_trained"][:])
         if (lengths < 2).any():
             raise InputError(
-                "--data-path: found plain text (column text); an encoder-decoder model needs a prompt for its encoder "
+                "--data-path: got plain text (column text); an encoder-decoder model needs a prompt for its encoder "
                 "and a response: columns prompt and response"
             )
 
@@ -112,7 +116,7 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course
         Interrupted: see `Supervised.sum_gradients`.
     """
     if step.num_trained == 0:
-        raise InputError(f"step {state.step + 1}: no trained token in {step.num_rows} rows")
+        raise InputError(f"step {state.step + 1}: none of its {step.num_rows} rows has a trained token")
 
     def loss_of(batch: SFTBatch | Seq2SeqBatch) -> torch.Tensor:
         return token_sum_loss(*forward_log_probs(sft.engine, batch, packed=sft.config.data.packing))
@@ -121,7 +125,7 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course
 
 
 def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
-    """Measure the held-out rows, once a step; with `--keep-best`, save the best model so far."""
+    """Evaluate on the held-out rows, at most once a step; with `--keep-best`, save the best model so far."""
     if state.evaluated == state.step:
         return
     with sft.evaluation(state, course) as batches:
@@ -132,13 +136,16 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
     if not sft.config.keep_best or loss is None or not math.isfinite(loss):
         return
     is_best = state.best_eval_loss is None or loss < state.best_eval_loss
-    # A model that cannot be saved does not count: the next one has to beat what is on the disk.
+    # A best model counts once it is saved: the next one must beat the model on the disk.
     if is_best and checkpoint.attempt(lambda: save(sft, state)):
         state.best_eval_loss, state.best_step = loss, state.step
 
 
 def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return the loss on evaluation batches and of each row; with `--eval-metric` the score of answers to prompts."""
+    """Return the metrics of the evaluation batches, and the values of each row.
+
+    With `--eval-metric` bleu or rouge, the metrics include the score of generated answers.
+    """
     measured, rows = evaluate(sft.engine, batches, sft.run.world.device)
     if sft.config.eval_metric != "loss":
         metric, longest = sft.config.eval_metric, sft.config.eval_max_new_tokens

@@ -297,8 +297,8 @@ def test_other_models_are_trained_and_saved_as_transformers_reads_them(kind: str
 
 
 UNSUITABLE = {
-    "mbart": "mbart marks languages by codes, which rows do not name; give T5",
-    "blenderbot": "blenderbot shifts its labels, or masks its source, in a way of its own; give T5",
+    "mbart": "mbart needs language codes, which the rows do not have; give T5",
+    "blenderbot": "blenderbot shifts its labels or masks its source differently from T5; give T5",
     "t5": "config.json names no decoder_start_token_id, which the decoder reads",
 }
 
@@ -321,7 +321,7 @@ def test_a_model_whose_labels_are_not_shifted_as_ours_is_refused(
 REFUSED = {
     "packing": ({"packing": "true"}, "--packing: "),
     "prompts": ({"train_on_prompt": "true"}, "--train-on-prompt: "),
-    "plain text": ({"data_path": "text.jsonl"}, "--data-path: found plain text"),
+    "plain text": ({"data_path": "text.jsonl"}, "--data-path: got plain text"),
 }
 
 
