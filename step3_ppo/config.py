@@ -42,14 +42,14 @@ class PPOConfig(StageConfig):
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
     reward_model_name_or_path: str = flag(
         "",
-        "Reward model; empty: the folder the critic starts from",
+        "Reward model; empty: the model that the critic starts from",
         kind="path",
         on_resume="model",
         aliases=("reward_model",),
     )
     reward_model_zero_stage: Literal["auto", "0", "1", "2", "3"] = flag(
         "auto",
-        "ZeRO stage of the reward model: 3 partitions its weights, others nothing; auto: the critic's",
+        "ZeRO stage of the reward model: 3 partitions its weights, lower ones do not; auto: the critic's",
         on_resume="rounding",
         needs="a reward model",
     )
@@ -66,8 +66,8 @@ class PPOConfig(StageConfig):
     )
     reward_model_offload_weights: Offload = flag(
         "auto",
-        "Where the reward weights are kept: none (on its device) or cpu (ZeRO stage 3); auto: as "
-        "--offload-reward-model says",
+        "Where the reward weights are stored: none (on the device) or cpu (ZeRO stage 3); auto: "
+        "--offload-reward-model decides",
         on_resume="rounding",
         needs="a reward model",
     )
@@ -251,11 +251,11 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _functions_reward(self) -> Self:
         if self.ppo.positive_nll_coef and not self.rewards.reward_function:
-            raise ValueError("positive_nll_coef: only a --reward-function says which responses are right; leave it out")
+            raise ValueError("positive_nll_coef: needs a --reward-function, which tells right responses; leave it out")
         if self.ppo.positive_score != 1.0 and not self.ppo.positive_nll_coef:
-            raise ValueError("positive_score: only --positive-nll-coef asks which responses are right; leave it out")
+            raise ValueError("positive_score: only --positive-nll-coef reads it; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
-            raise ValueError("replace_equal_groups: with a reward model: its scores are never equal; leave it out")
+            raise ValueError("replace_equal_groups: scores of a reward model are never equal; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -270,7 +270,7 @@ class PPOConfig(StageConfig):
     def _states_leave_the_device_once(self) -> Self:
         always = [offloads(self.deepspeed, self.flags_of(role))["offload_optimizer"] for role in self.trained_roles]
         if self.sampling.offload_optimizer_during_rollout and all(always):
-            raise ValueError("--offload-optimizer-during-rollout: with --offload the states never are on the device")
+            raise ValueError("--offload-optimizer-during-rollout: with --offload the states are never on the device")
         return self
 
     @model_validator(mode="after")

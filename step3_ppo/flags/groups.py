@@ -16,7 +16,7 @@ POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
 
 
 def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
-    """Raise ValueError for a flag that is not at its default, with the reason why nothing reads it."""
+    """Raise ValueError for a flag that differs from its default although nothing reads it; `reasons` tells why."""
     for name, reason in reasons.items():
         if getattr(group, name) != type(group).model_fields[name].default:
             raise ValueError(f"{name}: {reason}; leave it out")
@@ -27,7 +27,7 @@ class PromptDataConfig(DataConfig):
 
     max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1, other_tools="max_prompt_length")
     long_prompts: Literal["drop", "truncate_left"] = flag(
-        "drop", "Prompts above max_prompt_seq_len: dropped, or cut on their left"
+        "drop", "Prompts longer than max_prompt_seq_len: drop them, or truncate them on the left"
     )
     unsupervised_data_path: list[str] = flag(
         [],
@@ -51,7 +51,8 @@ class SamplingConfig(Group):
 
     rollout_batch_size: int = flag(
         0,
-        "Responses of a rollout over all GPUs (OpenRLHF's flag of this name counts prompts); 0: one optimizer step's",
+        "Responses sampled before the policy is updated, over all GPUs (OpenRLHF's flag of this name counts prompts); "
+        "0: one optimizer step's",
         ge=0,
         on_resume="rounding",
         instead_of="generation_batches",
@@ -62,8 +63,8 @@ class SamplingConfig(Group):
     )
     per_device_generation_batch_size: int = flag(
         16,
-        "Prompts sampled at once on a device, up to a rollout's; given by hand without --rollout-batch-size, times "
-        "--generation-batches the prompts of its rollout; auto: as many as have memory",
+        "Prompts sampled at once on a device, at most its rollout; without --rollout-batch-size, a given value times "
+        "--generation-batches is the rollout; auto: as many as fit in memory",
         ge=1,
         on_resume="rounding",
         auto=True,
@@ -71,7 +72,7 @@ class SamplingConfig(Group):
     )
     generation_batches: int = flag(
         0,
-        "Batches of prompts sampled at once that make a device's rollout; 0: as --rollout-batch-size says",
+        "Batches of prompts in a device's rollout; 0: --rollout-batch-size decides",
         ge=0,
         on_resume="rounding",
         instead_of="rollout_batch_size",
@@ -88,37 +89,37 @@ class SamplingConfig(Group):
         before=256,
         other_tools="max_new_tokens response_length max_completion_length",
     )
-    temperature: float = flag(1.0, "Divides the logits of sampling and of every log-probability", gt=0)
+    temperature: float = flag(1.0, "Temperature of sampling and of all log-probabilities", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
     stop_strings: StopTexts = flag(
-        [], "Texts that end a response as an EOS does, with the token that completes one", other_tools="stop"
+        [], "Texts that end a response as an EOS does; the token that completes one is its last", other_tools="stop"
     )
     generation_engine: BackendChoice = flag(
         "auto",
-        "Generation backend; auto: the fastest that knows the model and the device",
+        "Generation backend; auto: the fastest that supports the model and the device",
         on_resume="rounding",
         ignored=dict.fromkeys(("enable_hybrid_engine", "unpin_actor_parameters"), "the hybrid engine is always on"),
     )
     merge_lora_for_generation: bool = flag(
-        True, "Sample from a copy of the weights plus adapters; false: with adapters apart", on_resume="rounding"
+        True, "Sample from weights with merged adapters; false: adapters stay separate", on_resume="rounding"
     )
     release_inference_cache: bool = flag(
         False,
-        "Give the memory of generation (cache, graph, copied weights) back after each rollout; false: only where an "
-        "update lacks memory beside it; auto: where the plan says that it will",
+        "Free the memory of generation (cache, graph, copied weights) after each rollout; false: only if an update "
+        "runs out of memory; auto: if the plan expects that",
         on_resume="free",
         auto=True,
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",
-        "The actor under ZeRO-3 while it generates: whole on each GPU, or streamed: a few layers at a time; "
-        "auto: whole where it fits",
+        "Actor weights under ZeRO-3 during generation: whole on each GPU, or streamed, a few layers at a time; "
+        "auto: whole if they fit",
         on_resume="rounding",
     )
     inference_tp_size: int = flag(1, "GPUs that share the actor's weights in a rollout", ge=1, on_resume="rounding")
     offload_optimizer_during_rollout: bool = flag(
-        False, "Optimizer states are in host memory during a rollout; its cache is released after it", on_resume="free"
+        False, "Move optimizer states to host memory during a rollout, and free its cache after it", on_resume="free"
     )
 
 
@@ -127,10 +128,10 @@ class PPOCoefficients(Group):
 
     method: MethodName = flag(
         "ppo",
-        "How rewards become advantages: ppo learns values beside the policy; grpo and rloo compare the responses to a "
-        "prompt, reinforce_pp those of a batch",
+        "How rewards become advantages: ppo trains a critic; grpo and rloo compare the responses to a prompt; "
+        "reinforce_pp compares those of a batch",
     )
-    ppo_epochs: int = flag(1, "Passes over the rollouts of one update phase", ge=1, other_tools="num_ppo_epochs")
+    ppo_epochs: int = flag(1, "Passes over each rollout", ge=1, other_tools="num_ppo_epochs")
     policy_loss: str = flag(
         "clipped",
         "PPO's clipped loss; cispo: each token keeps a gradient, its ratio is capped; or FILE.py:NAME, a function of "
@@ -145,27 +146,27 @@ class PPOCoefficients(Group):
     policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange epsilon")
     policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as policy_clip", ge=0)
     dual_clip: float = flag(
-        0.0, "Ratio above which a token of negative advantage has no gradient, above 1 (3); 0: none", ge=0
+        0.0, "Ratio above which a token of negative advantage has no gradient: 3 is usual; 0: none", ge=0
     )
     ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = flag(
         "token_mean",
-        "Mean of the policy loss and its further terms: over all tokens, over responses of the mean of each, or "
-        "constant: sums of responses over max_answer_seq_len (Dr. GRPO)",
+        "Mean of the policy loss and its further terms: over all tokens; over responses, of the mean of each; or "
+        "constant: the sum of each response over max_answer_seq_len (Dr. GRPO)",
     )
     off_policy_weights: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = flag(
         "auto",
-        "Weigh the policy loss, not its further terms, by the trainer's over the sampler's probability of a token, a "
-        "response or its mean token, cut at a cap or 0 beyond limits; auto: token_truncate for adapters that are "
-        "merged in 16 bits, else none",
+        "Importance weights of the policy loss: the trainer's over the sampler's probability of a token, a response or "
+        "its mean token, truncated at off_policy_cap or 0 outside the limits; auto: token_truncate for adapters that "
+        "are merged in 16 bits, else none",
         before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest of these weights", gt=0)
-    off_policy_low: float = flag(0.5, "Smallest weight that is no 0, of the kinds with a mask", ge=0)
+    off_policy_low: float = flag(0.5, "Kinds with a mask: weights below this become 0", ge=0)
     off_policy_veto: float = flag(
-        0.0, "Leave responses out that have a token whose weight is below this (1e-4); 0: none", ge=0
+        0.0, "Leave out responses with a token whose weight is below this (1e-4 is usual); 0: none", ge=0
     )
     value_clip: float = flag(
         0.2,
@@ -191,19 +192,17 @@ class PPOCoefficients(Group):
     whiten_advantages: bool = flag(
         True, "Advantages get mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
     )
-    scale_by_group: bool = flag(
-        True, "grpo: divide by the deviation of the rewards to the same prompt; false: not (Dr. GRPO)"
-    )
+    scale_by_group: bool = flag(True, "grpo: divide by the standard deviation of the prompt's rewards; false: Dr. GRPO")
     replace_equal_groups: bool = flag(
         False,
-        "grpo, rloo: prompts whose responses all have the same reward are replaced by the next ones, 3 times, and left "
-        "out after that (DAPO)",
+        "grpo, rloo: replace prompts whose responses all have the same reward by the next prompts, up to 3 times, then "
+        "leave them out (DAPO)",
         other_tools="dynamic_sampling",
     )
-    group_baseline: bool = flag(False, "ppo, reinforce_pp: take the mean reward to the same prompt off first")
+    group_baseline: bool = flag(False, "ppo, reinforce_pp: subtract the mean reward of the prompt first")
     entropy_coef: float = flag(
         0.0,
-        "Weight of the entropy of the policy's distributions, which the loss gets less; 0: none",
+        "Weight of the entropy bonus, which is subtracted from the loss; 0: none",
         ge=0,
         other_tools="entropy_loss_coef entropy_coeff",
     )
@@ -213,28 +212,28 @@ class PPOCoefficients(Group):
         ge=0,
     )
     positive_score: float = flag(
-        1.0, "positive_nll_coef: a response is right where its reward functions give it this much, weighted and summed"
+        1.0, "positive_nll_coef: a response is right if the weighted sum of its reward functions is at least this"
     )
     kl_coef: float = flag(
-        0.1, "Weight of the KL penalty; the start value where it is adaptive", ge=0, other_tools="init_kl_coef beta"
+        0.1, "Weight of the KL penalty; with kl_target its first value", ge=0, other_tools="init_kl_coef beta"
     )
-    log_kl: bool = flag(False, "Log objective/kl at kl_coef 0 too, for which the reference is loaded", before=True)
+    log_kl: bool = flag(False, "Log objective/kl at kl_coef 0 too; this loads the reference", before=True)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
     kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
     kl_horizon: int = flag(10_000, "Sequences in which the adaptive kl_coef moves by at most a fifth", ge=1)
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
         "auto",
-        "Whose log-probabilities the KL takes; sampler: no extra pass, one step per rollout; auto: the sampler's "
-        "where that is so and its kernels sample as the trainer computes (learning report: within noise)",
+        "Source of the log-probabilities before the update; sampler: saves a pass, needs one step per rollout; auto: "
+        "sampler with one step per rollout, the fused backend, 16 bits, and neither top_p, top_k nor merged adapters",
     )
-    approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase above this KL; 0: never", ge=0)
+    approx_kl_stop: float = flag(0.0, "Skip the rest of a rollout's updates above this KL; 0: never", ge=0)
     reward_clip: float = flag(
-        5.0, "A reward model's normalised scores are cut to plus and minus this", gt=0, needs="a reward model"
+        5.0, "Clip a reward model's normalised scores to plus and minus this", gt=0, needs="a reward model"
     )
     missing_eos_penalty: float = flag(
         1.0,
-        "Subtracted from the reward of a response that did not end, in deviations of a reward model's scores",
+        "Subtracted from the reward of a response without an EOS, in standard deviations of a reward model's scores",
         ge=0,
         auto_is="1, or 0 where functions alone reward",
     )
@@ -245,8 +244,8 @@ class PPOCoefficients(Group):
     )
     critic_warmup_steps: int = flag(
         0,
-        "First steps in which only the critic learns; rollouts that begin in them have Monte-Carlo returns, with "
-        "lambda 1 (VC-PPO)",
+        "First steps, in which only the critic learns; rollouts that begin in them have Monte-Carlo returns: lambda 1 "
+        "(VC-PPO)",
         ge=0,
         needs="a critic",
     )
@@ -255,7 +254,7 @@ class PPOCoefficients(Group):
 
     @property
     def has_reference(self) -> bool:
-        """True where the KL to the reference weighs something, or is logged."""
+        """True if the KL to the reference has a weight or is logged."""
         return bool(self.kl_coef or self.log_kl)
 
     @property
@@ -267,26 +266,26 @@ class PPOCoefficients(Group):
 
     @property
     def weighs_off_policy(self) -> bool:
-        """True where the loss is weighted; what `auto` is, a run decides before it starts."""
+        """True if the policy loss has importance weights. A run resolves `auto` before it starts."""
         return self.off_policy_weights not in ("none", "auto")
 
     def check_steps(self, total: int) -> None:
-        """Raise InputError if the critic's warm-up lasts as long as a run of so many steps."""
+        """Raise InputError if the critic's warm-up lasts as long as the run, `total` steps."""
         if self.critic_warmup_steps >= total:
             raise InputError(
                 f"--critic-warmup-steps: got {self.critic_warmup_steps}, and the run has {counted(total, 'step')}: "
-                "none would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
+                "no step would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
             )
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> Self:
         if self.group_baseline and METHODS[self.method].compares:
-            raise ValueError(f"group_baseline: with method {self.method}: it compares by itself; leave it out")
+            raise ValueError(f"group_baseline: method {self.method} already compares responses; leave it out")
         if self.policy_loss == "cispo" and (self.policy_clip_high or self.dual_clip):
             name = "policy_clip_high" if self.policy_clip_high else "dual_clip"
-            raise ValueError(f"{name}: with policy_loss cispo: it caps ratios at ratio_cap; leave it out")
+            raise ValueError(f"{name}: policy_loss cispo caps ratios at ratio_cap instead; leave it out")
         if self.kl_target and not self.kl_coef:
-            raise ValueError("kl_target: kl_coef, which it moves by factors, is 0; give that too, or leave it out")
+            raise ValueError("kl_target: it multiplies kl_coef, which is 0; give --kl-coef too, or leave it out")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: got {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
         if -1 < self.returns_lambda < 0:
@@ -295,9 +294,9 @@ class PPOCoefficients(Group):
             found = f"got {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
             raise ValueError(f"off_policy_low: {found}: each weight would be 0; give less")
         if self.replace_equal_groups and not METHODS[self.method].compares:
-            raise ValueError(f"replace_equal_groups: with method {self.method}: grpo and rloo have it; leave it out")
+            raise ValueError(f"replace_equal_groups: needs method grpo or rloo, got {self.method}; leave it out")
         if not self.scale_by_group and self.method != "grpo":
-            raise ValueError(f"scale_by_group: with method {self.method}: only grpo scales so; leave it out")
+            raise ValueError(f"scale_by_group: needs method grpo, got {self.method}; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -15,8 +15,8 @@ class RewardConfig(WorkerFlags):
 
     reward_function: list[str] = flag(
         [],
-        "Functions that score responses: FILE.py:NAME, or a NAME of the box, each with an optional :WEIGHT; in YAML "
-        "also name, weight and args of each",
+        "Functions that score responses: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT; in YAML also "
+        "name, weight and args of each",
     )
     reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
     more_reward_models: list[str] = flag(
@@ -26,12 +26,12 @@ class RewardConfig(WorkerFlags):
     )
     reward_scaling: Literal["none", "batch", "running"] = flag(
         "none",
-        "Divide each reward by its own deviation, of the rollout or of all so far, before the weighted sum; a reward "
-        "model's takes the place of its stored std, and reward_clip cuts the quotient",
+        "Divide each reward by its standard deviation in this rollout (batch) or in all so far (running) before the "
+        "weighted sum; for a reward model this replaces the stored std, and reward_clip clips the quotient",
     )
     eval_samples_per_prompt: int = flag(
         1,
-        "Responses to each held-out prompt, of which pass_at_1 and pass_at_k of functions are logged: a value of at "
+        "Responses to each held-out prompt; pass_at_1 and pass_at_k are logged for each function, and a value of at "
         "least 1 passes",
         ge=1,
         le=MAX_SAMPLES,
@@ -39,8 +39,8 @@ class RewardConfig(WorkerFlags):
     )
     max_reward_failures: float = flag(
         0.05,
-        "Share of failed calls among the last 1,000 responses, at least 20 of them, above which the run is saved and "
-        "ends",
+        "Largest share of failed calls among the last 1,000 responses; above it and 20 failures, the run saves a "
+        "checkpoint and ends",
         ge=0,
         le=1,
         on_resume="free",

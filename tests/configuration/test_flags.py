@@ -262,7 +262,7 @@ def test_checks_over_several_fields_keep_their_message():
     own = ("--actor-offload-optimizer", "cpu")
     parse(PPOConfig, ["--offload-optimizer-during-rollout", *own], section="ppo")  # the critic's still move
     (line,) = errors_of("--offload-optimizer-during-rollout", "--offload", config_class=PPOConfig)
-    assert line == "--offload-optimizer-during-rollout: with --offload the states never are on the device"
+    assert line == "--offload-optimizer-during-rollout: with --offload the states are never on the device"
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -76,8 +76,16 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
             "num_samples_per_prompt",
             "2 or more",
         ),
-        ("--method rloo --reward-function exact_match --scale-by-group false", "scale_by_group", "only grpo"),
-        ("--method grpo --reward-function exact_match --group-baseline true", "group_baseline", "compares by itself"),
+        (
+            "--method rloo --reward-function exact_match --scale-by-group false",
+            "scale_by_group",
+            "needs method grpo, got rloo",
+        ),
+        (
+            "--method grpo --reward-function exact_match --group-baseline true",
+            "group_baseline",
+            "already compares responses",
+        ),
         ("--policy-loss cispo --policy-clip-high 0.3", "policy_clip_high", "cispo"),
         ("--policy-loss cispo --dual-clip 3", "dual_clip", "cispo"),
         ("--dual-clip 0.5", "dual_clip", "above 1"),
@@ -93,7 +101,7 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         (
             "--kl-coef 0 --kl-target 3",
             "kl_target",
-            "kl_coef, which it moves by factors, is 0; give that too, or leave",
+            "it multiplies kl_coef, which is 0; give --kl-coef too, or leave",
         ),
         ("--method grpo --reward-function exact_match --kl-target 3", "kl_target", "kl_coef"),
         ("--kl-horizon 50", "kl_horizon", "only kl_target"),

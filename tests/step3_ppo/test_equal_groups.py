@@ -211,8 +211,8 @@ def test_a_method_that_compares_responses_refuses_values_of_tokens(folder, tmp_p
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--method", "reinforce_pp"], "replace_equal_groups: with method reinforce_pp"),
-        (["--method", "grpo", "--reward-model-name-or-path", "r"], "replace_equal_groups: with a reward model"),
+        (["--method", "reinforce_pp"], "replace_equal_groups: needs method grpo or rloo, got reinforce_pp"),
+        (["--method", "grpo", "--reward-model-name-or-path", "r"], "replace_equal_groups: scores of a reward model"),
     ],
 )
 def test_refused_where_it_means_nothing(words, expected):
