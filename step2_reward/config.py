@@ -35,14 +35,14 @@ class RewardConfig(SupervisedConfig):
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:
         if self.reward_loss == "per_token" and self.centering_coef:
-            raise ValueError("centering_coef: needs --reward-loss last_token, found per_token")
+            raise ValueError("centering_coef: needs --reward-loss last_token, got per_token")
         if self.deepspeed.save_adapter_only:
             raise ValueError("save_adapter_only: a reward model is always saved whole, with its new head")
         return self
 
 
 class RewardEvalConfig(Group):
-    """Evaluate a reward model on pairs: accuracy, margins, calibration, and what trivial rules reach."""
+    """Evaluate a reward model on pairs: accuracy, margins, calibration, and the accuracy of trivial rules."""
 
     model: str = flag(
         "output/reward",
@@ -54,14 +54,14 @@ class RewardEvalConfig(Group):
     )
     data_path: list[str] = flag(..., "Pairs to score", min_length=1, kind="path")
     eval_split: Literal["auto", "all", "held_out"] = flag(
-        "auto", "all pairs, or held_out: those that a run holds out; auto: all, unless --eval-fraction is given"
+        "auto", "all: every pair; held_out: the pairs that a run holds out; auto: all unless --eval-fraction is given"
     )
     eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(
-        512, "Tokens, at most the model's positions; longer pairs lose the left of their prompt", ge=8
+        512, "Tokens of a sequence, at most the model's positions; longer prompts are truncated on the left", ge=8
     )
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data-seed: it chooses the held-out prompts", ge=0)
-    eval_data_path: list[str] = flag([], "Pairs that are all scored, in place of --data-path", kind="path")
+    eval_data_path: list[str] = flag([], "Pairs to score in full instead of --data-path", kind="path")
     column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

@@ -1,6 +1,6 @@
 """Evaluate a reward model on pairs: `python -m step2_reward.eval output/reward --data-path ...`.
 
-The flags are read, and `--help` answered, before torch is imported.
+It reads the flags and answers `--help` before it imports torch.
 """
 
 import json
@@ -10,7 +10,7 @@ from pipeline.console import quit_on_interrupt
 from pipeline.errors import show
 
 if __name__ == "__main__":
-    quit_on_interrupt()  # the flags take a part of a second to import
+    quit_on_interrupt()  # importing the flags takes a moment, in which Ctrl-C must work
 
 from pipeline.models.paths import check_reward_model
 from pipeline.run.entry import command_flags, run_command

@@ -1,7 +1,7 @@
-"""Losses of the reward model over pairs of answers: pure, fp32, and sums that the caller divides by the total weight.
+"""Losses of the reward model over pairs of answers: pure fp32 functions, whose sums the caller divides by the weights.
 
-Shapes: B pairs, S positions of a right-padded sequence. A weight of 0 marks a row that only fills the batch: whatever
-stands in it, NaN included, it adds nothing to the loss or the gradients.
+Shapes: B pairs, S positions of a right-padded sequence. A weight of 0 marks a row that only fills the batch. It adds
+nothing to the loss or the gradients, even if it holds NaN.
 """
 
 import math
@@ -19,7 +19,7 @@ def bradley_terry_loss(
     """sum_i w_i * (-log sigmoid(c_i - r_i - m_i) + centering_coef * (c_i + r_i)**2) over scores (B,) of the last token.
 
     Pair loss: Ouyang et al. 2022 (InstructGPT), section 3.5, equation 1, after Bradley and Terry 1952. Margins m:
-    Touvron et al. 2023 (Llama 2), section 3.2.2. Centering, which settles the free offset of the scores at zero:
+    Touvron et al. 2023 (Llama 2), section 3.2.2. Centering, which pulls the arbitrary offset of the scores to zero:
     Eisenstein et al. 2023, "Helping or Herding?", the regulariser of their reward-model objective.
     """
     assert chosen.dim() == 1 and chosen.shape == rejected.shape == weights.shape, (chosen.shape, rejected.shape)
@@ -44,9 +44,9 @@ def per_token_loss(
 ) -> Tensor:
     """sum_i w_i * mean over t in [d_i, e_i) of -log sigmoid(c_it - r_it), with values c, r and ids (B, S).
 
-    DeepSpeed-Chat's pair loss: d is the first position where the two rows differ, e the end of the longer one, padding
-    of the shorter one included. PPO reads the last token alone, so `bradley_terry_loss` is the default and this the
-    option for parity. Rows that never differ count as log 2 with no gradient.
+    DeepSpeed-Chat's pair loss: d is the first position where the two rows differ, and e the end of the longer one. So
+    padding of the shorter row counts. PPO reads the last token alone: `bradley_terry_loss` is the default, and this
+    loss is for parity with DeepSpeed-Chat. Rows that never differ count as log 2 without a gradient.
     """
     assert chosen_values.dim() == 2 and chosen_values.shape == rejected_values.shape, chosen_values.shape
     compared = _compared_mask(chosen_ids, rejected_ids, chosen_lengths, rejected_lengths)  # (B, S)
@@ -62,9 +62,9 @@ def per_token_loss(
 def _compared_mask(
     chosen_ids: Tensor, rejected_ids: Tensor, chosen_lengths: Tensor, rejected_lengths: Tensor
 ) -> Tensor:
-    """(B, S) mask of the positions from the first difference of the two rows to the end of the longer one.
+    """Return the (B, S) mask from the first position where the two rows differ to the end of the longer one.
 
-    Where one row has ended and the other has not they differ, even if the ids agree because padding is the EOS id.
+    Rows differ where only one has ended, even if the ids agree because the padding id is the EOS id.
     """
     assert chosen_ids.shape == rejected_ids.shape and chosen_ids.dim() == 2, (chosen_ids.shape, rejected_ids.shape)
     in_chosen = lengths_to_mask(chosen_lengths, chosen_ids.shape[1])

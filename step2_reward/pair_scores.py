@@ -1,4 +1,4 @@
-"""Scores of pairs, and what they say."""
+"""Score pairs with a reward model, and report accuracy, margins and calibration."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from step2_reward.config import RewardEvalConfig
 from step2_reward.loss import bradley_terry_loss, per_token_loss
 from step2_reward.statistics import accuracy, accuracy_by_length, calibration, mean_margin, trivial_rules, verdict
 
-if TYPE_CHECKING:  # it imports DeepSpeed, which takes seconds and warns where there is no GPU
+if TYPE_CHECKING:  # this imports DeepSpeed, which takes seconds and warns on a machine without a GPU
     from pipeline.engine.engine import TrainingEngine
 
 
@@ -87,14 +87,14 @@ def score_pairs(
 
 
 def of_pairs(scores: PairScores) -> dict[str, torch.Tensor]:
-    """Return the numbers of an evaluation that are means over pairs, (N,) fp32 each."""
+    """Return the values of each pair, (N,) fp32, whose means are metrics of an evaluation."""
     difference = scores.chosen - scores.rejected
     wins = (difference > 0).float() + 0.5 * (difference == 0).float()
     return {"eval_accuracy": wins, "eval_margin": difference}
 
 
 def summary(scores: PairScores) -> dict[str, float]:
-    """Return the metrics of an evaluation; {} where nothing is held out."""
+    """Return the metrics of an evaluation; {} if nothing is held out."""
     if not len(scores.chosen):
         return {}
     return {
@@ -112,7 +112,7 @@ def score_statistics(scores: PairScores) -> tuple[float, float]:
 
 
 def report(scores: PairScores, texts: tuple[list[str], list[str]], counts: Counts) -> dict[str, Any]:
-    """Everything that the command prints, as JSON values; counts: of the rows that were read."""
+    """Return everything that the command prints as JSON values; `counts` are those of the rows that were read."""
     chosen, rejected = scores.chosen.tolist(), scores.rejected.tolist()
     lengths = scores.chosen_lengths.int().tolist(), scores.rejected_lengths.int().tolist()
     mean, std = score_statistics(scores)
@@ -139,12 +139,12 @@ def estimate_line(name: str, value: dict[str, Any]) -> str:
 
 
 def is_below_chance(value: dict[str, Any] | None) -> bool:
-    """Return True for an accuracy that lies below 0.5 by more than two standard errors of tossed coins."""
+    """Return True for an accuracy more than two standard errors below 0.5, as tossed coins have them."""
     return value is not None and value["mean"] < 0.5 - 1 / math.sqrt(value["count"])
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """Return the lines of the report for people."""
     shown = [
         estimate_line("accuracy", results["accuracy"]),
         estimate_line("margin (chosen - rejected)", results["margin"]),
@@ -154,7 +154,7 @@ def lines(results: dict[str, Any]) -> list[str]:
     names = {"shorter_wins": "shorter response", "similar": "one of similar length", "longer_wins": "longer response"}
     shown += [estimate_line(names[name], value) for name, value in results["accuracy_by_length"].items()]
     if is_below_chance(results["accuracy_by_length"].get("shorter_wins")):
-        shown.append("  it takes the longer response for the better one: train it with --balance-lengths true")
+        shown.append("  it prefers longer responses: train it with --balance-lengths true")
     shown += ["rules without a model, same pairs"]
     shown += [estimate_line(name, value) for name, value in results["trivial_rules"].items()]
     shown += [
@@ -173,7 +173,7 @@ def lines(results: dict[str, Any]) -> list[str]:
 
 
 def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) -> dict[str, Any]:
-    """Score the pairs of `--data-path`, all or those held out, with the model of `--model` on this machine's device."""
+    """Score the pairs of `--data-path`, all or those held out, with `--model` on this machine's device."""
     transformers.logging.disable_progress_bar()
     tokenizer, source = load_tokenizer(options.model), ModelSource(options.model)
     if tokenizer.chat_template is None:
@@ -213,12 +213,12 @@ def evaluate_folder(options: RewardEvalConfig, scored: Literal["split", "all"]) 
 
 
 def pair_collator(pad_id: int) -> Callable[[list[Any]], PairBatch]:
-    """Lists of one row (or None) each -> PairBatch."""
+    """Return a function that collates lists of one row (or None) each into a PairBatch."""
     return lambda units: pair_batch([None if unit is None else unit[0] for unit in units], pad_id=pad_id)
 
 
 def response_texts(rows: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
-    """(chosen, rejected) responses as text."""
+    """Return the chosen and the rejected responses as text."""
     sides = []
     for name in ("chosen_ids", "rejected_ids"):
         responses = [row[name][row["prompt_length"] :] for row in rows]

@@ -1,4 +1,4 @@
-"""Stage 2 as an object: a reward model from pairs of responses."""
+"""The `Stage` of the reward model, stage 2."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

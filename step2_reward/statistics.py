@@ -1,7 +1,7 @@
 """Statistics of a reward model's scores on pairs of answers: pure functions on numbers and texts, no torch.
 
-`chosen` and `rejected` are the scores of the two answers of each pair, in the same order. A pair whose scores are equal
-counts as half a success everywhere.
+`chosen` and `rejected` are the scores of the two answers of each pair, in the same order. A pair with equal
+scores counts as half a success everywhere.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 CALIBRATION_BINS = 10
 SIMILAR_LENGTH = 0.1  # two answers are of similar length up to this share of the longer one
 LENGTH_BUCKETS = ("shorter_wins", "similar", "longer_wins")
-# Chinese and Japanese are written without spaces: there every character counts as a word.
+# A word of text. Chinese and Japanese have no spaces, so each of their characters counts as a word.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
@@ -57,7 +57,7 @@ class Calibration:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and its standard error, from the sample variance (divided by n - 1)."""
+    """Return the mean and its standard error, from the sample variance (divided by n - 1)."""
     if not values:
         raise ValueError("no pairs: nothing to estimate from")
     count = len(values)
@@ -66,17 +66,17 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def success(first: float, second: float) -> float:
-    """1 if the first is larger, 0.5 on a tie, else 0."""
+    """Return 1 if the first is larger, 0.5 on a tie, else 0."""
     return 0.5 + 0.5 * ((first > second) - (first < second))
 
 
 def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> Estimate:
-    """Share of pairs whose chosen answer scores higher."""
+    """Return the share of pairs whose chosen answer scores higher."""
     return estimate([success(c, r) for c, r in zip(chosen, rejected, strict=True)])
 
 
 def mean_margin(chosen: Sequence[float], rejected: Sequence[float]) -> Estimate:
-    """Mean of score(chosen) - score(rejected)."""
+    """Return the mean of score(chosen) - score(rejected)."""
     return estimate([c - r for c, r in zip(chosen, rejected, strict=True)])
 
 
@@ -85,10 +85,10 @@ def sigmoid(x: float) -> float:
 
 
 def calibration(chosen: Sequence[float], rejected: Sequence[float]) -> Calibration:
-    """Predicted P(first answer wins) = sigmoid(margin) against how often it did, in bins of equal width.
+    """Compare the predicted P(first answer wins) = sigmoid(margin) with how often it won, in bins of equal width.
 
-    Every pair is entered in both orders, as (p, won) and (1 - p, lost): with the chosen answer always first, the
-    observed rate would be 1 in every bin.
+    Every pair enters in both orders, as (p, won) and (1 - p, lost). With the chosen answer always first, the observed
+    rate would be 1 in every bin.
     """
     if not chosen:
         raise ValueError("no pairs: nothing to calibrate")
@@ -101,7 +101,7 @@ def calibration(chosen: Sequence[float], rejected: Sequence[float]) -> Calibrati
 
 
 def calibration_bin(index: int, points: Sequence[tuple[float, int]]) -> CalibrationBin:
-    """The comparisons of one bin: (predicted probability, 1 if it came true)."""
+    """Return a bin of its comparisons, (predicted probability, 1 if the first answer won) each."""
     low, high, count = index / CALIBRATION_BINS, (index + 1) / CALIBRATION_BINS, len(points)
     if not count:
         return CalibrationBin(low, high, 0, None, None)
@@ -123,10 +123,12 @@ def accuracy_by_length(
     chosen_lengths: Sequence[int],
     rejected_lengths: Sequence[int],
 ) -> dict[str, Estimate]:
-    """Accuracy in each non-empty length bucket; a model that reads only the length is near 0 in 'shorter_wins'.
+    """Return the accuracy in each length bucket that has pairs.
+
+    A model that reads only the length is near 0 in 'shorter_wins'.
 
     Args:
-        chosen_lengths, rejected_lengths: of the answers alone, in any one unit.
+        chosen_lengths, rejected_lengths: lengths of the answers alone, both in the same unit.
     """
     groups: dict[str, list[float]] = {name: [] for name in LENGTH_BUCKETS}
     for c, r, c_length, r_length in zip(chosen, rejected, chosen_lengths, rejected_lengths, strict=True):
@@ -147,9 +149,11 @@ TRIVIAL_RULES: dict[str, Callable[[str], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A reward model against the most accurate rule without a model, pair by pair.
+    """A comparison of a reward model with the most accurate rule that needs no model, pair by pair.
 
-    gain: accuracy of the model minus that of the rule. is_better: the gain is above 0 by two standard errors.
+    rule: name of that rule.
+    gain: accuracy of the model minus that of the rule.
+    is_better: the gain exceeds 0 by two standard errors.
     """
 
     rule: str
@@ -170,7 +174,7 @@ def verdict(
 
 
 def trivial_rules(chosen_texts: Sequence[str], rejected_texts: Sequence[str]) -> dict[str, Estimate]:
-    """Accuracy of each rule that a reward model must beat; texts are the answers alone, lengths are in characters."""
+    """Return the accuracy of each rule that a reward model must beat; the texts are the answers alone."""
     return {
         name: accuracy([rule(text) for text in chosen_texts], [rule(text) for text in rejected_texts])
         for name, rule in TRIVIAL_RULES.items()

@@ -26,18 +26,18 @@ from step2_reward.pair_scores import batch_loss, of_pairs, pair_collator, score_
 
 log = logging.getLogger(__name__)
 
-SCORED_PAIRS = 1_000  # training pairs that give the mean and std of scores where none is held out
+SCORED_PAIRS = 1_000  # training pairs that the mean and std of scores are measured on if no pair is held out
 
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 2 that evolves, besides the engine.
+    """The state of stage 2 that changes, besides the engine.
 
     best_accuracy: accuracy of the model that `--keep-best` has saved; None before.
     best_step: step of that model.
     score_mean: mean of the scores of the pairs that were scored last.
     score_std: standard deviation of these scores.
-    score_pairs: number and kind of these pairs; "" before.
+    score_pairs: number and kind of these pairs in words; "" before.
     """
 
     best_accuracy: float | None = None
@@ -51,10 +51,10 @@ Reward = Supervised[RewardConfig, PairBatch]
 
 
 def train(run: Run, config: RewardConfig) -> None:
-    """Train the reward model, and leave it in `--output-dir` with the mean and std of its scores.
+    """Train the reward model and save it in `--output-dir` with the mean and std of its scores.
 
     Raises:
-        StoppedRun: asked to stop; the checkpoint is written.
+        StoppedRun: the run was asked to stop; its checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
     reward = build(run, config)
@@ -64,7 +64,7 @@ def train(run: Run, config: RewardConfig) -> None:
         while True:
             with course.halving.when_out_of_memory(state):
                 is_done = state.step >= reward.total_steps
-                # A model that is saved holds the constants that normalise its scores: they are measured before.
+                # A saved model holds the constants that normalise its scores, so they are measured before each save.
                 if is_done or course.evaluation_is_due(state) or course.save_is_due(state):
                     evaluate(reward, state, course)
                 if is_done:
@@ -86,7 +86,7 @@ def train(run: Run, config: RewardConfig) -> None:
 
 
 def build(run: Run, config: RewardConfig) -> Reward:
-    """Make everything that the loop works on: tokenizer, pairs, model under DeepSpeed, learning rate."""
+    """Create what the loop uses: tokenizer, pairs, model under DeepSpeed, learning rate."""
     source, tokenizer, pairs = start_supervised(run, config)
     collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
     engine = value_model_engine(run, source, config.model, new_head=True)
@@ -110,9 +110,9 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, co
 
 
 def evaluate(reward: Reward, state: State, course: Course) -> None:
-    """Score the held-out pairs, once a step; with `--keep-best`, save the most accurate model so far.
+    """Score the held-out pairs, at most once a step; with `--keep-best`, save the most accurate model so far.
 
-    Where none is held out, the last training pairs give the constants of a model that is saved, and nothing else.
+    If no pair is held out, the last training pairs give the constants of a saved model, and no metrics.
     """
     if state.evaluated == state.step:
         return
@@ -129,7 +129,7 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     state.score_mean, state.score_std = score_statistics(scores)
     state.score_pairs = f"{len(scores.chosen)} {'held-out' if held_out else 'training'} pairs"
     if not held_out:
-        log.warning("no pair is held out: mean and std of scores are those of the last %s", state.score_pairs)
+        log.warning("no pair is held out: the mean and std of scores come from the last %s", state.score_pairs)
         return
     measured = summary(scores)
     course.recorder.write(state.step, measured, {name: values.tolist() for name, values in of_pairs(scores).items()})
@@ -137,7 +137,7 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     if not reward.config.keep_best or accuracy is None:
         return
     is_best = state.best_accuracy is None or accuracy > state.best_accuracy
-    # A model that cannot be saved does not count: the next one has to beat what is on the disk.
+    # A best model counts once it is saved: the next one must beat the model on the disk.
     if is_best and checkpoint.attempt(lambda: save(reward, state)):
         state.best_accuracy, state.best_step = accuracy, state.step
 
@@ -167,7 +167,7 @@ def save(reward: Reward, state: State) -> None:
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state: State) -> None:
     """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
     config: RewardConfig = run.resolved.config
-    is_measured = (state.score_mean, state.score_std) != (0.0, 1.0)  # also in a checkpoint that names no pairs
+    is_measured = (state.score_mean, state.score_std) != (0.0, 1.0)  # also if a checkpoint names no pairs
     names = ("score_mean", "score_std", "score_pairs") if is_measured else ()
     fields = score_head_fields(tokenizer, label="reward", **{name: getattr(state, name) for name in names})
     folder, kind = Path(config.run.output_dir), "Reward model"

@@ -76,16 +76,8 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
             "num_samples_per_prompt",
             "2 or more",
         ),
-        (
-            "--method rloo --reward-function exact_match --scale-by-group false",
-            "scale_by_group",
-            "needs method grpo, got rloo",
-        ),
-        (
-            "--method grpo --reward-function exact_match --group-baseline true",
-            "group_baseline",
-            "already compares responses",
-        ),
+        ("--method rloo --reward-function exact_match --scale-by-group false", "scale_by_group", "needs method grpo"),
+        ("--method grpo --reward-function exact_match --group-baseline true", "group_baseline", "already compares"),
         ("--policy-loss cispo --policy-clip-high 0.3", "policy_clip_high", "cispo"),
         ("--policy-loss cispo --dual-clip 3", "dual_clip", "cispo"),
         ("--dual-clip 0.5", "dual_clip", "above 1"),

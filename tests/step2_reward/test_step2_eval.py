@@ -162,7 +162,7 @@ def test_a_model_of_length_is_told_what_helps(num_right, is_told):
     lengths = torch.tensor([5.0] * 40), torch.tensor([9.0] * 40)
     scores = PairScores(chosen, -chosen, *lengths, 0.0)
     shown = "\n".join(lines(report(scores, (["short"] * 40, ["much longer"] * 40), Counts())))
-    assert ("takes the longer response for the better one: train it with --balance-lengths true" in shown) == is_told
+    assert ("prefers longer responses: train it with --balance-lengths true" in shown) == is_told
 
 
 @pytest.mark.parametrize(
