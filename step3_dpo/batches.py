@@ -16,7 +16,7 @@ from pipeline.data.batching import epoch_order, right_padded
 from pipeline.tensor_ops import masked_sum
 
 Row = Mapping[str, Any]
-SIDES = {"chosen": True, "rejected": False}  # of a pair -> their labels
+SIDES = {"chosen": True, "rejected": False}  # side of a pair -> its label
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ResponseBatch:
 
     @property
     def num_response_tokens(self) -> Tensor:
-        """Tokens of each response, (N,) int64; 1 where there is none."""
+        """The tokens of each response, (N,) int64; 1 for an empty response."""
         return (self.lengths - self.prompt_lengths).clamp(min=1)
 
 
@@ -52,12 +52,12 @@ Collate = Callable[[list[Any]], ResponseBatch]
 
 
 def pair_responses(units: Sequence[Sequence[Row] | None], *, pad_id: int) -> ResponseBatch:
-    """Collate units of one pair each; None is a pair that only fills the batch."""
+    """Collate units of one pair each; None stands for a pair that only fills the batch."""
     return batch_of([None if unit is None else side_of(unit[0], side) for side in SIDES for unit in units], pad_id)
 
 
 def single_responses(units: Sequence[Sequence[Row] | None], *, pad_id: int) -> ResponseBatch:
-    """Collate units of one labelled response each; None is one that only fills the batch."""
+    """Collate units of one labelled response each; None stands for one that only fills the batch."""
     return batch_of([None if unit is None else unit[0] for unit in units], pad_id)
 
 
@@ -69,7 +69,7 @@ def side_of(pair: Row, side: str) -> Row:
 
 
 def batch_of(rows: Sequence[Row | None], pad_id: int) -> ResponseBatch:
-    """Collate rows of `ids`, `prompt_length`, `label` and, where it is known, `reference`."""
+    """Collate rows with `ids`, `prompt_length`, `label` and, once it is computed, `reference`."""
     filler: Row = {"ids": [pad_id], "prompt_length": 0, "label": False}
     filled = [filler if row is None else row for row in rows]
     return ResponseBatch(
@@ -82,7 +82,7 @@ def batch_of(rows: Sequence[Row | None], pad_id: int) -> ResponseBatch:
 
 
 def response_mask(batch: ResponseBatch) -> Tensor:
-    """Return (N, S - 1) bool, True = token t + 1 is one of a response."""
+    """Return (N, S - 1) bool, True = token t + 1 belongs to a response."""
     positions = torch.arange(1, batch.input_ids.shape[1], device=batch.lengths.device)
     starts = batch.prompt_lengths.unsqueeze(1)
     return (positions >= starts) & (positions < batch.lengths.unsqueeze(1)) & (starts > 0)
@@ -103,12 +103,12 @@ def response_log_probs(model: Callable[..., Any], batch: ResponseBatch) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """The prompts of M labelled responses, each with the response of another row: row i with that of `partners[i]`.
+    """M rows: the prompt of row i with the response of row `partners[i]`.
 
     rows: the labelled responses.
     partners: (M,) int64.
-    limit: tokens of a sequence; a response loses what is beyond.
-    reference: (M,) fp64: log-probabilities under the reference, NaN where they are not known.
+    limit: tokens of a sequence; longer responses are truncated.
+    reference: (M,) fp64: log-probabilities under the reference, NaN for rows that the run does not read.
     """
 
     rows: Dataset
@@ -127,17 +127,21 @@ class Mismatched:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence, (M, 1) int64."""
+        """The tokens of each sequence, (M, 1) int64."""
         prompts, both = (np.asarray(self.rows[name][:], dtype=np.int64) for name in ("prompt_length", "num_tokens"))
         return np.minimum(prompts + (both - prompts)[self.partners], self.limit)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatches:
-    """The mismatched rows of a run: of the held-out rows, and of the training rows in each epoch.
+    """The mismatched rows of a run: those of the held-out rows, and those of the training rows in each epoch.
 
-    A row has the response of the one before it in the order of their hashes, the first that of the last one: among the
-    rows of its optimizer step, whatever ranks and micro-batches these are cut into, or among all held-out rows.
+    Rows are ordered by their hashes within an optimizer step, or within all held-out rows. Each row takes the response
+    of the row before it, and the first that of the last. So the result is the same for any number of ranks and any
+    micro-batch size.
+
+    eval: the held-out rows.
+    epochs: the training rows of each epoch.
     """
 
     eval: Mismatched
@@ -147,7 +151,7 @@ class Mismatches:
     def of(
         cls, train: Dataset, held_out: Dataset, *, seed: int, rows_per_step: int, num_epochs: int, limit: int
     ) -> Self:
-        """Mismatch rows; `limit`: tokens of a sequence."""
+        """Pair the prompt of each row with the response of another; `limit`: tokens of a sequence."""
         orders = (epoch_order(seed, epoch, len(train)) for epoch in range(num_epochs))
         starts = range(0, len(train), rows_per_step)
         steps = ([order[start : start + rows_per_step] for start in starts] for order in orders)
@@ -159,15 +163,16 @@ class Mismatches:
         return {"mismatched, eval": self.eval} | {f"mismatched, epoch {n}": part for n, part in enumerate(self.epochs)}
 
     def with_reference(self, tables: Mapping[str, np.ndarray]) -> Self:
-        """Add the reference's log-probabilities, name -> (M, 1)."""
+        """Return these rows with the reference's log-probabilities, name -> (M, 1)."""
         first, *others = (replace(part, reference=tables[name][:, 0]) for name, part in self.parts().items())
         return replace(self, eval=first, epochs=others)
 
 
 def partners_of(rows: Dataset, groups: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the row before each row, (M,) int64, in the order of hashes within its group; a row alone has itself.
+    """Return for each row the one before it, (M,) int64, in the order of hashes within its group.
 
-    Copies of a row count once in that order: none has its own response, which a copy before it would give it.
+    A row that is alone in its group gets itself. Copies of a row count once in that order: else a copy would give its
+    row the row's own response.
     """
     hashes, partners = np.asarray(rows["row_hash"][:], dtype=np.int64), np.arange(len(rows))
     for group in groups:

@@ -16,12 +16,12 @@ class ComparisonDataConfig(PairDataConfig):
 
     take_reward_share: bool = flag(
         True,
-        "Take stage 2's share of --data-split too; train.py gives false where that runs too, or has run in this folder",
+        "Train on stage 2's share of --data-split too; train.py sets false if stage 2 runs or has run in this folder",
     )
 
 
 class DPOConfig(SupervisedConfig):
-    """Stage 3 by DPO, IPO or KTO: a policy from pairs of responses or labelled ones, without a reward model."""
+    """Stage 3 by DPO, IPO or KTO: train a policy on pairs or labelled responses, without a reward model."""
 
     model: ModelConfig = ModelConfig(learning_rate=1e-6)
     data: ComparisonDataConfig = ComparisonDataConfig()
@@ -30,12 +30,12 @@ class DPOConfig(SupervisedConfig):
     run: RunConfig = RunConfig(output_dir="output/actor")
     method: Literal["dpo", "ipo", "kto"] = flag(
         "dpo",
-        "dpo: logistic loss on the difference of log-ratios; ipo: squared distance of it from 1 / (2 beta); kto: each "
-        "response by itself, good or bad, against a mean log-ratio",
+        "dpo: logistic loss on the difference of log-ratios; ipo: its squared distance from 1 / (2 beta); kto: "
+        "compares each response, good or bad, with a mean log-ratio",
         other_tools="loss_type pref_loss",
     )
-    beta: float = flag(0.1, "How far the policy is held to the reference", gt=0, other_tools="pref_beta")
-    label_smoothing: float = flag(0.0, "dpo: share of pairs whose preference is taken for wrong (cDPO)", ge=0, lt=0.5)
+    beta: float = flag(0.1, "Strength of the pull to the reference", gt=0, other_tools="pref_beta")
+    label_smoothing: float = flag(0.0, "dpo: assumed share of pairs with a wrong preference (cDPO)", ge=0, lt=0.5)
     ipo_log_ratios: Literal["mean", "sum"] = flag(
         "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"
     )
@@ -56,6 +56,6 @@ class DPOConfig(SupervisedConfig):
         return self
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
-        """Return the DeepSpeed JSONs of the model and of its reference, which is read before the model is loaded."""
+        """Return the DeepSpeed JSONs of the model and of its reference, which runs before the model is loaded."""
         reference = frozen_json(self.deepspeed, self.model, placement, offload=False, role="reference")
         return super().engine_jsons(origins, placement) | {"reference": reference}

@@ -1,8 +1,8 @@
-"""Losses of direct preference optimisation: pure, fp32, and sums that the caller divides by the total weight.
+"""Losses of direct preference optimisation: pure fp32 functions, whose sums the caller divides by the total weight.
 
-Shapes: B pairs, of KTO B responses. A log-ratio is log pi - log pi_ref of a whole response, its tokens summed (IPO: by
-default their mean).
-A weight of 0 marks what only fills the batch: whatever stands in it, NaN included, it adds nothing.
+Shapes: B pairs, or B responses with KTO. A log-ratio is log pi - log pi_ref of a response, summed over its tokens (IPO
+by default: their mean). A weight of 0 marks a pair or response that only fills the batch. It adds nothing, even if it
+holds NaN.
 """
 
 import torch
@@ -15,7 +15,7 @@ from pipeline.tensor_ops import masked_sum
 def dpo_loss(chosen: Tensor, rejected: Tensor, weights: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """sum_i w_i * -((1 - e) log sigmoid(beta d_i) + e log sigmoid(-beta d_i)), d = chosen - rejected log-ratios (B,).
 
-    Rafailov et al. 2023, equation 7; label smoothing e, the share of pairs whose label is wrong: Mitchell 2023 (cDPO).
+    Rafailov et al. 2023, equation 7. Label smoothing e, the assumed share of wrong pairs: Mitchell 2023 (cDPO).
     """
     scaled, counted = _differences(chosen, rejected, weights)
     losses = -(1 - label_smoothing) * logsigmoid(beta * scaled) - label_smoothing * logsigmoid(-beta * scaled)
@@ -41,9 +41,10 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """sum_i w_i * u_i * (1 - sigmoid(s_i * beta (r_i - z0))): of log-ratios r (B,), s = 1 and u = desirable_weight.
+    """sum_i w_i * u_i * (1 - sigmoid(s_i * beta (r_i - z0))) over log-ratios r (B,).
 
-    Where the label (B,) bool is False, s = -1 and u = undesirable_weight. z0 is a number: it has no gradient.
+    s = 1 and u = desirable_weight if the label (B,) bool is True, else s = -1 and u = undesirable_weight. z0 is a
+    number without a gradient.
     Ethayarajh et al. 2024, arXiv 2402.01306.
     """
     assert log_ratios.dim() == 1 and log_ratios.shape == labels.shape == weights.shape, (log_ratios.shape, labels.shape)
@@ -55,13 +56,13 @@ def kto_loss(
 
 
 def kto_point(total: float, count: float) -> float:
-    """Return KTO's reference point z0: the mean of `count` mismatched log-ratios of sum `total`, 0 if it is below."""
+    """Return KTO's reference point z0: the mean of `count` mismatched log-ratios with sum `total`, at least 0."""
     mean = total / max(count, 1)
-    return 0.0 if mean <= 0 else mean  # not max(): NaN has to stay, so that the step is skipped
+    return 0.0 if mean <= 0 else mean  # not max(), which drops NaN: NaN must stay, so that the step is skipped
 
 
 def _differences(chosen: Tensor, rejected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the differences (B,) fp32, 0 where a pair does not count, and which ones count (B,) bool."""
+    """Return the differences (B,) fp32, 0 for pairs that do not count, and the mask (B,) of pairs that count."""
     assert chosen.dim() == 1 and chosen.shape == rejected.shape == weights.shape, (chosen.shape, rejected.shape)
     counted = weights > 0
     return torch.where(counted, chosen.float() - rejected.float(), 0), counted

@@ -1,4 +1,4 @@
-"""The losses of batches by --method, KTO's reference point z0, and what is measured of a held-out batch."""
+"""The loss of a batch by --method, KTO's reference point z0, and the metrics of a held-out batch."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,17 +21,18 @@ from step3_dpo.config import DPOConfig
 from step3_dpo.loss import dpo_loss, ipo_loss, kto_loss, kto_point
 
 DPO = Supervised[DPOConfig, ResponseBatch]
-# Roundings within which two log-ratios are a tie. Passes of SmolLM2-135M in batches of other shapes differ by 1.1.
+# Log-ratios that differ by at most this many roundings are a tie. Measured: passes of SmolLM2-135M in batches of
+# different shapes differ by 1.1 roundings.
 ROUNDINGS = 2.0
 
 
 def log_ratios(dpo: DPO, batch: ResponseBatch) -> Tensor:
-    """Return the log-ratios of the policy to the reference, (N,) fp32 in nats, each of a whole response."""
+    """Return the log-ratio of the policy to the reference for each whole response, (N,) fp32 in nats."""
     return response_log_probs(dpo.engine, batch) - batch.reference
 
 
 def compared(config: DPOConfig, ratios: Tensor, batch: ResponseBatch) -> Tensor:
-    """Return the log-ratios (N,) as --method compares them: of IPO by default the mean over a response's tokens."""
+    """Return the log-ratios (N,) as --method compares them: for IPO by default the mean over a response's tokens."""
     is_mean = config.method == "ipo" and config.ipo_log_ratios == "mean"
     return ratios / batch.num_response_tokens if is_mean else ratios
 
@@ -70,7 +71,7 @@ def z0_of_step(
         units = [None if row is None else [rows[row]] for row in part]
         return single_responses(units, pad_id=dpo.tokenizer.pad_token_id)
 
-    dpo.engine.module.eval()  # without dropout, whose random numbers are keyed by the passes of training
+    dpo.engine.module.eval()  # no dropout: its random numbers are keyed by the passes of training
     try:
         return point_of(dpo, map(mismatched_batch, parts))
     finally:
@@ -78,7 +79,7 @@ def z0_of_step(
 
 
 def z0_of_evaluation(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> float:
-    """Return z0 of the rows of an evaluation, on all ranks; 0 but for KTO. A collective."""
+    """Return z0 of the rows of an evaluation over all ranks; 0 unless the method is KTO. A collective."""
     if mismatches is None:
         return 0.0
     world, size = dpo.run.world, dpo.config.optimizer.per_device_eval_batch_size
@@ -111,21 +112,25 @@ def eps_of(run: Run) -> float:
 
 
 def rounding(config: DPOConfig, batch: ResponseBatch, eps: float) -> Tensor:
-    """Return the rounding of log-ratios (N,), as --method compares them: below it their sign says nothing.
+    """Return the rounding error of log-ratios (N,) as --method compares them: a smaller log-ratio has no certain sign.
 
-    Tokens are rounded independently in the passes, whose dtype has this `eps`, and their sum in fp32.
+    Tokens are rounded independently in the passes, whose dtype has this `eps`; their sum is rounded in fp32.
     """
     nats = eps * batch.num_response_tokens.sqrt() + torch.finfo(torch.float32).eps * batch.reference.abs()
     return compared(config, ROUNDINGS * nats, batch)
 
 
 def measured(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float, eps: float) -> tuple[Tensor, Tensor]:
-    """Return sums (9,) fp64 over the sequences that count, with the numbers of their terms behind them; rows (N, 4).
+    """Return the metrics of a batch as sums (9,) fp64 over the sequences that count, and the values of its rows (N, 4).
 
-    The sums are: loss; comparisons won, and the number of pairs, or of KTO's responses; implicit rewards of chosen
-    responses and their number, the same of rejected ones; log-ratios, and the number of response tokens. A row is a
-    pair, of KTO a response: its comparison won, its reward (of a pair chosen - rejected, of a rejected response its
-    negative), its label, and whether it counts.
+    The sums are, in this order:
+        loss
+        comparisons won, number of comparisons (pairs, or responses with KTO)
+        implicit rewards of chosen responses, number of these
+        implicit rewards of rejected responses, number of these
+        log-ratios, number of response tokens
+    A row is a pair, or a response with KTO. Its values are: comparison won; reward (chosen - rejected for a pair,
+    negated for a rejected response); label; 1 if the row counts.
     """
     counted, rewards = batch.weights > 0, config.beta * compared(config, ratios, batch)
     errors = rounding(config, batch, eps)

@@ -1,8 +1,8 @@
-"""Log-probabilities of all responses under the reference, the model that training starts from: computed once, and kept.
+"""Compute once the log-probabilities of all responses under the reference, the model that training starts from.
 
-They are in the run's folder before the first step, so that the reference is in memory only until the policy is loaded.
-What is known is written once a minute: a run that ends before goes on there.
-Shapes: M rows of K responses each: 2 of a pair, else 1.
+The run stores them in its folder before the first step. So the reference is in memory only until the policy is loaded.
+Results are written once a minute, and a run that was interrupted continues from there.
+Shapes: M rows of K responses each; K is 2 for pairs, else 1.
 """
 
 import gc
@@ -37,18 +37,18 @@ from step3_dpo.config import DPOConfig
 log = logging.getLogger(__name__)
 
 FILE = "reference.safetensors"
-PART = 64  # micro-batches of a rank between two looks at the time
+PART = 64  # micro-batches of a rank between two checks of the time; chosen by hand
 WRITE_EVERY_S = 60.0
 COLUMNS = {"chosen_ids": ("chosen_reference", "rejected_reference"), "ids": ("reference",)}
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Rows whose responses the reference judges.
+    """Rows whose responses the reference scores.
 
-    rows: rows, by their numbers.
+    rows: M rows.
     lengths: (M, K) int64, tokens of the K sequences of each row.
-    numbers: of those that the run reads.
+    numbers: indices of the rows that the run reads.
     """
 
     rows: Dataset | Mismatched
@@ -59,9 +59,9 @@ class RowSet:
 def reference_log_probs(
     run: Run, config: DPOConfig, source: ModelSource, collate: Collate, row_sets: Mapping[str, RowSet], *, key: str
 ) -> dict[str, np.ndarray]:
-    """Return name -> log-probabilities (M, K) fp64 of the responses of each row; NaN where the run does not read it.
+    """Return name -> log-probabilities (M, K) fp64 of each row's responses; NaN for rows that the run does not read.
 
-    What the run's folder holds already is read; the rest is computed with the start model. A collective.
+    Values that the run's folder already holds are read; the start model computes the others. A collective.
 
     Args:
         key: see `key_of`.
@@ -88,7 +88,7 @@ def reference_log_probs(
 
 
 def with_columns(rows: Dataset, table: np.ndarray) -> Dataset:
-    """Add the reference's log-probabilities (M, K), and the tokens of all K responses of each row."""
+    """Add columns: the reference's log-probabilities (M, K), and the number of response tokens of each row."""
     sizes = sequence_lengths(rows)
     trained = sizes.sum(1) - sizes.shape[1] * np.asarray(rows["prompt_length"][:], dtype=np.int64)
     names = next(names for name, names in COLUMNS.items() if name in rows.column_names)
@@ -100,9 +100,9 @@ def with_columns(rows: Dataset, table: np.ndarray) -> Dataset:
 def score_rows(
     run: Run, config: DPOConfig, source: ModelSource, collate: Collate, row_sets: Mapping[str, RowSet]
 ) -> Iterator[tuple[str, list[int], np.ndarray]]:
-    """Yield (name, n numbers, (n, K) fp64) of the rows of these numbers, in parts, by the start model. A collective.
+    """Yield (name, n row indices, (n, K) fp64 log-probabilities) in parts, by the start model. A collective.
 
-    The model is released at the end.
+    The model is freed at the end.
     """
     engine = frozen_engine(run, load_policy, source, config.model, name="reference")
     size = config.optimizer.per_device_eval_batch_size
@@ -121,7 +121,7 @@ def score_rows(
 def score_part(
     run: Run, engine: FrozenEngine, collate: Collate, row_set: RowSet, numbers: list[int], *, micro_batch_size: int
 ) -> np.ndarray:
-    """Return (n, K) fp64 of the rows of n numbers. A collective."""
+    """Return the (n, K) fp64 log-probabilities of n rows. A collective."""
     world, lengths = run.world, row_set.lengths[numbers]
     log_probs = torch.zeros(lengths.shape, dtype=torch.float64, device=world.device)
     sizes = {"world_size": world.size, "rank": world.rank, "micro_batch_size": micro_batch_size}
@@ -136,7 +136,7 @@ def score_part(
 
 
 def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int) -> str:
-    """Return what the log-probabilities depend on, hashed: start model, rows, the dtype that computes, and `more`."""
+    """Return a hash of what the log-probabilities depend on: start model, rows, compute dtype, and `more`."""
     facts: dict[str, str | int] = {name: data_fingerprint(rows) for name, rows in data.items()}
     facts |= {"model": model_fingerprint(config.model.model_name_or_path), "dtype": compute_dtype(run)}
     facts |= {"quantization": config.model.quantization, **more}
@@ -144,7 +144,7 @@ def key_of(run: Run, config: DPOConfig, data: Mapping[str, Dataset], **more: int
 
 
 def read_tables(path: Path, key: str) -> dict[str, np.ndarray]:
-    """Return the tables of a file that was written under this key, name -> (M, K) fp64; {} if it is none or broken."""
+    """Return the tables of a file with this key, name -> (M, K) fp64; {} if there is none or it is broken."""
     if not path.is_file():
         return {}
     try:
@@ -157,7 +157,7 @@ def read_tables(path: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def write_tables(path: Path, key: str, tables: dict[str, np.ndarray]) -> None:
-    """Write the tables, whole or not at all."""
+    """Write the tables atomically."""
     fresh = path.with_suffix(".new")
     save_file(tables, fresh, metadata={"key": key})
     flush(fresh)

@@ -1,4 +1,4 @@
-"""The kind of rows that KTO reads: responses with a label, of which a pair gives two."""
+"""The kind of rows that KTO reads: labelled responses. A pair becomes two of them."""
 
 import hashlib
 from array import array
@@ -13,7 +13,7 @@ from pipeline.data.turns import BadRowError
 class ResponseRow:
     """A tokenised conversation of at most max_seq_len ids, and whether its response is good.
 
-    row_hash: 63-bit hash of ids and label, by which rows are ordered, whatever their order in the files.
+    row_hash: 63-bit hash of ids and label. Rows are ordered by it, so their order in the files does not matter.
     """
 
     ids: list[int]
@@ -26,7 +26,8 @@ def responses(maker: RowMaker, record: Record) -> list[ResponseRow]:
     """Return a row for the response of a record with a label, or one for each side of a pair.
 
     Raises:
-        BadRowError: neither a pair nor a label, a label that is no boolean, or what `RowMaker.sides` refuses.
+        BadRowError: a record with neither a pair nor a label, a label that is not a boolean, or an error of
+            `RowMaker.sides`.
     """
     texts = {label: text for label, text in ((True, record.chosen), (False, record.rejected)) if text is not None}
     label = True if len(texts) > 1 else record.label
@@ -34,7 +35,7 @@ def responses(maker: RowMaker, record: Record) -> list[ResponseRow]:
         kind = "no labelled response: columns chosen and rejected are needed, or a response and label (true or false)"
         raise BadRowError(kind, ", ".join(map(repr, record.columns)))
     if isinstance(label, str):
-        raise BadRowError("label is no boolean: true or false are right", label)
+        raise BadRowError("label is not a boolean: use true or false", label)
     sides, prompt_length = maker.sides(record, list(texts.values()), "pair" if len(texts) > 1 else "response")
     return [
         ResponseRow(ids, prompt_length, label, hash_of(ids, label=label))

@@ -1,4 +1,4 @@
-"""Stage 3 by DPO, IPO or KTO as an object: a policy from pairs or labelled responses, in the place of PPO."""
+"""The `Stage` of DPO, IPO and KTO: stage 3 from pairs or labelled responses instead of PPO."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,8 +9,9 @@ from pipeline.data.row_kinds import PAIRS
 from step3_dpo.config import DPOConfig
 from step3_dpo.rows import RESPONSES
 
-# LoRA's learning rate over that of all other weights. Measured with SmolLM2-135M-Instruct: DPO at 5e-6 learns as much
-# as rank 32 at 6e-5 to 1e-4 (benchmarks/reports/lora_rates_smollm2_h100_202611.md).
+# Factor of LoRA's default learning rate over that of full training. Measured with SmolLM2-135M-Instruct: DPO of all
+# weights at 5e-6 learns as much as LoRA of rank 32 at 6e-5 to 1e-4
+# (benchmarks/reports/lora_rates_smollm2_h100_202611.md).
 LORA_FACTOR = 20.0
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def start_models(config: DPOConfig, base_of_output: Mapping[str, str]) -> "list[
 def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> "StageNeeds":
     """Return what a rank needs, for the planner.
 
-    The reference is gone before the model is loaded: its pass needs less than an evaluation's.
+    The reference is freed before the model is loaded, and its pass needs less memory than an evaluation.
     """
     from pipeline.planning.needs import supervised_needs
 
@@ -58,7 +59,7 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 
 def rows_of(config: DPOConfig) -> dict[str, Any]:
-    """Return the kind of rows that the method reads, and the places of --data-split whose rows a run takes."""
+    """Return the kind of rows that the method reads, and the shares of --data-split (indices) that a run trains on."""
     shares = STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
     return {"rows": RESPONSES.name if config.method == "kto" else PAIRS.name, "shares": shares}
 

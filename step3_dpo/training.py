@@ -29,10 +29,10 @@ from step3_dpo.reference import RowSet, key_of, reference_log_probs, with_column
 
 
 def train(run: Run, config: DPOConfig) -> None:
-    """Train the policy, and leave it in `--output-dir`.
+    """Train the policy and save it in `--output-dir`.
 
     Raises:
-        StoppedRun: asked to stop; the checkpoint is written.
+        StoppedRun: the run was asked to stop; its checkpoint is written.
         DivergedError: too many steps in a row were not finite.
     """
     dpo, mismatches = build(run, config)
@@ -66,7 +66,7 @@ def train(run: Run, config: DPOConfig) -> None:
 
 
 def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
-    """Make everything that the loop works on: tokenizer, rows with their reference, model under DeepSpeed."""
+    """Create what the loop uses: tokenizer, rows with the reference's log-probabilities, model under DeepSpeed."""
     source, tokenizer, rows = start_supervised(run, config)
     mismatches, facts = None, dict[str, int]()
     if config.method == "kto":
@@ -90,7 +90,7 @@ def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
 
 
 def rows_to_score(run: Run, config: DPOConfig, rows: StageData, mismatches: Mismatches | None) -> dict[str, RowSet]:
-    """Return the rows whose responses the reference judges, by their names in its file."""
+    """Return the rows whose responses the reference scores, by their names in its file."""
     held_out = list(range(evaluated_rows(run.resolved, len(rows.eval), run.world.size)))
     read = rows_of_epochs(run, config, len(rows.train))
     row_sets = {
@@ -109,7 +109,7 @@ def rows_per_step(run: Run, config: DPOConfig) -> int:
 
 
 def rows_of_epochs(run: Run, config: DPOConfig, num_rows: int) -> list[list[int]]:
-    """Return the rows that the steps of each epoch of a run train on, in their order."""
+    """Return the rows that a run trains on in each epoch, in the order of its steps."""
     rows, settings = rows_per_step(run, config), config.run
     steps = total_steps(num_rows, rows, epochs=settings.num_train_epochs, max_steps=settings.max_steps)
     starts = range(0, steps, num_steps(num_rows, rows))
@@ -132,7 +132,7 @@ def accumulate_gradients(dpo: DPO, step: Step[ResponseBatch], state: Counters, c
 
 @torch.no_grad()
 def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> None:
-    """Measure the held-out rows, once a step. A collective."""
+    """Evaluate on the held-out rows, at most once a step. A collective."""
     if state.evaluated == state.step:
         return
     device = dpo.run.world.device
@@ -159,7 +159,7 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
     if mismatches is not None:
         values["z0"] = z0
     won, margins, is_chosen, _ = dist.in_row_order(parts).unbind(1)
-    # With these weights KTO's margin, a difference of two means, is a mean over all responses.
+    # KTO's margin is a difference of two means; with these weights it is one mean over all responses.
     margins *= torch.where(is_chosen > 0, num_rows / max(num_chosen, 1), num_rows / max(num_rejected, 1))
     of_rows = {"eval_accuracy": won.tolist(), "eval_margin": margins.tolist()}
     course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)

@@ -274,7 +274,7 @@ class PPOCoefficients(Group):
         if self.critic_warmup_steps >= total:
             raise InputError(
                 f"--critic-warmup-steps: got {self.critic_warmup_steps}, and the run has {counted(total, 'step')}: "
-                "no step would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
+                "none would train the policy; give less, or more steps (--max-steps, --num-train-epochs)"
             )
 
     @model_validator(mode="after")

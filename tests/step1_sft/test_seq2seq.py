@@ -299,7 +299,7 @@ def test_other_models_are_trained_and_saved_as_transformers_reads_them(kind: str
 UNSUITABLE = {
     "mbart": "mbart needs language codes, which the rows do not have; give T5",
     "blenderbot": "blenderbot shifts its labels or masks its source differently from T5; give T5",
-    "t5": "config.json names no decoder_start_token_id, which the decoder reads",
+    "t5": "config.json has no decoder_start_token_id, which the decoder reads",
 }
 
 

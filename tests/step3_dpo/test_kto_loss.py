@@ -161,9 +161,9 @@ def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):
     assert {kind: counts[kind] for kind in counts} == {
         "chosen equals rejected": 1, "response longer than max_seq_len": 1,
         "no labelled response: columns chosen and rejected are needed, or a response and label (true or false)": 2,
-        "label is no boolean: true or false are right": 1,
+        "label is not a boolean: use true or false": 1,
     }  # fmt: skip
-    assert "1 dropped: label is no boolean: true or false are right (first: f:6, got 1)" in counts.lines()
+    assert "1 dropped: label is not a boolean: use true or false (first: f:6, got 1)" in counts.lines()
 
 
 def test_the_planner_counts_the_forward_pass_over_mismatches():
