@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
-    """Everything that the loop works on, with the weights of the newest checkpoint; and the rest of that checkpoint."""
+    """Create what the loop uses, with the weights of the newest checkpoint; also return the rest of that checkpoint."""
     start_engines(run)
     sources = make_sources(run, config)
     make_room(run)
@@ -61,7 +61,7 @@ def assemble(
     schedule: Schedule,
     fingerprint: RunFingerprint,
 ) -> PPO:
-    """Everything that is made of the models and the prompts, with the weights as they are now."""
+    """Create what depends on models and prompts, with the current weights."""
     return PPO(
         run,
         config,
@@ -71,7 +71,7 @@ def assemble(
         schedule,
         fingerprint,
         rate=rate_factor(config.optimizer, total_steps=schedule.total_steps),
-        # Starts from the weights as they are now: with --force-resume the checkpoint may hold no average.
+        # The average starts from the current weights: with --force-resume the checkpoint may hold none.
         average=MovingAverage(models.actor.module, decay=config.ppo.ema_decay) if config.ppo.enable_ema else None,
         hybrid=make_hybrid(config, models, run.world.size),
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
@@ -81,7 +81,7 @@ def assemble(
 
 
 def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
-    """Make the engine that samples from the actor, and log how much it samples, and with what."""
+    """Create the engine that samples from the actor, and log the rollout size and the sampling settings."""
     configured = models.actor.module.model.generation_config
     vocabulary = Vocabulary.of(models.tokenizer, configured)
     log.info("rollouts: %s", config.rollout_size(ranks).line)
@@ -91,13 +91,13 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
 
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
-    """The counters of a checkpoint, and the rollout that it holds where its updates were not done; else the start."""
+    """Return the state of a checkpoint, and its rollout if that has updates left; else the start state."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
     take_halved(state, ppo.config, buffers=ppo.hybrid, asked={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
     if state.step and any(one.takes_first for one in ppo.models.rewards):
-        ppo.models.normalise_by(state.score_constants or [0.0, 1.0])  # an older version's run: raw scores
+        ppo.models.normalise_by(state.score_constants or [0.0, 1.0])  # a run of an older version used raw scores
     if ppo.average is not None and "average" in resumed.fragments:
         ppo.average.restore(resumed.fragments["average"])
     if not state.update:

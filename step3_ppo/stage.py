@@ -1,4 +1,4 @@
-"""Stage 3 as an object: PPO of an actor against a reward model."""
+"""The `Stage` of PPO and its other methods, stage 3."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def starts_of(flags: Mapping[str, Any]) -> dict[str, Start]:
-    """Return where the models of a run with these flags start: a critic as the reward model, else as the actor."""
+    """Return where the models of a run with these flags start: a critic from the reward model, else the actor."""
     method = METHODS.get(str(flags.get("method", "ppo")), METHODS["ppo"])
     is_rewarded_by_model = flags.get("reward_model_name_or_path") or not flags.get("reward_function")
     follows = Start("reward", "reward") if is_rewarded_by_model else ACTOR_START
@@ -38,7 +38,7 @@ def loop() -> "Callable[[Run, PPOConfig], None]":
 
 
 def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[StartModel]":
-    """Return actor, critic and reward model (if it has flags of its own) with their checks.
+    """Return actor, critic and reward model (if it has its own flags) with their checks.
 
     Args:
         base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
@@ -58,7 +58,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
 
     models: list[StartModel] = []
     for role in config.roles:
-        # A frozen model without flags of its own starts from the files of a trained one.
+        # A frozen model without its own flags starts from the files of a trained one.
         has_own_start = role.path and (role.number or own_flags(config, role) or config.reward_model_name_or_path)
         if not role.is_trained and not has_own_start:
             continue
@@ -103,7 +103,7 @@ def preflight(config: PPOConfig, columns: Collection[str]) -> None:
 
 
 def resolve_auto(run: "Run") -> dict[str, str]:
-    """Return whose log-probabilities the run takes, and how it weighs those of the sampler."""
+    """Return the values of `old_log_probs` and `off_policy_weights` that `auto` stands for in this run."""
     from pipeline.engine.build import compute_dtype
     from step3_ppo.models.needs import models_of, old_log_probs
 

@@ -1,4 +1,4 @@
-"""Everything of stage 3 that stays as it is (PPO), that evolves (State), and what a checkpoint holds of it."""
+"""The fixed objects of a run of stage 3 (PPO), its state that changes (State), and the content of a checkpoint."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class State(Counters):
-    """Everything of stage 3 that evolves, besides the engines and the moving average.
+    """The state of stage 3 that changes, besides the engines and the moving average.
 
     rollout: rollouts that are done.
     update: minibatches of the current rollout that are done; 0: a new rollout has to be sampled.
-    first_ratio_error: ratio error of the current rollout's first update; None where that trained no policy.
+    first_ratio_error: ratio error of the current rollout's first update; None if that update trained no policy.
     kl_coef: KL coefficient of the current rollout.
-    score_constants: mean and std of the scores of each reward model, one of which takes them from the first rollout;
-        None where each brings its own.
-    tallies: what is counted of rewards over rollouts, before and with rollout number `rollout`: one that is sampled
-        again, because the run was stopped in its first update, is counted once.
+    score_constants: mean and std of the scores of each reward model, if one of them takes these from the first rollout;
+        None if every reward model has stored its own.
+    tallies: counts of rewards over the rollouts before rollout number `rollout`, and with it. A rollout that is sampled
+        again, because the run was stopped in its first update, so counts once.
     """
 
     rollout: int = 0
@@ -55,28 +55,28 @@ class State(Counters):
     tallies: dict[str, Any] = field(default_factory=dict)
 
     def tallied(self, name: str) -> Any:
-        """Return a tally of the rollouts before this one; None where there is none yet."""
+        """Return a tally of the rollouts before this one; None if there is none yet."""
         return self.tallies.get("before" if self.tallies.get("rollout") == self.rollout else "with", {}).get(name)
 
     def tally(self, name: str, value: Any) -> None:
-        """Note a tally, a JSON value, of the rollouts up to this one."""
+        """Store a tally, a JSON value, of the rollouts up to this one."""
         if self.tallies.get("rollout") != self.rollout:
             self.tallies = {"rollout": self.rollout, "before": self.tallies.get("with", {}), "with": {}}
         self.tallies["with"] = {**self.tallies["with"], name: value}
 
     def tallied_now(self, name: str) -> Any:
-        """Return a tally of the rollouts up to this one, which has noted it; None where it has not."""
+        """Return the tally that this rollout has stored; None if it has not."""
         return self.tallies.get("with", {}).get(name) if self.tallies.get("rollout") == self.rollout else None
 
     def finish_rollout(self) -> None:
-        """Go on to the next rollout."""
+        """Continue with the next rollout."""
         self.rollout += 1
         self.update = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PPO:
-    """Everything of stage 3 that stays as it is while it trains.
+    """The objects of stage 3 that do not change while it trains.
 
     run: ranks, folder and settings.
     config: configuration of the stage.
@@ -125,11 +125,11 @@ class PPO:
 
     @property
     def idle_optimizers(self) -> list[TrainingEngine]:
-        """The engines whose optimizer states leave the device while no step is taken."""
+        """The engines whose optimizer states are in host memory while no step is taken."""
         return list(self.models.trained.values()) if self.config.sampling.offload_optimizer_during_rollout else []
 
     def sampler(self, rows: Any, state: State, *, num_samples: int, batch_size: int) -> Sampler:
-        """Return a sampler of responses to `rows`, as the flags say."""
+        """Return a sampler of responses to `rows` with the settings of the flags."""
 
         def should_stop() -> bool:
             beat("generate", state.step)
@@ -148,7 +148,7 @@ class PPO:
         )
 
     def scoring(self, rows: Any, state: State, num_samples: int) -> RolloutScoring | None:
-        """Return the calls of reward functions for a rollout; None where there are none."""
+        """Return the calls of reward functions for a rollout; None without functions."""
         if self.functions is None:
             return None
         return self.functions.scoring(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
@@ -181,13 +181,13 @@ class PPO:
         return responses
 
     def position(self, state: State, *, behind: bool = False) -> int:
-        """Return where the rollout begins in the order of all epochs' prompts, or the next one `behind` it."""
+        """Return the position of the rollout in the order of all epochs' prompts; with `behind` that of the next rollout."""
         counted = state.tallied_now("sampled") if behind else state.tallied("sampled")
         position: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
         return position
 
     def equal_groups(self, responses: Responses, state: State) -> Tensor:
-        """(prompts,) bool, True = the functions' rewards of all responses to the prompt are equal."""
+        """Return (prompts,) bool, True = all responses to the prompt have the same reward from functions."""
         model_scores = responses.sampler_log_probs[:, :0]  # no reward model scores them
         terms = self.terms(responses, model_scores, state, group_size=self.config.sampling.num_samples_per_prompt)
         return rewarded_alike(responses, model_scores, self.config.ppo, terms)
@@ -195,7 +195,7 @@ class PPO:
     def _count_sampled(
         self, rounds: Sequence[tuple[Responses, RolloutScoring | None]], state: State, *, position: int
     ) -> None:
-        """Note what was sampled for a rollout, the failed calls of functions and where the next rollout begins.
+        """Store what was sampled for a rollout, the failed calls of functions, and the position of the next rollout.
 
         Args:
             rounds: the responses to its prompts, then those to further ones, each with their calls.
@@ -228,19 +228,19 @@ class PPO:
     ) -> Rewarded:
         """Return rewards and advantages of raw scores (N, R), with the coefficients of the run.
 
-        is_counted: True = the rollout's scores count for the scale of those to come.
+        is_counted: True = the rollout's scores enter the running scale of later rollouts.
         """
         terms = self.terms(responses, model_scores, state, group_size=group_size)
         if is_counted and self.config.rewards.reward_scaling == "running":
             state.tally("spreads", terms.spreads)
         ppo = self.config.ppo
-        if state.step < ppo.critic_warmup_steps:  # Monte-Carlo returns: the critic's guesses are not to be learnt from
+        if state.step < ppo.critic_warmup_steps:  # Monte-Carlo returns, not the critic's own guesses
             ppo = ppo.model_copy(update={"returns_lambda": 1.0})
         return reward_responses(responses, scores, model_scores, ppo, kl_coef=state.kl_coef, terms=terms)
 
     def terms(self, responses: Responses, model_scores: Tensor, state: State, *, group_size: int) -> Terms:
         """Return how raw scores (N, R) are summed."""
-        # One that takes the constants of the first rollout does so for an evaluation before it.
+        # A reward model without stored constants takes those of these scores. So does an evaluation before any rollout.
         models = self.models.fitted(model_scores[responses.valid])
         terms = Terms(models, self.functions_by_name, group_size=group_size)
         scaling = self.config.rewards.reward_scaling
@@ -250,8 +250,10 @@ class PPO:
         return replace(terms, spreads=spreads(responses, model_scores, terms, earlier))
 
     def normalise_by_first(self, responses: Responses, scores: Scores, model_scores: Tensor, state: State) -> Scores:
-        """Normalise by the scores of this first rollout from now on; return `scores` with values on that scale."""
-        text = "--normalise-scores: the %s has no mean and std of its scores: the first rollout's, %.4g and %.4g"
+        """Normalise by the constants of this first rollout from now on; return `scores` with values on that scale."""
+        text = (
+            "--normalise-scores: the %s has stored no mean and std of scores: uses the first rollout's, %.4g and %.4g"
+        )
         first, *_ = rewards = self.models.fitted(model_scores[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):
             if before.takes_first:
@@ -262,7 +264,7 @@ class PPO:
         return replace(scores, values=(scores.values - first.mean) / first.std)
 
     def objectives(self, state: State, size: StepSize) -> list[Objective]:
-        """Return what the next step trains: the critic alone in its warm-up."""
+        """Return the objectives of the next step: that of the critic alone during its warm-up."""
         ppo, critic = self.config.ppo, self.models.critic
         objectives: list[Objective] = []
         if state.step >= ppo.critic_warmup_steps or critic is None:
@@ -287,18 +289,18 @@ class PPO:
         return objectives
 
     def micro_batch_size(self, state: State) -> int:
-        """Return the rows of a micro-batch in force."""
+        """Return the current number of rows of a micro-batch."""
         return state.batch_size("train", self.config.optimizer.per_device_train_batch_size)
 
     def minibatches(self, responses: Responses, state: State) -> Minibatches:
-        """Cut a rollout into this rank's micro-batches of each optimizer step."""
+        """Return this rank's micro-batches of each optimizer step on a rollout."""
         size = self.micro_batch_size(state)
         lengths = responses.lengths(packs=self.models.pack_rows)
         return Minibatches(size, list(self.updater.minibatches(lengths, size, rollout=state.rollout)))
 
 
 def checkpoint_content(ppo: PPO, state: State, rollout: Collected | None) -> checkpoint.Content:
-    """Collect what a checkpoint holds: everything that evolves, and the rollout until all its updates are done."""
+    """Collect the content of a checkpoint: all that changes, and the rollout unless all its updates are done."""
     unfinished = rollout if state.update else None
     return checkpoint.Content(
         state={"ppo": asdict(state), "rollout": unfinished.metrics if unfinished else None},

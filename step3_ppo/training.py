@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Run, config: PPOConfig) -> None:
-    """Improve the actor against the reward model; leave actor/, critic/ (and actor_ema/) in `--output-dir`.
+    """Train the actor on the rewards; save actor/, critic/ (and actor_ema/) in `--output-dir`.
 
     Raises:
-        StoppedRun: asked to stop; the checkpoint is written.
+        StoppedRun: the run was asked to stop; its checkpoint is written.
         DivergedError: too many updates in a row were not finite.
     """
     ppo, resumed = build(run, config)
@@ -87,7 +87,7 @@ def train(run: Run, config: PPOConfig) -> None:
 
 
 def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
-    """Metrics, checkpoints and stops of this run."""
+    """Return the object that handles metrics, checkpoints and stop requests of this run."""
     return Course(
         ppo.run,
         ppo.fingerprint,
@@ -96,7 +96,7 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
         metrics=METRICS | of_rewards(ppo.reward_names),
         engines=ppo.models.named(),
         counts=ppo.prompts.counts,
-        # With one step a rollout the policy has not moved when its step is taken: approx_kl is 0 by construction.
+        # With one step a rollout approx_kl is always 0: the policy has not moved when it is measured.
         shown=SHOWN
         + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ())
         + (("advantages/lambda",) if ppo.config.ppo.lambda_alpha else ()),
@@ -111,7 +111,7 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
     """Sample responses to the next prompts. A collective.
 
     Raises:
-        Interrupted: the run is to stop, or a reward function failed too often; nothing of the rollout is kept.
+        Interrupted: the run is to stop, or a reward function failed too often; the rollout is dropped.
     """
     course.begin("generate")
     beat("generate", state.step)
@@ -124,8 +124,8 @@ def sample(ppo: PPO, state: State, course: Course) -> Responses:
 def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
     """Run policy, reference and critic over the responses. A collective.
 
-    The policy's pass has the very shapes of the first epoch's updates; none is made where the sampler's
-    log-probabilities serve.
+    The policy's pass has exactly the shapes of the first epoch's updates. With `--old-log-probs sampler` it is left
+    out.
 
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
@@ -136,12 +136,12 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     if ppo.config.ppo.old_log_probs != "sampler":
         size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
         policy = score_policy(ppo, responses, state, course, size)
-        ppo.hybrid.note_update()  # it has an update's shapes
+        ppo.hybrid.note_update()  # the pass has the shapes of an update
     return score_others(ppo, responses, policy, state, course)
 
 
 def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, course: Course) -> Tensor:
-    """Return (N, R) raw scores of the R rewards of the run for responses to `rows`; part of scoring. A collective.
+    """Return the (N, R) raw scores of the R reward models for responses to `rows`; part of scoring. A collective.
 
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
@@ -153,7 +153,7 @@ def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, cours
 def reward(
     ppo: PPO, responses: Responses, scores: Scores, model_scores: Tensor, *, state: State, course: Course
 ) -> Collected:
-    """Turn scores into rewards and advantages: a rollout that is ready for updates, with its metrics."""
+    """Turn scores into rewards and advantages, and return the rollout that is ready for updates with its metrics."""
     if any(one.takes_first for one in ppo.models.rewards):
         scores = ppo.normalise_by_first(responses, scores, model_scores, state)
     k = ppo.config.sampling.num_samples_per_prompt
@@ -170,12 +170,12 @@ def reward(
         "epoch": ppo.position(state, behind=True) / ppo.schedule.positions_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
-    course.begin("train")  # optimizer states that were in host memory come back now: they are no memory of scoring
+    course.begin("train")  # from here on optimizer states are on the device again; their memory is not scoring's
     return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.minibatches(responses, state))
 
 
 def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
-    """Take the optimizer step of the rollout's next minibatch; None where its rows are all padding. A collective.
+    """Take the optimizer step of the rollout's next minibatch; None if all its rows are padding. A collective.
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped.
@@ -187,7 +187,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     batches = rollout.minibatches.steps[state.update]
     size = ppo.updater.step_size(rollout.responses, rollout.experience, batches)
     if not size.num_rows:
-        # Padding of an epoch's last rollout: no step, or AdamW's momentum would move the weights.
+        # An epoch's last rollout may end in padding. A step on it would move the weights by AdamW's momentum alone.
         return None
     course.begin("train")
     if not size.num_trained:
@@ -212,7 +212,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
 
 
 def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
-    """Count an optimizer step and write its metrics; the first step of a rollout writes the rollout's too.
+    """Count an optimizer step and write its metrics; the first step of a rollout also writes the rollout's metrics.
 
     Raises:
         DivergedError: too many steps in a row were not finite.
@@ -242,7 +242,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
 
 
 def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:
-    """Write down the prompts of a step that was skipped. Raises DivergedError after too many in a row."""
+    """Log the prompts of a skipped step. Raises DivergedError after too many skipped steps in a row."""
     rows = rollout.responses.select(places(update.batches, ppo.run.world.device))
     cause = "loss or gradient not finite" if update.size.num_trained else "no finite reward"
     prompts, ids = rows.row_index.tolist(), [rows.sequences]
@@ -250,15 +250,15 @@ def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> 
 
 
 def moved_too_far(ppo: PPO, update: Update | None) -> bool:
-    """Tell whether the policy has moved further than `--approx-kl-stop` allows within one rollout."""
+    """Return True if the policy has moved further than `--approx-kl-stop` allows within this rollout."""
     limit, moved = ppo.config.ppo.approx_kl_stop, update.metrics.get("policy/approx_kl", 0.0) if update else 0.0
     return limit > 0 and math.isfinite(moved) and moved > limit
 
 
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
-    """Move the KL coefficient towards `--kl-target`, where there is one, once the critic's warm-up has ended."""
+    """With `--kl-target`, adapt the KL coefficient once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
-    # Until then the policy is that of the start.
+    # During the warm-up the policy is still the start model, so its KL says nothing.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps
     if settings.kl_target and math.isfinite(observed) and not waits:
         state.kl_coef = next_kl_coef(
@@ -266,12 +266,12 @@ def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
             observed,
             target=settings.kl_target,
             horizon=settings.kl_horizon,
-            num_sequences=int(rollout.experience.response_mask.any(1).sum()),  # those whose KL was observed
+            num_sequences=int(rollout.experience.response_mask.any(1).sum()),  # sequences whose KL was observed
         )
 
 
 def evaluate(ppo: PPO, state: State, course: Course) -> None:
-    """Sample and score held-out prompts with the same random numbers each time, once a step. A collective.
+    """Sample and score held-out prompts, at most once a step, with the same random numbers each time. A collective.
 
     Raises:
         Interrupted: the run is to stop.
@@ -307,15 +307,15 @@ def save(ppo: PPO, state: State) -> None:
     save_models(ppo.run, ppo.models, ppo.average, step=state.step)
 
 
-# --- what several of them use ---------------------------------------------------------------------------------------
+# --- helpers of several steps ----------------------------------------------------------------------------------------
 
 
 def score_policy(
     ppo: PPO, responses: Responses, state: State, course: Course, size: int, *, rows_per_step: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Run the policy over the responses, in micro-batches of `size` rows as the first epoch's updates have them.
+    """Run the policy over the responses in micro-batches of `size` rows, like those of the first epoch's updates.
 
-    A collective; raises Interrupted.
+    A collective. Raises Interrupted.
     """
     lengths = responses.lengths(packs=ppo.models.pack_rows)
     rows, rows_per_step = range(len(lengths)), rows_per_step or ppo.schedule.rows_per_step
@@ -337,7 +337,10 @@ def score_others(
 def scoring_parts(
     ppo: PPO, responses: Responses, state: State, course: Course
 ) -> tuple[list[MicroBatch], Callable[[], None]]:
-    """Return this rank's micro-batches of scoring, and what is called between two; their size is what is halved."""
+    """Return this rank's micro-batches of scoring, and a function to call between two of them.
+
+    On an out-of-memory error the size of these micro-batches is halved.
+    """
     beat("score", state.step)
     lengths = responses.lengths(packs=ppo.models.pack_rows)
     tokens = course.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
@@ -345,6 +348,6 @@ def scoring_parts(
 
 
 def between_batches(state: State, course: Course) -> None:
-    """Beat, and raise Interrupted where the run is to stop."""
+    """Send a heartbeat, and raise Interrupted if the run is to stop."""
     beat("score", state.step)
     course.stopping.within_step()
