@@ -2,9 +2,9 @@
 
     Rollout     a rank's responses as a generation backend returns them, ragged
     Responses   the same as padded rows, gathered: every rank has all rows
-    Scores      what the models say of them: log-probabilities, values
-    Experience  what an optimizer step reads, besides the Responses
-    Collected   Responses and Experience, cut into micro-batches
+    Scores      the models' outputs for them: log-probabilities, values
+    Experience  what an optimizer step reads besides the Responses
+    Collected   Responses and Experience with their micro-batches
 
 All but Collected are frozen, with one row per sequence. N sequences, S longest sequence, T longest response.
 Rows are padded on the right; response token t of row n is at position prompt_lengths[n] + t of its sequence and is
@@ -28,10 +28,10 @@ from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, pl
 
 
 class Rows:
-    """The base of frozen dataclasses of tensors with a row for each sequence; a field may be None or other `Rows`."""
+    """Base of frozen dataclasses of tensors with a row for each sequence. A field may be None or another `Rows`."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return `change(tensor)` of each tensor."""
+        """Return the same rows with `change` applied to each tensor."""
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         for name, part in parts.items():
             if part is not None:
@@ -43,7 +43,7 @@ class Rows:
         return self.map(lambda tensor: tensor[index])
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors by their names, those of inner dataclasses among them."""
+        """Return the tensors by name, including those of inner dataclasses."""
         named: dict[str, Tensor] = {}
         for f in fields(self):  # type: ignore[arg-type]
             part = getattr(self, f.name)
@@ -55,10 +55,10 @@ class Rows:
 class FunctionScores(Rows):
     """The values that reward functions gave responses; F functions.
 
-    values: (N, F) fp32, of a function that gives each token a value their sum; 0 where there is none.
-    applies: (N, F) bool, False = the function says that it does not apply (None).
-    failures: (N, F) int64, 0 = none, else 1 + the place in KINDS of the kind of a call that failed.
-    per_token: (N, F, T) fp32, the values of tokens; 0 for a function that gives a response one; None where all do.
+    values: (N, F) fp32, for a function that returns values of tokens their sum; 0 without a value.
+    applies: (N, F) bool, False = the function returned None: it does not apply.
+    failures: (N, F) int64, 0 = the call succeeded, else 1 + the index in KINDS of the kind of failure.
+    per_token: (N, F, T) fp32, the values of tokens; 0 for functions that return one value a response; None if all do.
     """
 
     values: Tensor
@@ -68,9 +68,10 @@ class FunctionScores(Rows):
 
     @classmethod
     def of(cls, values: Sequence[Sequence[Value]], *, width: int, device: torch.device) -> Self:
-        """Make rows of N lists with the value of each function. Whether any gives tokens values is asked of all ranks.
+        """Return rows from N lists with the value of each function. A collective.
 
-        width: T. A collective.
+        `per_token` is set on all ranks if any function of any rank returned values of tokens.
+        width: T.
         """
         given = torch.zeros(len(values), len(values[0]))
         failures, applies = given.long(), torch.zeros_like(given, dtype=torch.bool)
@@ -104,8 +105,8 @@ class Responses(Rows):
     finished: (N,) bool, True = ended with an EOS or a stop string.
     valid: (N,) bool, True = counts; False is padding of an epoch's last rollout.
     row_index: (N,) int64, the prompt's row in the data set.
-    order: (N,) int64, the row's place in the rollout, whatever the number of ranks.
-    scored: what reward functions gave them while others were sampled; None without functions, and once it is summed.
+    order: (N,) int64, the row's index in the rollout, the same for any number of ranks.
+    scored: values of reward functions; None without functions, and once they are summed.
     """
 
     sequences: Tensor
@@ -137,22 +138,25 @@ class Responses(Rows):
         return (positions >= first) & (positions < first + self.response_lengths.unsqueeze(1))
 
     def in_response_space(self, per_position: Tensor) -> Tensor:
-        """(N, >= S - 1) values at the positions that predict -> (N, T) values of response tokens, 0 after the end."""
+        """Return (N, T) values of response tokens, 0 after the end, from values at the positions that predict them.
+
+        per_position: (N, >= S - 1).
+        """
         width = self.sampler_log_probs.shape[1]
         index = (self.prompt_lengths - 1).unsqueeze(1) + torch.arange(width, device=per_position.device)
         taken = per_position.gather(1, index.clamp(max=per_position.shape[1] - 1))
         return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
 
     def lengths(self, *, packs: bool = False) -> Lengths:
-        """The rows' lengths on the host, from which micro-batches are cut. Waits for the device once."""
+        """Return the rows' lengths on the host, for micro-batches. Waits for the device once."""
         return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs)
 
     def narrowed(self, length: int, width: int) -> "Responses":
-        """The first `length` positions of the sequences, the first `width` response tokens."""
+        """Return the first `length` positions of the sequences and the first `width` response tokens."""
         return replace(self, sequences=self.sequences[:, :length], sampler_log_probs=self.sampler_log_probs[:, :width])
 
     def above(self, others: "Responses", pad_id: int) -> "Responses":
-        """These rows and then those of `others`, which had reward functions as well if these had."""
+        """Return these rows followed by those of `others`. Both or neither have values of reward functions."""
         width = max(self.sampler_log_probs.shape[1], others.sampler_log_probs.shape[1])
         length = max(self.sequences.shape[1], others.sequences.shape[1])
         mine, more = (
@@ -167,7 +171,7 @@ class Responses(Rows):
         return mine.map(lambda tensor: torch.cat([tensor, next(added)]))
 
     def trimmed(self) -> "Responses":
-        """Drop the columns that are padding in every row, up to a whole unit of lengths. Waits for the device."""
+        """Drop the columns that are padding in every row, to a multiple of the unit of lengths. Waits for the device."""
         both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
         length, width = both.amax(1).tolist()
         return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)
@@ -177,7 +181,7 @@ class Responses(Rows):
 class Scores:
     """The outputs of the models for `Responses`, raw: no penalty, no normalisation; tokens after the end are 0.
 
-    log_probs: (N, T) fp32, those of the policy before the update ("old"), the trainer's or the sampler's.
+    log_probs: (N, T) fp32, of the policy before the update ("old"), by the trainer or the sampler.
     ref_log_probs: (N, T) fp32; None without a reference.
     entropy: (N, T) fp32; None with the sampler's log_probs.
     values: (N, T) fp32, on the normalised reward scale; None without a critic.
@@ -203,7 +207,7 @@ class ValueTargets(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Experience(Rows):
-    """The tensors that an optimizer step reads: in response space, fp32 ones 0 where response_mask is False.
+    """The tensors that an optimizer step reads, in response space. fp32 tensors are 0 where response_mask is False.
 
     response_mask: (N, T) bool, True = a token of a row that counts.
     log_probs: (N, T) fp32, those of the policy before the update.
@@ -221,7 +225,7 @@ class Experience(Rows):
     positive_mask: Tensor | None = None
 
     def narrowed(self, width: int) -> "Experience":
-        """The first `width` response positions."""
+        """Return the first `width` response tokens."""
         return self.map(lambda tensor: tensor[:, :width])
 
 
@@ -235,7 +239,7 @@ def pack_responses(
     row_index: Tensor,
     order: Tensor,
 ) -> Responses:
-    """Put one rank's rollout into rows of fixed width, so that ranks can exchange them."""
+    """Pad one rank's rollout to rows of fixed width, so that ranks can exchange them."""
     pairs = zip(rollout.prompts, rollout.responses, strict=True)
     device = rollout.finished.device
     return Responses(
@@ -257,7 +261,7 @@ def gather_responses(mine: Responses) -> Responses:
 
 
 def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
-    """Yield each micro-batch with its rows' places (n,) int64, and its rows cut to its shape. Waits for the device."""
+    """Yield each micro-batch, the indices (n,) int64 of its rows, and these rows in its shape. Waits for the device."""
     index = places(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
@@ -267,7 +271,7 @@ def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[
 class Minibatches:
     """The micro-batches of a rollout.
 
-    size: rows of a micro-batch at most, if they are of the longest.
+    size: largest number of rows of a micro-batch, reached with rows of the full length.
     steps: this rank's micro-batches of each optimizer step, all epochs.
     """
 
@@ -277,12 +281,12 @@ class Minibatches:
 
 @dataclass(slots=True)
 class Collected:
-    """A rollout that is ready for updates: the same on every rank but for its times and this rank's micro-batches.
+    """A rollout that is ready for updates. Only its times and micro-batches differ between ranks.
 
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    minibatches: micro-batches; their size changes where memory runs out.
+    minibatches: micro-batches of each step; on an out-of-memory error they are made anew with half the size.
     """
 
     responses: Responses
@@ -291,7 +295,7 @@ class Collected:
     minibatches: Minibatches
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps of it, besides the metrics."""
+        """Return the tensors that a checkpoint stores."""
         return self.responses.tensors("responses/") | self.experience.tensors("experience/")
 
     @classmethod
@@ -303,8 +307,7 @@ class Collected:
         *,
         minibatches: Callable[[Responses], Minibatches],
     ) -> Self:
-        """Make a rollout of the `tensors` and metrics of a checkpoint."""
-
+        """Return the rollout of a checkpoint from its `tensors` and metrics."""
         parts: dict[str, dict[str, Any]] = {"responses": {}, "experience": {}}
         for name, tensor in tensors.items():
             part, _, column = name.partition("/")

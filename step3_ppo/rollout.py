@@ -1,4 +1,4 @@
-"""The prompts of a run, those that each rollout takes, and the sampling of responses on all ranks."""
+"""Read the prompts of a run, schedule them over rollouts, and sample responses on all ranks."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,13 +26,15 @@ from pipeline.training.inputs import prepare_stage
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import FunctionScores, Responses, gather_responses, pack_responses
 
-if TYPE_CHECKING:  # it imports deepspeed, which a plan does without
+if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
     from pipeline.generation.hybrid_engine import HybridEngine
 
 log = logging.getLogger(__name__)
 
-MAX_ROUNDS = 3  # of further prompts, in the place of those whose responses are all rewarded alike
-# Settings of transformers' `generate` in a model's generation_config.json, besides ids of tokens.
+MAX_ROUNDS = (
+    3  # rounds of further prompts that replace those whose responses all have the same reward; as DAPO's flag says
+)
+# Names of the settings in a model's generation_config.json that change how transformers' `generate` samples.
 SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "
     "max_new_tokens min_length no_repeat_ngram_size".split()
@@ -42,7 +44,7 @@ SAMPLING_SETTINGS = frozenset(
 def make_data(
     run: Run, config: PPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[StageData, StepLoader[SFTBatch] | None]:
-    """Read the prompts; and blocks of plain text for the ptx loss, as many per optimizer step as responses."""
+    """Read the prompts, and for the ptx loss blocks of plain text, as many per optimizer step as responses."""
     prompts, *texts = prepare_stage(run, config, tokenizer)
     if not texts:
         return prompts, None
@@ -61,9 +63,9 @@ def make_data(
 
 
 def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None:
-    """Return the reward functions, each loaded once on this rank; None where there are none. A collective.
+    """Return the reward functions, each loaded once on this rank; None without functions. A collective.
 
-    Raises InputError: see `RunFunctions.check`.
+    Raises InputError, see `RunFunctions.check`.
     """
     rewards, functions = config.rewards, config.reward_functions
     if not functions:
@@ -78,7 +80,7 @@ def make_functions(config: PPOConfig, prompts: StageData) -> RunFunctions | None
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The arithmetic of a PPO run, counted over all ranks; a row is a sampled response.
+    """The numbers of prompts, rows and steps of a PPO run, over all ranks; a row is a sampled response.
 
     prompts_per_rollout: prompts of a rollout.
     prompts_at_once: prompts that a rank samples at once.
@@ -86,7 +88,7 @@ class Schedule:
     steps_per_rollout: optimizer steps of a rollout, all PPO epochs.
     rollouts_per_epoch: rollouts in which each prompt is used once.
     total_steps: optimizer steps of the run.
-    num_rollouts: rollouts of the run; None where `--max-steps` decides.
+    num_rollouts: rollouts of the run; None if `--max-steps` ends it.
     """
 
     prompts_per_rollout: int
@@ -103,18 +105,18 @@ class Schedule:
         return self.rollouts_per_epoch * self.prompts_per_rollout
 
     def is_done(self, *, step: int, position: int) -> bool:
-        """Tell whether the run ends: after `--max-steps`, else after the epochs.
+        """Return True if the run ends: after `--max-steps`, else after its epochs.
 
-        Rollouts that `--approx-kl-stop` cut short count like others.
+        Rollouts that `--approx-kl-stop` ended early count like others.
 
         Args:
-            position: where the next rollout begins in the order of all epochs.
+            position: position of the next rollout's first prompt in the order of all epochs.
         """
         ends = self.num_rollouts is not None and position >= self.num_rollouts * self.prompts_per_rollout
         return step >= self.total_steps or ends
 
     def prompts(self, position: int, count: int, *, seed: int, num_prompts: int) -> tuple[RandomKey, list[int | None]]:
-        """Return (key of the epoch, `count` prompt rows) from a position on; None is padding behind its last prompt."""
+        """Return (key of the epoch, `count` prompt rows) from a position on; None is padding after its last prompt."""
         epoch, first = divmod(position, self.positions_per_epoch)
         rows = epoch_order(seed, epoch, num_prompts)[first : first + count].tolist()
         return RandomKey(seed, "rollout", epoch), rows + [None] * (count - len(rows))
@@ -127,7 +129,7 @@ class Schedule:
 
 
 def make_schedule(config: PPOConfig, *, num_prompts: int, world_size: int) -> Schedule:
-    """Count a run's rollouts and steps; that they divide evenly is checked in the configuration."""
+    """Count a run's rollouts and steps. The configuration has checked that they divide evenly."""
     size, limit = config.rollout_size(world_size), config.run.max_steps
     rollouts = total_steps(num_prompts, size.prompts, epochs=config.run.num_train_epochs, max_steps=0)
     per_epoch, total = num_steps(num_prompts, size.prompts), limit or rollouts * size.steps
@@ -148,13 +150,13 @@ def make_sampling(config: PPOConfig) -> Sampling:
 
 
 def generation_options(config: PPOConfig, ranks: int) -> GenerationOptions:
-    """Collect what the flags say of generation on so many ranks."""
+    """Return the options of generation that the flags give on this number of ranks."""
     sampling = config.sampling
     return GenerationOptions(
         backend=sampling.generation_engine,
         merge_lora=sampling.merge_lora_for_generation,
         max_sequence_length=config.max_sequence_length,
-        # Optimizer states that come back for the update need the memory that the cache had.
+        # The cache must free its memory for the optimizer states that return to the device for the update.
         release_cache=sampling.release_inference_cache or sampling.offload_optimizer_during_rollout,
         tensor_parallel_size=sampling.inference_tp_size,
         weights=sampling.rollout_weights,
@@ -163,7 +165,7 @@ def generation_options(config: PPOConfig, ranks: int) -> GenerationOptions:
 
 
 def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: Mapping[str, Any]) -> str:
-    """Return the values that responses are sampled with, and those of the model's folder that are not used."""
+    """Return a line with the sampling settings, and with those of the model's folder that are ignored."""
     sampling, num_samples = config.sampling, config.sampling.num_samples_per_prompt
     ends = ", ".join(map(str, sorted(eos_ids))) + "".join(f" or {text!r}" for text in sampling.stop_strings)
     unused = [f"{name} {value}" for name, value in generation_config.items() if name in SAMPLING_SETTINGS]
@@ -171,7 +173,7 @@ def sampling_line(config: PPOConfig, eos_ids: Iterable[int], generation_config: 
         f"sampling: temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k or 'off'}, "
         f"no other filter; at most {sampling.max_answer_seq_len} tokens, ended by id {ends}; "
         f"{'one response' if num_samples == 1 else f'{num_samples} responses'} per prompt"
-        + (f"; not used of generation_config.json: {', '.join(unused)}" if unused else "")
+        + (f"; ignored in generation_config.json: {', '.join(unused)}" if unused else "")
     )
 
 
@@ -186,8 +188,8 @@ class Sampler:
     num_samples: responses to a prompt.
     batch_size: prompts generated at once on one rank.
     max_prompt: tokens of the longest prompt.
-    should_stop: says between two tokens whether to stop.
-    scoring: calls reward functions for the responses; None: there are none.
+    should_stop: called between two tokens; True stops the sampling.
+    scoring: calls reward functions for the responses; None without functions.
     """
 
     hybrid: "HybridEngine"
@@ -204,8 +206,8 @@ class Sampler:
         """Sample `num_samples` responses to each of the rows (None: padding); all ranks get all. A collective.
 
         Raises:
-            Interrupted: on all ranks, where `should_stop` answered True on any between two tokens; with the error of a
-                reward function that returned what is no value.
+            Interrupted: on all ranks, if `should_stop` returned True on any, or with the error of a reward function
+                that returned something else than values.
         """
         group = self.hybrid.group
         indices = self._prompt_indices(len(rows))
@@ -218,7 +220,7 @@ class Sampler:
         if dist.max_over_ranks(float(stopped), self.world.device):
             raise Interrupted
         if group.size > 1:
-            # All ranks of the group hold the same responses; each contributes its part of them.
+            # All ranks of the group have the same responses; each contributes its part.
             index = torch.arange(len(mine.order), device=mine.order.device)
             mine = mine.select(index.chunk(group.size)[group.rank])
         if self.scoring is not None:
@@ -231,7 +233,7 @@ class Sampler:
         """Return the values that each function gave each response that this rank contributes. A collective.
 
         Raises:
-            Interrupted: on all ranks, with the first rank's error, or as any rank is to stop.
+            Interrupted: on all ranks, with the first rank's error, or if any rank is to stop.
         """
         assert self.scoring is not None
         values, error, stopped = dict[int, dict[str, list[Value]]](), None, False
@@ -241,7 +243,7 @@ class Sampler:
             error = problem
         except GenerationStopped:
             stopped = True
-        dist.meet()  # functions may take longer than a collective may
+        dist.meet()  # a barrier: functions may take longer than the time limit of a collective
         told = dist.gather_objects((first_failures(values), (error.code, str(error)) if error else None, stopped))
         if any(stops for *_, stops in told):
             raise Interrupted
@@ -256,12 +258,12 @@ class Sampler:
         return [[one[name][sample] for name in names] for one in contributed for sample in range(k)]
 
     def _check_stop(self) -> None:
-        """Raise GenerationStopped where the run is to stop."""
+        """Raise GenerationStopped if the run is to stop."""
         if self.should_stop():
             raise GenerationStopped
 
     def _contributed(self, count: int) -> range:
-        """Return which of the prompts that the ranks of its group sample together this rank contributes."""
+        """Return the part of its group's prompts, by index, that this rank contributes."""
         size, rank = self.hybrid.group.size, self.hybrid.group.rank
         return range(count * rank // size, count * (rank + 1) // size)
 
@@ -297,7 +299,7 @@ class Sampler:
             ended=ended,
         )
         device = rollout.finished.device
-        # Places beyond the prompts come from rounding up to whole batches; they sort to the end.
+        # Padding comes from rounding up to whole batches; it sorts to the end.
         last = len(rows)
         order = torch.tensor([last if index is None else index for index in indices], device=device)
         samples = torch.arange(self.num_samples, device=device)
@@ -324,20 +326,20 @@ def replace_groups(
     group_size: int,
     pad_id: int,
 ) -> Responses:
-    """Replace groups that are rewarded alike by those of further prompts (DAPO, arXiv 2503.14476, section 3.2).
+    """Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv 2503.14476, section 3.2).
 
-    After `MAX_ROUNDS`, or where there are no further prompts, the others stay.
+    After `MAX_ROUNDS`, or if no further prompts are left, the remaining ones stay.
 
     Args:
-        more: samples responses to so many further prompts; None: there are none.
-        is_equal: responses (N,) -> (N / group_size,) bool, True = to be replaced.
+        more: samples responses to that many further prompts; None if no prompts are left.
+        is_equal: responses (N,) -> (N / group_size,) bool, True = replace the group.
     """
     for _ in range(MAX_ROUNDS):
         equal = is_equal(responses).nonzero().flatten()
         added = more(len(equal)) if len(equal) else None
         if added is None:
             break
-        # Where fewer prompts are left, the last ones stay.
+        # If fewer prompts are left, the last groups stay.
         given = added.valid.view(-1, group_size).any(1).nonzero().flatten()
         both, index = responses.above(added, pad_id), torch.arange(len(responses.order), device=responses.order.device)
         index.view(-1, group_size)[equal[: len(given)]] = len(index) + index.view(-1, group_size)[given]
@@ -346,7 +348,7 @@ def replace_groups(
 
 
 def log_unfinished(responses: Responses, *, rollout: int, limit: int) -> None:
-    """Log how many of the responses of a run's first rollout, number 0, reached `limit` tokens before their end."""
+    """Log how many responses of a run's first rollout (number 0) reached `limit` tokens before they ended."""
     if not rollout:
         unfinished = responses.valid & ~responses.finished
         text = "first rollout: %d of %d answers reached the limit of %d tokens before their end (--max-answer-seq-len)"

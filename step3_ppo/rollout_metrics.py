@@ -1,4 +1,4 @@
-"""The metrics of a rollout, a warning of one that teaches nothing, and the samples of an evaluation."""
+"""Compute the metrics of a rollout, warn of one without a learning signal, and write the samples of an evaluation."""
 
 import json
 import logging
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, ppo: PPOCoefficients) -> dict[str, float]:
-    """Compute the objective, completion, value and advantage metrics of a whole rollout (all ranks hold all rows).
+    """Compute the objective, completion, value and advantage metrics of a whole rollout; all ranks have all rows.
 
-    NaN where no row counts: it is logged as null.
+    A metric is NaN, logged as null, if no row counts.
     """
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     finished = responses.finished.float()
@@ -52,7 +52,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
 
 
 def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]:
-    """Return the mean of each reward, and the share of failed calls of each function; {} for one reward model alone."""
+    """Return the mean of each reward and the share of failed calls of each function; {} if a reward model is alone."""
     if responses.scored is None and len(rewarded.by_reward) == 1:
         return {}
     metrics = {
@@ -67,7 +67,10 @@ def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]
 
 
 def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, group_size: int) -> dict[str, float]:
-    """Return how many prompts have nothing to compare, and of what was `sampled` in their place; {} without groups."""
+    """Return the share of prompts whose rewards are all equal, and metrics of their replacements; {} without groups.
+
+    sampled: tally of a rollout that replaced such prompts; None if none is replaced.
+    """
     metrics = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
     if sampled is None:
         return metrics
@@ -77,7 +80,10 @@ def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, gr
 def pass_metrics(
     responses: Responses, rewarded: Rewarded, functions: Iterable[str], *, group_size: int
 ) -> dict[str, float]:
-    """Return for each reward function the share of responses, and of prompts by any of theirs, whose value is >= 1."""
+    """Return for each reward function pass@1 and pass@k.
+
+    A response passes if its value is at least 1, a prompt if any of its responses does.
+    """
     metrics = dict[str, float]()
     for name in functions:
         counts = (responses.valid & rewarded.by_reward[name].isfinite()).view(-1, group_size)
@@ -89,21 +95,21 @@ def pass_metrics(
 
 
 def warn_of_equal_rewards(step: int) -> None:
-    """Log that a step with --replace-equal-groups has nothing to compare."""
+    """Log that a step with --replace-equal-groups had no rewards that differ."""
     log.warning(
-        "step %d skipped: the rewards of all responses to each prompt are equal, also of further prompts; give prompts "
+        "step %d skipped: all responses to each prompt, further ones included, have equal rewards; give prompts "
         "that are neither too hard nor too easy, or a reward with more values (--replace-equal-groups)",
         step,
     )
 
 
 def mean_of(values: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return the mean of the values that count; NaN where none does."""
+    """Return the mean of the values that count; NaN if none does."""
     return (masked_sum(values, mask) / mask.sum()).item()
 
 
 def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo: PPOCoefficients) -> dict[str, float]:
-    """Return the metrics of the trainer's pass over the rollout; {} where it is left to the update's own pass."""
+    """Return the metrics of the trainer's pass over the rollout; {} if there was none (--old-log-probs sampler)."""
     if scores.entropy is None:
         return {}
     differs = difference_metrics(scores.log_probs, responses.sampler_log_probs, mask)
@@ -132,7 +138,7 @@ def value_metrics(experience: Experience, ppo: PPOCoefficients) -> dict[str, flo
 
 
 def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) -> dict[str, list[float]]:
-    """Return the means of each held-out prompt's responses that count, as `row_values_line` takes them."""
+    """Return the mean values of each held-out prompt's responses that count, for `row_values_line`."""
     prompts = responses.row_index[rewarded.valid]
     values = {"objective/scores": rewarded.scores, "completions/truncated_fraction": ~responses.finished}
     weights = torch.bincount(prompts, minlength=num_prompts)
@@ -142,7 +148,7 @@ def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) ->
 
 
 def evaluation_metrics(values: dict[str, float], *, num_rows: int) -> dict[str, float]:
-    """Keep the metrics that describe a policy on `num_rows` held-out responses, with the prefix `eval_`."""
+    """Select the metrics that describe a policy on `num_rows` held-out responses; names get the prefix `eval_`."""
     names = ("objective/", "completions/", "reward/", "reward_failures/", "pass_at_1/", "pass_at_k/", "rows_masked")
     return {f"eval_{name}": value for name, value in values.items() if name.startswith(names)} | {"eval_rows": num_rows}
 
@@ -150,7 +156,7 @@ def evaluation_metrics(values: dict[str, float], *, num_rows: int) -> dict[str, 
 def append_samples(
     path: Path, *, step: int, responses: Responses, rewarded: Rewarded, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Add the responses of an evaluation on this rank to samples.jsonl; returns its new lines."""
+    """Append the responses of an evaluation on this rank to samples.jsonl, and return the new lines."""
     rows, kl = [], rewarded.kl
     for n in range(len(responses.sequences)):
         if not responses.valid[n]:

@@ -1,7 +1,7 @@
-"""Forward passes of the models over sampled responses, log-probabilities and values, and the scores of rewards.
+"""Run the models over sampled responses: log-probabilities, values, and scores of reward models.
 
-n rows of a micro-batch, N of the rollout, T response tokens, R rewards. The updater uses the same pass of the policy,
-so that the first ratio of a rollout is 1 to the last bit.
+Shapes: n rows of a micro-batch, N rows of the rollout, T response tokens, R reward models. The updater uses the same
+pass of the policy, so the first ratio of a rollout is exactly 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from step3_ppo.models.engines import Models
 def log_probs_of(
     policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(n, T) log-probabilities, and entropies where wanted, of the response tokens of a micro-batch."""
+    """Return (n, T) log-probabilities of a micro-batch's response tokens, and with `with_entropy` their entropies."""
     output = policy(
         responses.sequences,
         attention_mask=responses.attention_mask,
@@ -37,7 +37,7 @@ def log_probs_of(
 
 
 def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
-    """(n, T) values at the response tokens of a micro-batch."""
+    """Return (n, T) values at the response tokens of a micro-batch."""
     num_tokens = batch.num_packed_tokens
     values = critic(responses.sequences, responses.attention_mask, num_tokens=num_tokens, right_padded=True)
     return responses.in_response_space(values)
@@ -52,14 +52,14 @@ def policy_log_probs(
     temperature: float,
     between: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """(N, T) log-probabilities and entropies of the policy; see `score_responses`. A collective.
+    """Return (N, T) log-probabilities and entropies of the policy; see `score_responses`. A collective.
 
-    The batches have the very shapes of the first epoch's updates: in 16 bits a forward pass depends on its batch shape,
-    and the first ratio must be 1.
+    The batches must have exactly the shapes of the first epoch's updates. In 16 bits a forward pass depends on its
+    batch shape, and the first ratio must be 1.
     """
 
     def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
-        # Entropies are asked for, so that there are some.
+        # with_entropy=True, so the entropies are not None.
         return log_probs_of(models.actor, part, batch, temperature=temperature, with_entropy=True)  # type: ignore[return-value]
 
     log_probs, entropy = over_all(responses, batches, compute, between)
@@ -76,7 +76,7 @@ def score_responses(
     temperature: float,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Run reference and critic, those that are there, over all responses, each rank its micro-batches. A collective.
+    """Run reference and critic, if the run has them, over all responses; each rank its micro-batches. A collective.
 
     Args:
         batches: this rank's micro-batches.
@@ -84,7 +84,7 @@ def score_responses(
         between: called before each of them; may raise.
     """
     columns = over_all(responses, batches, lambda *part: score_batch(models, *part, temperature=temperature), between)
-    models.release_gathered("reference")  # the others may be updated next
+    models.release_gathered("reference")  # the other models may be updated next
     ref_log_probs = columns.pop(0) if models.has_reference else None
     log_probs, entropy = policy
     return Scores(log_probs, ref_log_probs, entropy, columns[0] if columns else None)
@@ -99,7 +99,7 @@ def reward_model_scores(
     rows: Any,
     between: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """(N, R) raw scores of the R reward models, each rank its own micro-batches. A collective.
+    """Return (N, R) raw scores of the R reward models; each rank scores its micro-batches. A collective.
 
     Args:
         batches: this rank's micro-batches.
@@ -125,7 +125,7 @@ def over_all(
     compute: Callable[[Responses, MicroBatch], tuple[Tensor, ...]],
     between: Callable[[], None],
 ) -> list[Tensor]:
-    """Compute columns of rows, (n, T') or (n,), for this rank's micro-batches; all ranks get all. A collective."""
+    """Compute columns (n, T') or (n,) of this rank's micro-batches; return those of all ranks' rows. A collective."""
     parts, indices = [], []
     for batch, index, part in batch_rows(responses, batches):
         between()
@@ -135,7 +135,7 @@ def over_all(
 
 
 def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
-    """(n, T') reference log-probabilities and (n, T') values of one micro-batch, without what the run does not have."""
+    """Return (n, T') reference log-probabilities and (n, T') values of a micro-batch, if the run has these models."""
     columns = list[Tensor]()
     if models.has_reference:
         with models.reference_policy() as reference:
@@ -146,7 +146,7 @@ def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temp
 
 
 def scored_rows(models: Models, responses: Responses, batch: MicroBatch, rows: Any) -> ScoredRows:
-    """Return the rows of a micro-batch as rewards read them; `rows` has the prompts."""
+    """Return the rows of a micro-batch as rewards read them; `rows`: data set of the prompts."""
     lengths, rows_of_prompts = (responses.prompt_lengths, responses.response_lengths), responses.row_index
     texts = {"row_of": lambda n: rows[int(rows_of_prompts[n])], "tokenizer": models.tokenizer}
     return ScoredRows(responses.sequences, *lengths, responses.finished, batch.num_packed_tokens, **texts)
@@ -156,8 +156,8 @@ def gather_scores(parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], *, 
     """Gather all rows of all ranks in the rollout's order, on every rank, column by column. A collective.
 
     Args:
-        parts: of each micro-batch of this rank its columns, each (n, at most width) per token or (n,) per sequence.
-        rows: (n,) int64 of each, the rows' places in the rollout.
+        parts: columns of each micro-batch of this rank, (n, at most width) per token or (n,) per sequence.
+        rows: indices (n,) int64 in the rollout of the rows of each micro-batch.
     """
     order = dist.gather_rows(torch.cat(list(rows))).argsort()
     gathered = []

@@ -181,7 +181,7 @@ class PPO:
         return responses
 
     def position(self, state: State, *, behind: bool = False) -> int:
-        """Return the position of the rollout in the order of all epochs' prompts; with `behind` that of the next rollout."""
+        """Return the position of the rollout in the order of all epochs' prompts; with `behind` that of the next."""
         counted = state.tallied_now("sampled") if behind else state.tallied("sampled")
         position: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
         return position
@@ -251,9 +251,7 @@ class PPO:
 
     def normalise_by_first(self, responses: Responses, scores: Scores, model_scores: Tensor, state: State) -> Scores:
         """Normalise by the constants of this first rollout from now on; return `scores` with values on that scale."""
-        text = (
-            "--normalise-scores: the %s has stored no mean and std of scores: uses the first rollout's, %.4g and %.4g"
-        )
+        text = "--normalise-scores: the %s has no stored mean and std: uses those of the first rollout, %.4g and %.4g"
         first, *_ = rewards = self.models.fitted(model_scores[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):
             if before.takes_first:

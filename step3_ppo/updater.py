@@ -1,4 +1,4 @@
-"""One optimizer step of PPO: the gradients of its objectives on a minibatch; all models step, or none."""
+"""Take an optimizer step of PPO: gradients of the objectives on a minibatch, then all models step, or none does."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class Update:
 
     batches: this rank's micro-batches.
     size: counts over all ranks.
-    objectives: what was trained.
+    objectives: objectives that were trained.
     metrics: metrics of the step.
-    stepped: False where a loss or gradient was not finite, and nothing was changed.
+    stepped: False if a loss or gradient was not finite; then no weight has changed.
     """
 
     batches: Sequence[MicroBatch]
@@ -32,19 +32,19 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the rollout's rows and of the objectives' text, on all ranks."""
+        """The tokens of the rollout's rows and of the objectives' text, over all ranks."""
         texts = (objective.text for objective in self.objectives)
         return self.size.num_tokens + sum(text.num_tokens for text in texts if text is not None)
 
     @property
     def flops(self) -> float:
-        """Matrix operations on all ranks."""
+        """The floating-point operations of matrix products over all ranks."""
         return sum(objective.flops(self.size) for objective in self.objectives)
 
 
 @dataclass(frozen=True, slots=True)
 class Updater:
-    """The optimizer steps of a rollout, and what they are counted by.
+    """The settings of a rollout's optimizer steps.
 
     world: ranks and device.
     num_epochs: passes over a rollout.
@@ -60,8 +60,8 @@ class Updater:
     def minibatches(self, lengths: Lengths, size: int, *, rollout: int) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches of every optimizer step on rollout number `rollout`, epoch by epoch.
 
-        A micro-batch has at most as many tokens as `size` of its step's longest rows. The first epoch deals the rows to
-        steps in their order, later ones shuffle them before.
+        A micro-batch has at most the tokens of `size` rows that are as long as the longest of its step. The first epoch
+        takes the rows in their order; later epochs shuffle them.
         """
         for epoch in range(self.num_epochs):
             rows = list(range(len(lengths)))
@@ -70,7 +70,7 @@ class Updater:
             yield from micro_batches(rows, lengths, rows_per_step=self.rows_per_step, world=self.world, size=size)
 
     def step_size(self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]) -> StepSize:
-        """Measure a step over all ranks. A collective."""
+        """Count the rows and tokens of a step over all ranks. A collective."""
         rows = places(batches, responses.valid.device)
         valid = responses.valid[rows]
         lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
@@ -92,18 +92,18 @@ class Updater:
         rate_factor: float,
         stopping: Stopping,
     ) -> tuple[dict[str, float], bool]:
-        """Take one optimizer step of all objectives on rows of which some count. A collective.
+        """Take one optimizer step of all objectives; at least one row must count. A collective.
 
         Losses are sums over response tokens divided by `num_tokens`, their number in the whole step on all ranks.
 
         Returns:
-            The metrics, and whether the step was taken: not where a loss or gradient is not finite.
+            The metrics, and whether the step was taken: False if a loss or gradient is not finite.
 
         Raises:
             Interrupted: the run is to stop; the gradients are dropped.
         """
         scale = self.world.size / num_tokens
-        # Each engine with the objective whose gradients are its last: the one with text, else the last in the list.
+        # Each engine -> the objective that runs its last backward pass: the one with text, else the last in the list.
         engines = {one.engine: one for one in objectives} | {one.engine: one for one in objectives if one.text}
         sums = Sums()
         sums.sketches = {part: one.engine.sketch() for one in objectives if one.text for part in ("loss", "text")}

@@ -247,9 +247,9 @@ def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, 
         loop_on_random_prompts(world, tmp_path, ppo_config(folders))
     assert (
         f"sampling: temperature {TEMPERATURE}, top_p 1, top_k off, no other filter; at most 8 tokens, ended by id "
-        f"{EOS}, 9; one response per prompt; not used of generation_config.json: "
+        f"{EOS}, 9; one response per prompt; ignored in generation_config.json: "
     ) in caplog.text
-    (unused,) = re.findall("not used of generation_config.json: (.*)", caplog.text)
+    (unused,) = re.findall("ignored in generation_config.json: (.*)", caplog.text)
     assert set(unused.split(", ")) == {"do_sample True", "temperature 0.6", "top_k 20"}
 
 
