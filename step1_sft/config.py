@@ -40,11 +40,7 @@ class SFTConfig(SupervisedConfig):
         other_tools="predict_with_generate",
     )
     eval_max_new_tokens: int = flag(
-        128,
-        "New tokens of each answer",
-        ge=1,
-        on_resume="free",
-        other_tools="max_new_tokens generation_max_length",
+        128, "Tokens of each answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
     )
     keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
 

@@ -1,4 +1,4 @@
-"""The flags of stage 3, PPO, and the checks of generation that need no model."""
+"""The flags of PPO and its other methods in stage 3, and checks of generation that need no model."""
 
 from dataclasses import fields
 from math import gcd
@@ -27,7 +27,7 @@ LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PP
 
 
 class PPOConfig(StageConfig):
-    """Stage 3: PPO of an actor against a reward model, or another method without a critic."""
+    """Stage 3: train an actor on rewards by PPO, or by another method without a critic."""
 
     usual = (
         "actor_model_name_or_path", "critic_model_name_or_path", "data_path", "output_dir", "max_prompt_seq_len",
@@ -87,16 +87,16 @@ class PPOConfig(StageConfig):
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt and response together."""
+        """The tokens of the longest prompt and the longest response together."""
         return self.data.max_prompt_seq_len + self.sampling.max_answer_seq_len
 
     @classmethod
     def with_method(cls, layers: Layers, preset: str) -> Layers:
-        """Put the defaults of the method below all that is given."""
+        """Add the defaults of the method as the weakest layer."""
         return with_defaults(layers, preset)
 
     def absent(self, flag: Flag) -> str:
-        """Return the model that this run does not have and the flag is of ("a critic"), or ""."""
+        """Return the model that the flag needs and this run does not have, such as "a critic"; "" if it has all."""
         if flag.path[0] == "critic" or flag.needs == "a critic":
             return "" if self.method.has_critic else "a critic"
         return flag.needs if flag.needs == "a reward model" and not self.has_reward_model else ""
@@ -114,12 +114,12 @@ class PPOConfig(StageConfig):
 
     @property
     def has_reward_model(self) -> bool:
-        """True where a reward model scores responses: always, where no function does."""
+        """True if a reward model scores responses, as it does whenever no function does."""
         return bool(self.reward_model_name_or_path or not self.rewards.reward_function)
 
     @property
     def method(self) -> Method:
-        """How rewards become advantages."""
+        """The method that turns rewards into advantages."""
         return METHODS[self.ppo.method]
 
     @property
@@ -136,7 +136,7 @@ class PPOConfig(StageConfig):
 
     @property
     def frozen_roles(self) -> list[Role]:
-        """The models that are only read, whether or not a trained one serves as them."""
+        """The models that are not trained, even if a trained model with its adapters switched off serves as one."""
         return [role for role in self.roles if not role.is_trained]
 
     @property
@@ -145,8 +145,8 @@ class PPOConfig(StageConfig):
         return self.reward_model_name_or_path or self.critic.model_name_or_path
 
     def flags_of(self, role: Role) -> ModelConfig:
-        """Return the flags of a model: its own, and those of the model that learns with which it shares the rest."""
-        # Without the model that it shares its flags with, the actor's.
+        """Return the flags of a model: its own, and else those of the trained model that it shares flags with."""
+        # If the run has no such model, the flags of the actor.
         shares = any(trained.flags == role.flags for trained in self.trained_roles)
         flags: ModelConfig = getattr(self, role.flags if shares else "actor")
         overrides = own_flags(self, role)
@@ -161,7 +161,7 @@ class PPOConfig(StageConfig):
 
     @property
     def start_paths(self) -> dict[str, str]:
-        """Folders and hub ids of the models; the reference is the start of the actor."""
+        """The folders and hub ids of the models, without the reference, which is the start of the actor."""
         return {f"{role.name} model": self.start_of(role) for role in self.roles if role.name != "reference"}
 
     def weight_of(self, role: Role) -> float:
@@ -173,25 +173,25 @@ class PPOConfig(StageConfig):
         return folder_and_weight(self.rewards.more_reward_models[role.number - 2], "more_reward_models")
 
     def may_begin_head(self, role: Role) -> bool:
-        """Tell whether a critic begins with a new head, where its start has none: no reward model is there to be it."""
+        """Return True for a critic that begins with a new head if its start has none: the run has no reward model."""
         return role.has_values and role.is_trained and not self.has_reward_model
 
     @property
     def held_roles(self) -> list[Role]:
-        """The models that the run holds: those that learn, and those of the others that none of them serves as."""
+        """The models in memory: the trained ones, and the others unless a trained one serves as them."""
         return [role for role in self.roles if role.is_trained or not self._is_served(role)]
 
     def _is_served(self, role: Role) -> bool:
-        """Tell whether switching the adapters of the trained model with the same flags gives this one."""
+        """Return True if the trained model with the same flags becomes this one by switching its adapters."""
         trained = next((trained for trained in self.trained_roles if trained.flags == role.flags), None)
         if role.number or trained is None or self.flags_of(trained) != self.flags_of(role):
             return False
         return self.holds_start(trained) and self.start_of(role) == self.start_of(trained)
 
     def holds_start(self, role: Role) -> bool:
-        """Tell whether switching adapters gives the model that training began with, so that no second one is loaded.
+        """Return True if switching adapters gives the model that training began with, so that no second one is loaded.
 
-        An adapter that goes on is copied for that, which ZeRO stage 3 has partitioned.
+        An adapter that training continues has to be copied for this, but ZeRO stage 3 has partitioned it.
         """
         model = self.flags_of(role)
         is_copied = read_adapter_config(Path(model.model_name_or_path).expanduser()) is not None
@@ -200,7 +200,7 @@ class PPOConfig(StageConfig):
 
     @property
     def actor_accumulation(self) -> int:
-        """Micro-batches of an optimizer step of the actor: twice as many with ptx text."""
+        """The micro-batches of an optimizer step of the actor, twice as many with ptx text."""
         return self.optimizer.gradient_accumulation_steps * (2 if self.data.unsupervised_data_path else 1)
 
     def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
@@ -260,7 +260,7 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _no_dropout(self) -> Self:
-        # The ratio of the first update must be 1: forward passes have to be the same each time.
+        # The ratio of the first update must be 1, so two forward passes must be equal.
         for role in self.trained_roles:
             if dropout := self.flags_of(role).lora_dropout:
                 raise ValueError(f"{role.flags}_lora_dropout: got {dropout}; stage 3 has no dropout, expected 0")
@@ -275,41 +275,44 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _rollouts_of_a_device_divide(self) -> Self:
-        # With --train-batch-size an optimizer step's rows are known with the ranks (`with_ranks`).
+        # With --train-batch-size the rows of an optimizer step depend on the ranks, see `with_ranks`.
         is_known = self.sampling.generation_batches and not self.optimizer.train_batch_size
         if is_known and (fault := self.rollout_size(1).fault):
             raise ValueError(fault)
         return self
 
     def may_take_sampled_log_probs(self, dtype: str, ranks: int) -> bool:
-        """Tell whether `--old-log-probs auto` is the sampler's, if the fused backend samples, in a dtype of weights.
+        """Return True if `--old-log-probs auto` may be the sampler's, provided that the fused backend samples.
 
-        Not those of cut distributions, of adapters that are merged in 16 bits, and in fp32, where the pass that they
-        save is not what takes time.
+        It may not with truncated distributions (top_p, top_k) or with adapters merged in 16 bits. Nor may it in fp32,
+        where the pass that it saves takes little of the time.
+
+        Args:
+            dtype: dtype of the weights.
         """
         cuts = self.sampling.top_p < 1.0 or self.sampling.top_k
         return dtype != "fp32" and not self.merges_adapters and not cuts and self.rollout_size(ranks).steps == 1
 
     @property
     def merges_adapters(self) -> bool:
-        """True where rollouts are sampled from weights with adapters added to them, in their dtype."""
+        """True if rollouts are sampled from weights with merged adapters, in the dtype of the weights."""
         merges = self.actor.quantization == "none" and self.sampling.merge_lora_for_generation
         return bool(self.actor.lora_dim) and merges
 
     def weights_off_policy(self, dtype: str) -> str:
-        """Return the kind of `--off-policy-weights` that `auto` is, in a dtype of weights."""
+        """Return the kind of `--off-policy-weights`, with `auto` resolved for a dtype of the weights."""
         if self.ppo.off_policy_weights != "auto":
             return self.ppo.off_policy_weights
         return "token_truncate" if self.merges_adapters and dtype != "fp32" else "none"
 
     def rollout_size(self, ranks: int) -> RolloutSize:
-        """Return the size of a rollout over all ranks; everything that counts its prompts or responses asks this."""
+        """Return the size of a rollout over all ranks, from which all counts of prompts and responses follow."""
         values = self.sampling.model_dump() | self.optimizer.model_dump() | self.ppo.model_dump() | {"ranks": ranks}
         return RolloutSize(**{field.name: values[field.name] for field in fields(RolloutSize)})
 
 
 def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
-    """Return the flags that were given to this model alone, by the names of ModelConfig's fields."""
+    """Return the flags that were given for this model alone, by the names of ModelConfig's fields."""
     if not role.is_reward_model:
         return {}
     offload = config.reward_model_offload_weights
@@ -323,14 +326,14 @@ def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
 
 
 def is_offloaded(config: PPOConfig, role: Role) -> bool:
-    """Tell whether the weights of a model that is only read are to be in host memory."""
+    """Return True if the weights of a model that is not trained stay in host memory."""
     if role.name == "reference":
         return config.offload_reference_model
     return own_flags(config, role).get("offload_weights") == "cpu"
 
 
 def check_generation(config: PPOConfig, ranks: int | None) -> None:
-    """Raise InputError, one line per flag, where no model could generate so; `ranks` None: not known yet."""
+    """Raise InputError, a line each, for settings with which no model can generate; ranks None: not yet known."""
     sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
     size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
     if ranks is not None and ranks % size:

@@ -171,7 +171,7 @@ class Responses(Rows):
         return mine.map(lambda tensor: torch.cat([tensor, next(added)]))
 
     def trimmed(self) -> "Responses":
-        """Drop the columns that are padding in every row, to a multiple of the unit of lengths. Waits for the device."""
+        """Drop the columns that are padding in every row, to a whole unit of lengths. Waits for the device."""
         both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
         length, width = both.amax(1).tolist()
         return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)

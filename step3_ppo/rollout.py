@@ -31,9 +31,7 @@ if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
 
 log = logging.getLogger(__name__)
 
-MAX_ROUNDS = (
-    3  # rounds of further prompts that replace those whose responses all have the same reward; as DAPO's flag says
-)
+MAX_ROUNDS = 3  # rounds of further prompts in the place of those whose responses all have the same reward
 # Names of the settings in a model's generation_config.json that change how transformers' `generate` samples.
 SAMPLING_SETTINGS = frozenset(
     "do_sample temperature top_p top_k min_p typical_p repetition_penalty num_beams length_penalty max_length "

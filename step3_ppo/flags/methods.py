@@ -1,4 +1,4 @@
-"""The methods of stage 3: which models each trains, and what it sets itself where nobody says otherwise.
+"""The methods of stage 3: which models each trains, and its defaults of flags.
 
 Sources: Schulman et al. 2017 (PPO), arXiv 1707.06347; Shao et al. 2024 (GRPO), 2402.03300; Ahmadian et al. 2024 (RLOO),
 2402.14740; Hu et al. 2025 (REINFORCE++), 2501.03262.
@@ -11,12 +11,13 @@ from typing import Any, Literal
 from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
 
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
-# LoRA's learning rate over that of all other weights, of PPO and of the methods without a critic. Measured with
-# SmolLM2-135M-Instruct: GRPO at 1e-5 learns more than rank 32 at 1e-4 and less than at 5e-4
-# (benchmarks/reports/lora_rates_smollm2_h100_202611.md). PPO takes the factor of GRPO: it was not measured.
+# Factors of LoRA's default learning rate over that of full training: for PPO, and for the methods without a critic.
+# Measured with SmolLM2-135M-Instruct: GRPO of all weights at 1e-5 learns more than LoRA of rank 32 at 1e-4 and less
+# than at 5e-4
+# (benchmarks/reports/lora_rates_smollm2_h100_202611.md). PPO was not measured and takes the factor of GRPO.
 PPO_LORA_FACTOR = 20.0
 LORA_FACTOR = 20.0
-# Defaults where functions alone reward. 256 tokens cut 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
+# Defaults if functions alone reward. 256 tokens truncate 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
 OF_FUNCTIONS: Mapping[str, Any] = {"missing_eos_penalty": 0.0, "max_answer_seq_len": 512}
 
 
@@ -26,8 +27,8 @@ class Method:
 
     title: its name in logs and model cards.
     has_critic: True = a value model learns beside the policy.
-    compares: True = an advantage compares the responses to one prompt, of which there are several.
-    settings: flag -> its default under this method; other flags keep theirs.
+    compares: True = an advantage compares several responses to one prompt.
+    settings: flag -> its default under this method; other flags have their usual default.
     """
 
     title: str
@@ -56,20 +57,21 @@ METHODS: Mapping[str, Method] = {
     ),
     "reinforce_pp": Method("REINFORCE++", settings={"num_samples_per_prompt": 1, "whiten_advantages": True}),
 }
-# Flags that some method sets itself: a preset's values of them are those of PPO.
+# Flags with a default of some method. A preset gives their values for PPO.
 SET_BY_METHODS = frozenset(name for method in METHODS.values() for name in method.settings)
 
 
 def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return the method that layers of given flags, the strongest last, ask for; PPO where none does."""
+    """Return the method that the layers of given flags name, the strongest layer last; "ppo" by default."""
     given = [str(values["method"]) for _, values in layers if "method" in values]
     return given[-1] if given else "ppo"
 
 
 def with_defaults(layers: Layers, preset: str) -> Layers:
-    """Put the defaults of the named method below all that is given; a preset says how PPO trains, and its critic.
+    """Add the defaults of the named method as the weakest layers.
 
-    Where the strongest value of one of OF_FUNCTIONS is `auto`, none is given.
+    A preset holds values for PPO and its critic, which other methods ignore. `auto` as the strongest value of one of
+    OF_FUNCTIONS means that the flag is unset.
     """
     given = {flag: value for _, values in layers for flag, value in values.items()}
     unset = {flag for flag in OF_FUNCTIONS if given.get(flag) == AUTO}
@@ -89,6 +91,6 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
 
 
 def is_of_all_methods(flag: str) -> bool:
-    """Tell whether a preset's value of a flag holds under each method: it is not of a critic, and no method's own."""
+    """Return True if a preset's value of a flag holds for every method: neither a critic's nor set by one."""
     of_critic = ("value_clip", "gae_lambda", "returns_lambda", "lambda_alpha")
     return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in of_critic

@@ -1,4 +1,4 @@
-"""Flags of stage 3 on rewards: functions, further reward models, their scaling and their workers."""
+"""The flags of rewards in stage 3: functions, further reward models, scaling and workers."""
 
 from typing import Literal, Self
 

@@ -1,4 +1,4 @@
-"""The engines of stage 3: what learns under training engines, what is only read as frozen ones."""
+"""The engines of stage 3: training engines for models that learn, frozen engines for the others."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -33,11 +33,11 @@ class Models:
 
     tokenizer: tokenizer of the models that learn.
     trained: policy ("actor") and value model ("critic").
-    frozen: "reference" and "reward", each only where it is loaded beside its trained twin. Otherwise the actor is the
-        reference policy when its adapters are switched back to those that training began with, and the critic, with
-        the head that it began with, the reward model.
-    rewards: what gives responses their raw scores; the reward model is one.
-    has_reference: False = nothing reads the log-probabilities of a reference policy.
+    frozen: "reference" and "reward", each only if it is loaded separately. Otherwise the actor serves as the reference
+        policy, with its adapters switched back to those that training began with. So does the critic as the reward
+        model, with the head that it began with.
+    rewards: reward models, with their constants.
+    has_reference: False = the run needs no log-probabilities of a reference policy.
     """
 
     tokenizer: Any
@@ -53,32 +53,32 @@ class Models:
 
     @property
     def critic(self) -> TrainingEngine | None:
-        """The value model; None where none learns."""
+        """The value model; None without a critic."""
         return self.trained.get("critic")
 
     def named(self) -> dict[str, TrainingEngine | FrozenEngine]:
-        """The models that this run holds, by their roles."""
+        """Return the engines of all models in memory, by role."""
         return {**self.trained, **self.frozen}
 
     @property
     def pack_rows(self) -> bool:
-        """True where all models take the rows of a forward pass without their padding."""
+        """True if all models accept packed rows, without padding, in a forward pass."""
         return all(
             uses_packed_attention(base_model(engine.module.get_submodule("model")).config)
             for engine in self.named().values()
         )
 
     def fitted(self, model_scores: Tensor) -> list[WeightedReward]:
-        """Return the rewards by models; those that take the constants of the first rollout with those of raw scores.
+        """Return the reward models; those without stored constants take the mean and std of these raw scores.
 
         model_scores: (n, R) fp32.
         """
         return [one.fitted(model_scores[:, n]) if one.takes_first else one for n, one in enumerate(self.rewards)]
 
     def normalise_by(self, constants: Sequence[float]) -> bool:
-        """Take mean and std of the scores of each reward model; a critic without its own takes those of the first.
+        """Set mean and std of the scores of each reward model; a critic without constants takes those of the first.
 
-        Returns True where the critic takes them: not where the first reward model has brought them.
+        Returns True if the critic takes them. It does not if the first reward model has stored constants.
         """
         is_first, critic = self.rewards[0].takes_first, self.critic
         for n, (mean, std) in enumerate(zip(constants[::2], constants[1::2], strict=True)):
@@ -90,14 +90,14 @@ class Models:
         return True
 
     def release_gathered(self, *names: str) -> None:
-        """Release what ZeRO-3 gathered of these models (all where none is named), after a phase that read them."""
+        """Free what ZeRO-3 has gathered of these models, or of all if none is named, after a phase that read it."""
         for name, engine in self.named().items():
             if not names or name in names:
                 engine.release_gathered()
 
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
-        """Open the model of reference log-probabilities: one of its own, or the actor as it was before training."""
+        """Open the reference policy: a separate model, or the actor as it was before training."""
         if "reference" in self.frozen:
             yield self.frozen["reference"]
         else:
@@ -106,7 +106,7 @@ class Models:
 
     @contextmanager
     def reward_model(self, name: str) -> Iterator[Any]:
-        """Open a model of raw scores by its role's name: one of its own, or the critic as it was before training."""
+        """Open a reward model by its role's name: a separate model, or the critic as it was before training."""
         if name in self.frozen:
             yield self.frozen[name]
         else:
@@ -119,9 +119,9 @@ class Models:
 class Sources:
     """The models that stage 3 starts from, and the tokenizers of its run.
 
-    starts: role -> files of the model that it starts from, also where no engine of its own is made.
+    starts: role -> files of the model that it starts from, even if the role gets no engine.
     tokenizer: tokenizer of the models that learn.
-    reward_tokenizers: role of a reward model -> its tokenizer; None where it reads the actor's own tokens.
+    reward_tokenizers: role of a reward model -> its tokenizer; None if it reads the actor's tokens.
     """
 
     starts: dict[str, ModelSource]
@@ -130,7 +130,7 @@ class Sources:
 
 
 def make_sources(run: Run, config: PPOConfig) -> Sources:
-    """Load the tokenizers and look at all models' files: what cannot work is refused before any weight is read.
+    """Load the tokenizers and check all models' files, before any weight is read.
 
     Raises:
         InputError: a critic whose tokenizer is not the actor's, or lengths beyond the positions of a model that reads
@@ -153,10 +153,10 @@ def make_sources(run: Run, config: PPOConfig) -> Sources:
 
 
 def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
-    """Load and wrap the models that the run holds."""
+    """Load the models of the run and wrap them in engines."""
     has_reference = config.ppo.has_reference
     models = Models(tokenizer=sources.tokenizer, trained={}, frozen={}, rewards=[], has_reference=has_reference)
-    served = {role.flags for role in config.roles if role not in config.held_roles}  # by the trained model of these
+    served = {role.flags for role in config.roles if role not in config.held_roles}  # by a trained model
     rewards = [role for role in config.roles if role.is_reward_model]
     models.rewards.extend(scoring_model(config, models, sources, role) for role in rewards)
     for role in config.held_roles:
@@ -170,13 +170,13 @@ def make_models(run: Run, config: PPOConfig, sources: Sources) -> Models:
     for engine in models.named().values():
         enable_packed_attention(engine.module.get_submodule("model"), device=run.world.device)
     if config.ppo.log_kl and not config.ppo.kl_coef:
-        log.info("the reference is there for objective/kl alone (--log-kl true): at --kl-coef 0 it weighs nothing")
+        log.info("the reference serves objective/kl alone (--log-kl true): at --kl-coef 0 its KL has no weight")
     log.info("micro-batches: rows %s", "are packed" if models.pack_rows else "are padded to the longest")
     return models
 
 
 def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Role) -> WeightedReward:
-    """Return a reward model as a reward, with the constants that stage 2 stored in its folder, if any."""
+    """Return a reward model with its weight and the constants that stage 2 stored in its folder, if any."""
     start = sources.starts[role.name].config
     constants = score_constants(start) if config.ppo.normalise_scores else (0.0, 1.0)
     mean, std = constants or (0.0, 1.0)
@@ -187,10 +187,10 @@ def scoring_model(config: PPOConfig, models: Models, sources: Sources, role: Rol
 
 
 def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> TrainingEngine:
-    """Load a model that learns; a critic starts as the reward model, on the scale of the normalised reward.
+    """Load a model that learns. A critic starts as the reward model, on the scale of the normalised reward.
 
-    A new head is zero: values that are as large as the rewards and know nothing of them would be noise in every
-    advantage, for as long as the critic takes to unlearn them.
+    A new head starts at zero. Random values as large as the rewards would add noise to every advantage until the critic
+    has unlearned them.
     """
     flags = config.flags_of(role)
     if role.has_values:
@@ -202,6 +202,6 @@ def make_trained(run: Run, config: PPOConfig, role: Role, source: ModelSource) -
 
 
 def make_frozen(run: Run, config: PPOConfig, role: Role, source: ModelSource) -> FrozenEngine:
-    """Load a model that is only read: the policy before PPO, or the reward model."""
+    """Load a frozen model: the policy before PPO, or a reward model."""
     load = load_reward_model if role.has_values else load_policy
     return frozen_engine(run, load, source, config.flags_of(role), name=role.title)

@@ -1,6 +1,6 @@
-"""The needs of stage 3 for the planner: its models, three phases, the buffers of rollouts.
+"""Return what a rank needs in stage 3, for the planner: models, passes of three phases, buffers of rollouts.
 
-Models, schedule, options, backend and copied weights come from the functions that the run calls.
+Models, schedule, options, backend and copied weights come from the functions that the run itself calls.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from pipeline.training.micro_batches import LENGTH_UNIT
 from step3_ppo.config import PPOConfig
 from step3_ppo.rollout import Schedule, generation_options, make_schedule
 
-TRUNCATION_BYTES = 24  # bytes a logit, to scale, mask, sort, normalise, sum and compare it in fp32
+TRUNCATION_BYTES = 24  # bytes for each logit, to scale, mask, sort, normalise, sum and compare it in fp32
 
 
 def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, ranks: int) -> StageNeeds:
@@ -56,7 +56,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 
 def models_of(config: PPOConfig, base_of_output: Mapping[str, str]) -> list[ModelUse]:
-    """Return the models that stage 3 holds."""
+    """Return the models that stage 3 has in memory."""
     return [
         ModelUse(
             role.title,
@@ -74,11 +74,11 @@ def models_of(config: PPOConfig, base_of_output: Mapping[str, str]) -> list[Mode
 def old_log_probs(
     config: PPOConfig, actor: ModelUse, dtype: str, ranks: int, device: torch.device | None = None
 ) -> str:
-    """Return whose log-probabilities a run takes on a device (None: a GPU), "trainer" or "sampler".
+    """Return the value of `--old-log-probs` on a device (None: a GPU), "trainer" or "sampler".
 
-    A run asks before it loads a model, its plan before it starts.
+    A run calls this before it loads a model, and its plan before the run starts.
 
-    Raises InputError: a backend was requested by name that cannot be used.
+    Raises InputError: the backend that was requested by name cannot be used.
     """
     if config.ppo.old_log_probs != "auto":
         return config.ppo.old_log_probs
@@ -89,23 +89,23 @@ def old_log_probs(
 
 
 def of_weights(options: GenerationOptions) -> GenerationOptions:
-    """Return the options without what changes neither the backend nor the weights that it copies."""
+    """Return the options with only what determines the backend and the weights that it copies."""
     return replace(options, max_sequence_length=0, release_cache=False, min_slots=0)
 
 
 @lru_cache(maxsize=64)
 def backend_of(actor: ModelUse, dtype: str, options: GenerationOptions, device: torch.device | None) -> str:
-    """Return the backend that samples from the actor on a device; None: on a GPU, where triton is."""
+    """Return the backend that samples from the actor on a device; None: on a GPU with triton."""
     return choose_backend(as_trained(actor, dtype), options, device)[0]
 
 
 def with_log_probs(config: PPOConfig, whose: str) -> PPOConfig:
-    """Return the settings with the log-probabilities that `auto` is."""
+    """Return the settings with `--old-log-probs` set to this value."""
     return config.model_copy(update={"ppo": config.ppo.model_copy(update={"old_log_probs": whose})})
 
 
 def prefill(config: PPOConfig, buffers: Rollout) -> Pass:
-    """Return the first pass over prompts: as many as there are slots, within the limit of a prefill."""
+    """Return the first pass over prompts: as many as there are slots, up to the token limit of a prefill."""
     length = config.data.max_prompt_seq_len
     rows = min(buffers.slots, max(1, MAX_PREFILL_TOKENS // length))
     times = -(-buffers.num_responses // rows)
@@ -121,7 +121,7 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
     passes, times = list[Pass](), -(-num_responses // rows)
     if config.ppo.old_log_probs != "sampler":
         passes.append(Pass("actor", micro, length, micro * longest, times=-(-num_responses // micro)))
-    # Without models of their own the reference is the actor, the reward model the critic, their adapters switched off.
+    # Without a separate model, the actor with its adapters off is the reference, and so is the critic the reward model.
     reference = "reference" if "reference" in roles else "actor"
     if config.ppo.has_reference:
         passes.append(Pass(reference, rows, length, rows * longest, times=times, without_adapters=reference == "actor"))
@@ -136,7 +136,7 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
 
 
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
-    """Return the passes of an optimizer step: what learns on a micro-batch, and the actor on text."""
+    """Return the passes of an optimizer step: trained models on a micro-batch, and the actor on ptx text."""
     longest, optimizer = config.sampling.max_answer_seq_len, config.optimizer
     length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
@@ -150,12 +150,12 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
 
 
 def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, ranks: int) -> Rollout:
-    """Return the buffers of generation on a GPU, where the fused backend runs the models that it knows."""
+    """Return the buffers of generation on a GPU, where the fused backend runs the models that it supports."""
     sampling, size, options = config.sampling, model_size(actor, dtype), generation_options(config, ranks)
-    # Sampling recomputes nothing: all choices of that have one answer.
+    # Sampling recomputes no activations, so gradient checkpointing does not change the result: cache one.
     sampled = replace(actor, settings=actor.settings.model_copy(update={"gradient_checkpointing": False}))
     model_config, weights = planned_config(actor.path), decode_needs(sampled, dtype, of_weights(options), ranks)
-    step = Pass("actor", options.min_slots, 1)  # of transformers' modules
+    step = Pass("actor", options.min_slots, 1)  # a decode step of transformers' modules
     truncates = sampling.top_k > 0 or sampling.top_p < 1.0
     buffers = Rollout(
         slots=options.min_slots,
@@ -185,7 +185,7 @@ class DecodeNeeds:
     num_bytes: bytes of whole weights that it copies.
     kernels: kernels of a decode step.
     streamed_bytes: bytes of streamed weights that it copies, with their buffers.
-    groups: groups of layers that are gathered at a time; 0: weights are not streamed.
+    groups: number of groups of layers, gathered one at a time; 0: weights are not streamed.
     """
 
     num_bytes: int
@@ -196,7 +196,7 @@ class DecodeNeeds:
 
 @lru_cache(maxsize=64)
 def decode_needs(actor: ModelUse, dtype: str, options: GenerationOptions, ranks: int) -> DecodeNeeds | None:
-    """Return the needs of the fused backend, None for another one. Raises as `decode_weights`."""
+    """Return the needs of the fused backend; None for another backend. Raises like `decode_weights`."""
     weights, sliced = decode_weights(actor, dtype, options, ranks)
     if weights is None:
         return None
@@ -209,9 +209,9 @@ def decode_weights(
 ) -> tuple[DecodeWeights | None, SlicedWeights | None]:
     """Return the weights that the fused backend would read on a GPU, without values: whole, and streamed.
 
-    Whole ones are None for another backend, streamed ones where a run cannot stream them, or is not to.
+    Whole weights are None for another backend. Streamed ones are None if the run cannot or shall not stream them.
 
-    Raises InputError: a backend was requested by name that cannot be used, or ranks that cannot share the weights.
+    Raises InputError: the backend that was requested by name cannot be used, or ranks cannot share the weights.
     """
     model = as_trained(actor, dtype)
     backend = backend_of(actor, dtype, options, None)
@@ -231,8 +231,8 @@ def decode_weights(
 def as_trained(actor: ModelUse, dtype: str) -> nn.Module:
     """Return a copy of the actor on the meta device whose parameters lie in memory as an engine places them.
 
-    At ZeRO stages 1 and 2 those of an optimizer's group are contiguous; at stage 3 none is whole. Plans of all settings
-    that may be chosen ask for the same one: nobody changes it.
+    At ZeRO stages 1 and 2 the parameters of an optimizer group are contiguous; at stage 3 they are partitioned. Plans
+    of many settings share this cached copy, so callers must not change it.
     """
     module, settings = deepcopy(build(actor, dtype)), actor.settings
     for parameter in module.parameters():
@@ -245,7 +245,7 @@ def as_trained(actor: ModelUse, dtype: str) -> nn.Module:
         flat = torch.empty(sum(sizes), dtype=module.model.dtype, device="meta")
         for parameter, part in zip(group["params"], flat.split(sizes), strict=True):
             parameter.data = part.view(parameter.shape)
-    base_model(module.model).config._attn_implementation = "sdpa"  # what the planner's stand-in counts
+    base_model(module.model).config._attn_implementation = "sdpa"  # the kernel that the planner counts
     model: nn.Module = module.model
     return model
 
@@ -253,7 +253,8 @@ def as_trained(actor: ModelUse, dtype: str) -> nn.Module:
 def decode_kernels(weights: DecodeWeights) -> int:
     """Return the kernels of a decode step of the fused backend in all layers.
 
-    A layer has products, adapters' own too, attention and two norms, and in many architectures rotation and activation.
+    A layer has matrix products (adapters have their own), attention and two norms. Many architectures also have a
+    rotation and an activation.
     """
     others = 3 + bool(weights.architecture.rotary) + (weights.architecture.activation != "relu")
     return sum(others + sum(3 if one.adapters else 1 for one in block.projections) for block in weights.blocks)

@@ -1,20 +1,20 @@
-"""The roles of stage 3: which models a run has, where each comes from, which flags it has, what is saved of it."""
+"""The roles of stage 3: the models of a run, where each starts, its flags, and what is saved of it."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model of stage 3; PPOConfig says its flags and its start.
+    """A model of stage 3. PPOConfig returns its flags and its start.
 
     name: its name in metrics, logs and files of checkpoints, and its folder below --output-dir.
     title: its name in plans, DeepSpeed JSONs and fingerprints.
-    flags: the field of PPOConfig that holds its ModelConfig; a model that is only read has that of its trained twin.
-    prefix: prefix of the flags that are its alone, besides those of its ModelConfig; empty: it has none.
+    flags: the field of PPOConfig that holds its ModelConfig; a frozen model has that of the trained model it resembles.
+    prefix: prefix of the flags of this model alone, besides those of its ModelConfig; empty without such flags.
     path: the attribute of PPOConfig that names the model it starts from; empty: the path in its ModelConfig.
-    card: heading of the model card in its folder, behind the method's name; empty where it is only read.
+    card: heading of its model card, after the method's name; empty for a frozen model.
     has_values: True = it has a scalar head.
-    number: of the reward models that --more-reward-models names, from 2; 0: of no further model.
+    number: number of a reward model of --more-reward-models, from 2; 0 for all other models.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Role:
 
     @property
     def is_reward_model(self) -> bool:
-        """True for each model whose scores are rewards."""
+        """True for a model whose scores are rewards."""
         return self.prefix == REWARD_PREFIX
 
     @property
     def is_trained(self) -> bool:
-        """True where the model learns, and is saved."""
+        """True for a model that is trained and saved."""
         return bool(self.card)
 
 
@@ -48,7 +48,7 @@ ROLES = (
 
 
 def roles_without(*names: str, num_further: int = 0) -> tuple[Role, ...]:
-    """Return the roles of a run that has none of these models, but further reward models; the actor's first."""
+    """Return the roles of a run without the named models and with further reward models; the actor's first."""
     further = [
         replace(REWARD, name=f"reward_{n}", title=f"{REWARD.title} {n}", number=n) for n in range(2, 2 + num_further)
     ]

@@ -1,4 +1,4 @@
-"""The model folders of stage 3: one for each model that learns, and one for the moving average of the actor."""
+"""Write the model folders of stage 3: one for each trained model, and one for the moving average of the actor."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def save_models(run: Run, models: Models, average: MovingAverage | None, *, step
 def save_model(
     run: Run, role: Role, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int, is_average: bool = False
 ) -> None:
-    """Write the folder of a model, or that of its moving average. A collective."""
+    """Write the folder of a model or of its moving average. A collective."""
     config: PPOConfig = run.resolved.config
     fields = None
     if role.has_values:
