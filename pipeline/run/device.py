@@ -1,6 +1,6 @@
-"""Constants of this machine's GPU, measured once and kept in the user's cache folder for plans.
+"""Store the measured constants of this machine's GPU in the user's cache folder, for plans.
 
-`measure_device.py` makes them and `launching/target.py` reads them. Imports no torch.
+`measure_device.py` measures them and `launching/target.py` reads them. Imports no torch.
 """
 
 import os
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from pipeline.files import GIB, cache_folder, cache_path, read_object, write_json
 
-# Bytes that a process takes of a GPU outside torch's allocator, expected and high, all measured
-# (benchmarks/reports/memory.md). The CUDA context with its kernels (of an H200; a measured figure replaces the
-# expected one).
+# Bytes (expected, high) of a GPU that a process uses outside torch's allocator, measured
+# (benchmarks/reports/memory.md): the CUDA context with its kernels, on an H200. A figure measured on this machine
+# replaces the expected one.
 CONTEXT = (GIB * 6 // 10, GIB * 12 // 10)
-# Buffers of NCCL, where there are several ranks.
+# The same for the buffers of NCCL, with several ranks.
 NCCL = (GIB // 2, GIB)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConstants:
-    """Measured constants of a GPU, 0 where one could not be measured.
+    """Measured constants of a GPU; 0 for a constant that could not be measured.
 
     name: name of the GPU.
     day: date of the measurement (ISO).
@@ -51,14 +51,14 @@ class DeviceConstants:
 
 
 def query_gpu(*fields: str) -> list[str]:
-    """Return nvidia-smi's values of the first visible GPU; [] where it does not tell them."""
+    """Return nvidia-smi's values for the first visible GPU; [] if it does not print them."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
     values = next(iter(query_smi("-i", gpu, f"--query-gpu={','.join(fields)}")), [])
     return values if len(values) == len(fields) else []
 
 
 def query_smi(*options: str) -> list[list[str]]:
-    """Return the rows of nvidia-smi's answer to a query; [] without nvidia-smi."""
+    """Return the rows that nvidia-smi prints for a query; [] without nvidia-smi."""
     command = ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
     with suppress(OSError):
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -80,21 +80,21 @@ def device_key() -> str:
 def kept_constants() -> DeviceConstants | None:
     """Return the constants that were measured for this machine's GPU, torch and driver; None: not measured."""
     stored = read_object(constants_file())
-    with suppress(TypeError, KeyError):  # of another version of this file
+    with suppress(TypeError, KeyError):  # the file was written by another version
         return DeviceConstants(**stored[device_key()]) if stored else None
     return None
 
 
 def keep_constants(constants: DeviceConstants) -> None:
-    """Write the constants of this machine's GPU to the file, and leave those of others. Raises EnvironmentFault."""
+    """Store the constants of this machine's GPU beside those of other devices. Raises EnvironmentFault."""
     cache_folder(None)
     write_json(constants_file(), read_object(constants_file()) | {device_key(): asdict(constants)})
 
 
 def bytes_of_cuda(measured: DeviceConstants | None, ranks: int) -> tuple[int, int]:
-    """Return what CUDA and, with several ranks, NCCL take of a GPU; expected and high.
+    """Return the bytes of a GPU that CUDA and, with several ranks, NCCL use: (expected, high).
 
-    A figure above what either ever took is not believed: other processes took of the GPU while it was measured.
+    A measured figure above the high one is ignored: other processes used the GPU during the measurement.
     """
     figures = (measured.context, measured.nccl) if measured else (0, 0)
     parts = list(zip(figures, (CONTEXT, NCCL), strict=True))[: 1 if ranks == 1 else 2]

@@ -1,6 +1,6 @@
-"""Entry points: the begin and the end of a stage, and of a small command that is no stage.
+"""Entry points: start and end a stage, or a small command that is no stage.
 
-A stage reads its flags first, in milliseconds, then imports torch, then runs its loop. Imports no torch itself.
+A stage first reads its flags, in milliseconds. Then it imports torch and runs its loop. This module imports no torch.
 """
 
 import os
@@ -51,24 +51,24 @@ def enter(
     """Parse the flags of a stage and run its loop; returns the exit code of docs/contribute/design.md, section 3.
 
     Args:
-        dry_run: (stage, flags) is what rank 0 does in a dry run instead.
-        choose: (stage, flags) returns on rank 0 what flags are that are `auto`.
-        write_report: (folder of the run, flags) is what rank 0 does last where no supervisor does it.
+        dry_run: (stage, flags) runs on rank 0 instead of the loop in a dry run.
+        choose: (stage, flags) returns on rank 0 the values of flags that are `auto`.
+        write_report: (folder of the run, flags) runs last on rank 0, if no supervisor writes the report.
     """
     outlive_console()
     let_threads_sleep()
     if WAITS in os.environ:
-        stage.loop()  # started early, to import it now
+        stage.loop()  # a rank that was started early imports its loop while it waits
         if not wait_for_go():
             return EXIT_STOPPED
     try:
         check_environment()
     except RunError as error:
-        return print_error(error)  # of each process: which one is the first, is what cannot be said
+        return print_error(error)  # each process prints it: the environment does not tell which is the first
     try:
         check_srun()
         resolved = read_flags(stage, stage_arguments(argv))
-        if not resolved.config.run.starts_nothing:  # else the ranks are those that it plans
+        if not resolved.config.run.starts_nothing:  # a dry run plans for other ranks
             check_launched()
             resolved = with_ranks(resolved, num_ranks())
         check_supervised(resolved.config.run)
@@ -79,7 +79,7 @@ def enter(
     if resolved.config.run.starts_nothing:
         return run_command(lambda: dry_run(stage, resolved)) if own_rank() == 0 else EXIT_DONE
     run_dir = stage.run_folder(resolved.config.run)
-    # Before torch, which takes seconds to import: signals count from now on, and a supervisor knows of this rank.
+    # Before torch, whose import takes seconds: from now on signals count, and the supervisor sees this rank.
     stop = StopRequest(lambda: leave_early(run_dir))
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), None, "running")
@@ -92,7 +92,7 @@ def enter(
 
 
 def check_supervised(run: RunConfig) -> None:
-    """Raise InputError for --auto-fit and --auto-batch in a stage without a supervisor, which searches for it."""
+    """Raise InputError for --auto-fit or --auto-batch without a supervisor, which does that search."""
     for name in run.searches:
         if supervisor_name() is None and not run.starts_nothing:
             raise InputError(
@@ -102,12 +102,12 @@ def check_supervised(run: RunConfig) -> None:
 
 
 def is_first_process() -> bool:
-    """Return True on rank 0, or where no other rank is known of; of tasks of srun that are no ranks, on the first."""
+    """Return True on rank 0, for a single rank, and in the first of several srun tasks that do not form ranks."""
     return 0 in (own_rank(), num_ranks() - 1) and os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def check_srun() -> None:
-    """Raise EnvironmentFault if srun started several tasks and none of them knows of the others."""
+    """Raise EnvironmentFault if srun started several tasks that do not know of each other."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if int(tasks) > 1 and num_ranks() == 1 and supervisor_name() is None:
         raise EnvironmentFault(
@@ -118,10 +118,10 @@ def check_srun() -> None:
 
 
 def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ()) -> Resolved:
-    """Parse the flags of a stage, and look at its folders; nothing is written yet.
+    """Parse the flags of a stage and check its folders, without writing anything.
 
     Args:
-        sections: those that a YAML file may have; empty: not all are known here.
+        sections: sections that a YAML file may have; empty: any.
 
     Raises:
         InputError: wrong flags, files or folders.
@@ -135,7 +135,7 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
 
 
 def leave_early(run_dir: Path) -> None:
-    """End a rank that was asked to stop while it reads data and models."""
+    """End a rank that was asked to stop while it still reads data and models."""
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), EXIT_STOPPED, EARLY)
         quit_now("", EXIT_STOPPED)
@@ -152,12 +152,12 @@ def leave(code: int) -> None:
 def command_flags(
     config_class: type[Group], argv: list[str], *, section: str, prog: str, not_empty: Sequence[str] = ()
 ) -> Resolved:
-    """Return the checked flags of a small command; what its user should know of them goes to stderr.
+    """Return the checked flags of a small command, and print notes on them to stderr.
 
     A flag of one letter may have one dash.
 
     Args:
-        not_empty: flags of text that are refused where an empty text is given for them.
+        not_empty: text flags that must not be given as an empty text.
     """
     short = {f"-{name}": f"--{name}" for name in flag_table(config_class) if len(name) == 1}
     resolved = parse(config_class, [short.get(text, text) for text in argv], section=section, prog=prog)
@@ -172,7 +172,7 @@ def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., i
     """Return the `main` of a small command: (argv, prog=name) runs its command line and returns the exit code.
 
     Args:
-        run: (words, prog) checks the words and does the work; prog is how a user calls the program, for its help.
+        run: (argv, prog) checks the arguments and does the work; prog is the name of the program in its help.
     """
 
     def main(argv: list[str] | None = None, *, prog: str = name) -> int:
@@ -182,8 +182,8 @@ def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., i
 
 
 def run_command(work: Callable[[], None]) -> int:
-    """Do the `work` of a small command and return its exit code. A fault of ours keeps its traceback."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries announce what nobody here can act on
+    """Do the `work` of a small command and return its exit code. Unexpected errors keep their traceback."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # about changes that a user cannot act on
     try:
         outlive_console(needs_output=True)
         let_threads_sleep()

@@ -1,6 +1,6 @@
-"""Folders of a run whose hosts share no storage: every host gets a copy of each checkpoint and model.
+"""Copy each checkpoint and model to every host of a run, if the hosts share no storage.
 
-So any of them can resume the run, and the next stage finds its models. On shared storage nothing is copied.
+Then every host can resume the run, and the next stage finds its models. On shared storage nothing is copied.
 """
 
 import os
@@ -22,7 +22,7 @@ _is_shared = True
 
 
 def detect_shared_storage(file: Path) -> bool:
-    """Learn from a file that differs between disks whether all hosts see one folder; return that. A collective."""
+    """Return True if all hosts see the same folder; `file` has different texts on different disks. A collective."""
     global _is_shared
     texts = dist.gather_objects(file.read_text(encoding="utf-8") if file.is_file() else "")
     _is_shared = len(set(texts)) == 1
@@ -30,18 +30,19 @@ def detect_shared_storage(file: Path) -> bool:
 
 
 def on_each_storage(work: Callable[[], T]) -> T:
-    """Run `work` once for each disk that holds the run: on rank 0, or on the first rank of each host. A collective.
+    """Run `work` once for each disk of the run: on rank 0, or on the first rank of each host. A collective.
 
-    Returns what it returns on rank 0; its errors reach every rank.
+    Returns its result on rank 0. Its errors are raised on every rank.
     """
     return dist.on_main(work) if _is_shared else dist.on_each_machine(work)
 
 
 def share(folder: Path) -> None:
-    """Give every host the `folder` that rank 0 has written, in place of its own. A collective.
+    """Copy the `folder` that rank 0 has written to every host, in place of the host's own. A collective.
 
     Raises:
-        InputError: a host has other files there. EnvironmentFault: one could not write it.
+        InputError: a host has other files there.
+        EnvironmentFault: a host could not write it.
     """
 
     def remove() -> None:
@@ -55,10 +56,10 @@ def share(folder: Path) -> None:
 
 
 def unite(folder: Path) -> None:
-    """Give every host the files of `folder` that another host has; hidden ones stay where they are. A collective.
+    """Copy to every host the files of `folder` that another host has, except hidden ones. A collective.
 
     Raises:
-        EnvironmentFault: on every rank, where a host could not write.
+        EnvironmentFault: on every rank, if a host could not write.
     """
     if _is_shared:
         return
@@ -93,7 +94,7 @@ def copy_file(path: Path, size: int, *, source: int, missing: bool) -> str:
         problem = cannot_write(path, error)
     for start in range(0, size, PIECE_BYTES):
         count = min(PIECE_BYTES, size - start)
-        # Every rank takes part to the end, also one that cannot write.
+        # Every rank takes part to the end, even one that cannot write.
         piece = dist.broadcast_bytes(reader.read(count) if reader else b"", count, source=source)
         beat_again()
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipeline.marks import RUN_LOCK
 
 CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
-# Names of what a start makes in a run's folder before `environment_file`; hidden files are among it, too.
+# Names that a start creates in a run's folder before `environment_file`. It also creates hidden files.
 START_NAMES = {
     RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "automatic.yaml", "automatic.json", "auto_batch", "autotuning",
     "reference.safetensors", "deepspeed",
@@ -14,12 +14,12 @@ START_NAMES = {
 
 
 def outcome_file(run_dir: Path, rank: int) -> Path:
-    """Return the file in which a rank says how it ended (pipeline/run/outcome.py)."""
+    """Return the file with how a rank ended (pipeline/run/outcome.py)."""
     return run_dir / "outcome" / f"rank-{rank}.json"
 
 
 def beat_file(run_dir: Path, rank: int) -> Path:
-    """Return the file of a rank's last beat (pipeline/heartbeat.py)."""
+    """Return the file of a rank's last heartbeat (pipeline/heartbeat.py)."""
     return run_dir / "heartbeat" / f"rank-{rank}.json"
 
 
@@ -43,38 +43,38 @@ def environment_file(run_dir: Path) -> Path:
 
 
 def rows_file(run_dir: Path) -> Path:
-    """Return the file of what a run trains on: counts and lengths of its rows, and some of them."""
+    """Return the file that describes the rows that a run trains on: counts, lengths, examples."""
     return run_dir / "rows.json"
 
 
 def meaning_file(run_dir: Path) -> Path:
-    """Return the file that says what a run is and what its metrics mean, which it writes when its loop begins."""
+    """Return the file with what a run is and what its metrics mean; a run writes it when its loop begins."""
     return run_dir / "meaning.json"
 
 
 def row_values_file(run_dir: Path) -> Path:
-    """Return the file of the values of held-out rows, by which two evaluations are compared: a line for each.
+    """Return the file of the values of held-out rows, with a line for each evaluation, to compare evaluations.
 
-    `{"step": 40, "rows": "1f0c...", "every": 1, "weight": [12, 9], "eval_loss": [1.25, null]}`: at place n of a list is
-    the value of held-out row n * every, in the order of the rows and not of ranks; null where it has none. Rows are the
-    same where `rows`, a hash of the data, is. Without a weight each row counts alike in the mean. There are at most
-    MOST_ROWS values of a metric (`pipeline/run/evaluations.py`).
+    `{"step": 40, "rows": "1f0c...", "every": 1, "weight": [12, 9], "eval_loss": [1.25, null]}`: index n of a list has
+    the value of held-out row n * every, null if it has none. The order is that of the rows, not of ranks. `rows` is a
+    hash of the data: lines with the same hash have the same rows. Without `weight` all rows weigh the same in the mean.
+    There are at most MOST_ROWS values of a metric (`pipeline/run/evaluations.py`).
     """
     return run_dir / "row_values.jsonl"
 
 
 def plan_file(run_dir: Path) -> Path:
-    """Return the file of the plan by which a run chose its flags; none where it chose none (on a CPU)."""
+    """Return the file of the plan that chose flags for a run; a run without a plan, as on a CPU, does not write it."""
     return run_dir / "plan.json"
 
 
 def stages_folder(run_dir: Path) -> Path:
-    """Return the output folder whose stages keep their runs beside this one, or the run's own folder."""
+    """Return the output folder in which all stages have their runs, this one included; else the run's own folder."""
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
 
 
 def automatic_file(run_dir: Path) -> Path:
-    """Return the preset that --auto-fit, --auto-batch and --autotuning write: the flags that they chose for a run."""
+    """Return the preset with the flags that --auto-fit, --auto-batch and --autotuning chose for a run."""
     return run_dir / "automatic.yaml"
 
 
@@ -89,6 +89,6 @@ def step_number(checkpoint: Path) -> int:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """Return the checkpoint folders, newest first; one that is being replaced follows its successor."""
+    """Return the checkpoint folders, newest first; one that is being replaced comes after its replacement."""
     folders = [path for path in checkpoints.glob("*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(folders, key=lambda path: (step_number(path), path.name.startswith("step-")), reverse=True)

@@ -1,6 +1,6 @@
-"""Locks of a run's folder and of the models that it writes: each names the one process that may do so. No torch.
+"""Lock a run's folder and the models that it writes, so that only one process writes them. Imports no torch.
 
-The kernel holds the lock (flock), so it ends with its process; the text in the file only says whose it is.
+The kernel releases the lock (flock) when its process ends. The text in the file only names that process.
 """
 
 import errno
@@ -23,12 +23,12 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file sy
 
 @contextmanager
 def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
-    """Hold `run_dir` and the model folders `outputs` while the context is open.
+    """Lock `run_dir` and the model folders `outputs` while the context is open.
 
-    A lock whose process has died is taken over, of the run's folder in one line.
+    A lock whose process has died is taken over; a line says so for the run's folder.
 
     Raises:
-        EnvironmentFault: another run holds one of them, or it cannot be written.
+        EnvironmentFault: another run has locked one of them, or it cannot be written.
     """
     with ExitStack() as locks:
         locks.enter_context(lock_held(run_dir, lock_file(run_dir), "--run-dir"))
@@ -39,11 +39,11 @@ def locked(run_dir: Path, outputs: Iterable[Path] = ()) -> Iterator[None]:
 
 @contextmanager
 def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold a folder by its lock file, which `flag` names; wait at most `wait_s` seconds for another holder's end.
+    """Lock a folder by its lock file; wait at most `wait_s` seconds for another process. Messages name it by `flag`.
 
     Raises EnvironmentFault: see `locked`.
     """
-    if file.exists() and not file.is_file():  # to open a FIFO could wait for ever
+    if file.exists() and not file.is_file():  # opening a FIFO could wait for ever
         raise EnvironmentFault(f"{file}: not a file that can be locked; remove it")
     lock = FileLock(file, timeout=wait_s, fallback_to_soft=False)
     try:
@@ -65,8 +65,8 @@ def lock_held(folder: Path, file: Path, flag: str, *, wait_s: float = 0.0) -> It
             yield
         finally:
             file.write_text("", encoding="utf-8")
-            if file.parent != folder:  # by the other one a run's folder is recognised
-                file.unlink()  # while it is held: who opened it a moment ago finds that it has no name any more
+            if file.parent != folder:  # the lock file of a run's folder stays: it marks that folder
+                file.unlink()  # while it is locked, so that a process that has just opened it sees that it is gone
     finally:
         lock.release()
 

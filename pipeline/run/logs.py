@@ -1,4 +1,4 @@
-"""The logs of a rank: its own file, the run's log.txt, what its reader sees, and where libraries print meanwhile."""
+"""Set up the logs of a rank: its own file, the run's log.txt, the console, and the output of libraries."""
 
 import logging
 import os
@@ -14,13 +14,13 @@ from pipeline.console import PrintableFormatter, fitted, lasting_stream
 from pipeline.errors import is_coloured, printable
 from pipeline.run.layout import rank_log_file
 
-# Logs to files only: the console prints the first cause of all ranks, once (pipeline/run/run.py:report).
+# Logger of errors for files only: the console prints the first error of all ranks, once (pipeline/run/run.py:report).
 file_log = logging.getLogger(f"{__name__}.files_only")
 WARNING_COLOUR, PLAIN = "\x1b[33m", "\x1b[0m"
 
 
 class StderrHandler(logging.StreamHandler[Any]):
-    """A handler that writes to whatever sys.stderr is at that time: a progress bar replaces it."""
+    """A handler that writes to the current sys.stderr, which a progress bar replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -32,14 +32,17 @@ class StderrHandler(logging.StreamHandler[Any]):
 
 
 class FileFormatter(PrintableFormatter):
-    """Lines with time, level and module."""
+    """A formatter of lines with time, level and module."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 class ReaderFormatter(logging.Formatter):
-    """The message alone, as wide as a terminal, warnings in colour; `drawn` of a record is shown in its place."""
+    """A formatter of the message alone, wrapped to the terminal, warnings in colour.
+
+    A record with the attribute `drawn` is shown as that text instead.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return what the reader sees of a record."""
@@ -53,7 +56,7 @@ class ReaderFormatter(logging.Formatter):
 def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> None:
     """Log to log/rank-<r>.txt; rank 0 also to log.txt and, without timestamps, to stderr.
 
-    verbose: what libraries log reaches the latter two, too, not only their errors.
+    verbose: all that libraries log goes to log.txt and stderr too, not only their errors.
     """
     import transformers
 
@@ -78,15 +81,15 @@ def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> N
 
 
 def is_wait_here(record: logging.LogRecord) -> bool:
-    """Return True for a line that the user of a host without rank 0 should see: for which ranks its ranks wait."""
+    """Return True for a line that a host without rank 0 prints as well: which ranks its own ranks wait for."""
     return record.name == rendezvous.__name__ and record.levelno >= logging.WARNING
 
 
 @contextmanager
 def libraries_print_to(file: Path) -> Iterator[None]:
-    """While this lasts, what libraries print and warn of goes to `file`: from Python, C++, and compilers that they run.
+    """Redirect to `file` all that libraries print and warn of: from Python, C++, and compilers that they run.
 
-    sys.stderr stays the reader's. A stream that a test has put in its place stays as it is.
+    sys.stderr still writes to the console. A stream that a test has put in its place is not redirected.
     """
     reader, descriptors = sys.stderr, [os.dup(number) for number in (1, 2)]
     if is_descriptor(reader, 2):
@@ -108,13 +111,13 @@ def libraries_print_to(file: Path) -> Iterator[None]:
 
 
 def lead(stdout: int, stderr: int) -> None:
-    """Make standard output and error, as children and libraries in C know them, those descriptors."""
+    """Redirect standard output and error to these descriptors, for child processes and libraries in C too."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
 
 
 def is_descriptor(stream: Any, number: int) -> bool:
-    """Tell whether a stream writes to this descriptor."""
+    """Return True if the stream writes to this descriptor."""
     try:
         return bool(stream.fileno() == number)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Measure the GPU of this machine, and an all-reduce over all ranks: `python -m pipeline.run.measure_device` on each.
 
-`rlhf train --check` starts it under a launcher. The first rank keeps its GPU's constants for plans (`device.py`), and
-the all-reduce shows a slow or wrong network before training. On a CPU nothing is kept.
+`rlhf train --check` starts it under a launcher. The first rank stores its GPU's constants for plans (`device.py`), and
+the all-reduce shows a slow or wrong network before training. On a CPU nothing is stored.
 """
 
 import sys
@@ -40,7 +40,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Return the bytes/s of a copy within the device's memory; what is read and what is written both count."""
+    """Return the bytes/s of a copy within the device's memory; bytes read and bytes written both count."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)
@@ -54,9 +54,9 @@ def host_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 
 def matrix_throughput(device: torch.device, size: int) -> float:
-    """Return the operations/s of a product of two random square matrices; with zeros a GPU would be faster than in use.
+    """Return the operations/s of a product of two random square matrices. With zeros a GPU would be faster than in use.
 
-    In bf16 on a GPU; in fp32 on a CPU, where few have fast units for bf16.
+    The dtype is bf16 on a GPU, and fp32 on a CPU, because few CPUs have fast units for bf16.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -65,13 +65,13 @@ def matrix_throughput(device: torch.device, size: int) -> float:
 
 
 def used_bytes() -> int:
-    """Return the bytes of the GPU that are used by other means than torch's allocator; 0: not known."""
+    """Return the bytes of the GPU that are in use outside torch's allocator; 0: unknown."""
     used = query_gpu("memory.used")
     return int(used[0]) * 2**20 - torch.cuda.memory_reserved() if used and used[0].isdigit() else 0
 
 
 def measure(device: torch.device, before: int) -> DeviceConstants:
-    """Measure the speeds of a device, and what CUDA takes of it since `used_bytes` returned `before`."""
+    """Measure the speeds of a device, and the bytes that CUDA uses since `used_bytes` returned `before`."""
     kind, copied = device.type, COPY_BYTES[device.type]
     products, copies = matrix_throughput(device, MATRIX[kind]), copy_bandwidth(device, copied)
     host, context = host_bandwidth(device, copied // 4), max(0, used_bytes() - before)
@@ -81,7 +81,7 @@ def measure(device: torch.device, before: int) -> DeviceConstants:
 
 
 def all_reduce_seconds(world: dist.World, num_bytes: int) -> float:
-    """Return the seconds of an all-reduce of so many bytes."""
+    """Return the seconds of an all-reduce of `num_bytes`."""
     values, ranks = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), dist.RankGroup(world.size)
     return seconds_of(lambda: ranks.add(values), world.device)
 
@@ -107,10 +107,10 @@ def main() -> int:
         what = str(constants_file())
         if constants:
             keep_constants(constants)
-            show(f"{constants}; kept in {what}")
+            show(f"{constants}; stored in {what}")
         elif rank == 0:
-            show("no GPU here: no constants are kept")
-    except (EnvironmentFault, RuntimeError, OSError) as error:  # gloo's and nccl's own, a disk that refuses
+            show("no GPU here: no constants are stored")
+    except (EnvironmentFault, RuntimeError, OSError) as error:  # RuntimeError of gloo and nccl, OSError of the disk
         say(f"error: {what}: {str(error).splitlines()[0]}")
         return EXIT_ENVIRONMENT
     dist.finish()

@@ -1,6 +1,6 @@
-"""Outcome of a rank, in a file, because an exit code carries no cause. Imports no torch.
+"""Write and read how a rank ended, in a file, because an exit code has no cause. Imports no torch.
 
-The reader is the supervisor (rlhf/launch.py), which names itself in the environment of the ranks.
+The supervisor (rlhf/launch.py) reads it. It names itself in the environment of the ranks.
 """
 
 import os
@@ -19,8 +19,8 @@ from pipeline.out_of_memory import Halved
 from pipeline.processes import is_alive, read_process
 from pipeline.run.layout import beat_file, outcome_file
 
-# Names of the variables with "<pid>@<host>" of the supervisor, and of its agent on a rank's host, where it has one.
-# Their prefix takes them to other hosts (launching/remote_host.py).
+# Environment variables with "<pid>@<host>" of the supervisor, and of its agent on a rank's host if there is one.
+# Variables with this prefix are passed on to other hosts (launching/remote_host.py).
 SUPERVISOR = "PYTHON_RUN_SUPERVISOR"
 AGENT = "PYTHON_RUN_AGENT"
 FIRST_ERROR = "first-error"
@@ -29,17 +29,17 @@ OTHERS_FIRST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a rank: its exit code and the reason in words.
+    """How a rank ended: its exit code and the reason in words.
 
     rank: number of the rank.
-    code: exit code; None while the rank runs, and for good if it was killed.
+    code: exit code; None while the rank runs, and also if it was killed.
     message: reason in words.
-    secondary: the error follows from another rank's end.
+    secondary: True = the error is a consequence of another rank's end.
     pid: id of the rank's process.
     host: name of the rank's machine.
     supervisor: name of the supervisor that started it, "" without one.
     time: time of writing, in seconds since 1970.
-    halved: batch sizes with which another start may go on; empty if there are none.
+    halved: batch sizes with which another start may continue; empty if there are none.
     """
 
     rank: int
@@ -54,12 +54,12 @@ class Outcome:
 
     @property
     def is_local(self) -> bool:
-        """True if its process is one of this machine."""
+        """True if its process runs on this machine."""
         return self.host == socket.gethostname()
 
     @property
     def has_failed(self) -> bool:
-        """True if it has ended, and neither well nor on request."""
+        """True if the rank ended with an error, neither normally nor on request."""
         return self.code not in (None, EXIT_DONE, EXIT_STOPPED)
 
 
@@ -77,7 +77,7 @@ def write_outcome(
     secondary: bool = False,
     halved: Halved = MappingProxyType({}),
 ) -> None:
-    """Write how this rank ended, or with `code` None that it runs."""
+    """Write how this rank ended; `code` None: that it runs."""
     here = (os.getpid(), socket.gethostname(), supervisor_name() or "")
     outcome = Outcome(rank, code, message, secondary, *here, time.time(), dict(halved))
     file = outcome_file(run_dir, rank)
@@ -86,7 +86,7 @@ def write_outcome(
 
 
 def read_outcome(run_dir: Path, rank: int) -> Outcome | None:
-    """Return the outcome of `rank`; None if it wrote none that can be read."""
+    """Return the outcome of `rank`; None if there is none or it cannot be read."""
     content = read_object(outcome_file(run_dir, rank))
     types: dict[str, Any] = {"code": int | None, "message": str, "pid": int, "host": str, "time": int | float}
     if all(isinstance(content.get(name, ...), kind) for name, kind in types.items()):
@@ -102,20 +102,20 @@ def ranks_with_outcome(run_dir: Path) -> list[int]:
 
 
 def check_nobody_left(run_dir: Path) -> None:
-    """Raise EnvironmentFault if ranks of an earlier run, whose supervisor is gone, live on and may be saving."""
+    """Raise EnvironmentFault if ranks of an earlier run still live without their supervisor and may be saving."""
     for rank in ranks_with_outcome(run_dir):
         outcome = read_outcome(run_dir, rank)
         if outcome is None or outcome.code is not None or not outcome.is_local or outcome.pid == os.getpid():
             continue
         written_s, process = outcome_file(run_dir, rank).stat().st_mtime, read_process(outcome.pid)
-        if process and process.started_s <= written_s + 1.0:  # else its number was given again
+        if process and process.started_s <= written_s + 1.0:  # else another process has got its number
             raise EnvironmentFault(
                 f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {outcome.pid}, or kill it"
             )
 
 
 def clear_outcomes(run_dir: Path) -> None:
-    """Delete outcomes and beats of an earlier run, so that they are not read as this run's."""
+    """Delete outcomes and heartbeats of an earlier run, so that nobody reads them as this run's."""
     for folder in (outcome_file(run_dir, 0).parent, beat_file(run_dir, 0).parent):
         for file in (*folder.glob("*rank-*.json*"), folder / FIRST_ERROR):
             file.unlink(missing_ok=True)
@@ -127,22 +127,22 @@ def supervisor_name() -> str | None:
 
 
 def local_supervisor() -> int | None:
-    """Return the process id of this rank's supervisor or its agent; None if neither lives on this machine."""
+    """Return the process id of this rank's supervisor or of its agent here; None if neither runs on this machine."""
     pid, _, host = (os.environ.get(AGENT) or supervisor_name() or "").partition("@")
     return int(pid) if host == socket.gethostname() and is_alive(int(pid)) else None
 
 
 def is_reported(code: int, run_dir: Path) -> bool:
-    """Return True if a supervisor lives that reads from the outcome file how this rank ends."""
+    """Return True if the outcome of this rank is written and a running supervisor will read it."""
     written = read_outcome(run_dir, own_rank())
     is_written = written is not None and written.pid == os.getpid() and written.code == code
     return is_written and local_supervisor() is not None
 
 
 def is_first_to_fail(run_dir: Path, *, secondary: bool) -> bool:
-    """Return True for the first rank of a run without supervisor that reports an error.
+    """Return True for the first rank that reports an error, in a run without a supervisor.
 
-    An error that follows from another rank's end waits a moment for that one.
+    A rank whose error is a consequence of another rank's end waits a moment, so that the other one reports first.
     """
     if secondary:
         time.sleep(OTHERS_FIRST_S)

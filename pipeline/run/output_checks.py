@@ -1,6 +1,6 @@
 """Refuse a run whose outputs are inputs, belong to another run, or hold other files. Imports no torch.
 
-The folders are compared before anything is written, because saving replaces a model folder as a whole.
+The check runs before anything is written, because saving replaces a whole model folder.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,13 +24,13 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
     """Raise InputError, a line each, for outputs that are inputs, belong to another run or hold other files.
 
     Args:
-        stages: stage -> configuration of the stages of this run, in order. A stage may read what one before writes.
+        stages: stage -> configuration of the stages of this run, in order. A stage may read outputs of earlier ones.
         named_by_section: call flags `--sft.output-dir`, as the user of `rlhf train` types them.
     """
     lines: list[str] = []
     read: list[Named] = []
-    taken: list[Named] = []  # model and run folders of the stages before
-    replaced: list[Named] = []  # their model folders, which are replaced with all that is in them
+    taken: list[Named] = []  # model and run folders of earlier stages
+    replaced: list[Named] = []  # their model folders, which saving replaces as a whole
     for stage, config in stages.items():
         dashes = f"--{stage.section}." if named_by_section else "--"
         models = [(f"{dashes}output-dir", folder) for folder in stage.outputs(config)]
@@ -49,7 +49,7 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
 
 
 def inputs(config: StageConfig, dashes: str) -> Iterator[Named]:
-    """Yield the data sources, start models and DeepSpeed JSON of a stage; hub ids look like paths, and do no harm."""
+    """Yield the data sources, start models and DeepSpeed JSON of a stage. Hub ids among them do no harm."""
     table = flag_table(type(config))
     for name, value in flat_items(config):
         if table[name].kind == "path" and table[name].on_resume != "free":
@@ -70,7 +70,7 @@ def clashes(outputs: Iterable[Named], others: Iterable[Named], *, inside: bool =
 
 
 def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
-    """Yield a line for each folder of a stage that holds another run, its model, or files that are none of ours."""
+    """Yield a line for each folder of a stage that holds another run, another run's model, or foreign files."""
     run_dir = stage.run_folder(config.run)
     if odd := [path for path in run_dir.rglob("*") if path.exists() and not (path.is_file() or path.is_dir())]:
         yield f"{dashes}run-dir: {min(odd)}: found neither a file nor a folder, at which a run would wait; remove it"
@@ -80,7 +80,7 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
     started = isinstance(owner, str) and isinstance(versions, dict)
     if started and owner != stage.section:
         yield f"{dashes}run-dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
-    # Hidden files are those of ranks that start at this moment; a supervisor has looked before its ranks did.
+    # Hidden files belong to ranks that are starting now. A supervisor has checked the folder before its ranks.
     names = {path.name for path in run_dir.glob("[!.]*")}
     was_killed = {RUN_LOCK, "heartbeat"} & names and names <= START_NAMES
     if names and not started and not was_killed and supervisor_name() is None:

@@ -1,6 +1,6 @@
-"""One rank of a stage from its first log line to its exit code: earlier runs, logs, config.json, outcome file.
+"""Run one rank of a stage, from its first log line to its exit code: earlier runs, logs, config.json, outcome file.
 
-The loops are in the stages; a supervisor, if there is one, judges all ranks (pipeline/launching/verdict.py).
+The loops are in the stages. A supervisor, if there is one, decides how the job ended (pipeline/launching/verdict.py).
 """
 
 import logging
@@ -60,7 +60,7 @@ from pipeline.run.stop_request import StopRequest, stop_without
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "safetensors", "pydantic")
-# Flags of any stage that take less memory in a phase where they are lower.
+# Phase -> flags of any stage that lower its memory if they are lowered.
 LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
     "start": (),
     "generate": ("per_device_generation_batch_size", "per_device_eval_batch_size", "max_answer_seq_len"),
@@ -91,14 +91,14 @@ def git_commit() -> str | None:
     """Return the commit of the checkout that this runs from; None for an installed project."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not shutil.which("git"):
-        return None  # a repository around an installed project is another project's
+        return None  # a repository around an installed project belongs to another project
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
 def check_writable(run_dir: Path, rank: int) -> None:
     """Raise EnvironmentFault if the run's folder cannot be written."""
-    probe = run_dir / f".probe-{rank}"  # one per rank: another rank's may vanish between two lines of this
+    probe = run_dir / f".probe-{rank}"  # one file per rank, because another rank may delete its own at any moment
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -109,7 +109,7 @@ def check_writable(run_dir: Path, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as its loop sees it.
+    """What the loop knows of its run.
 
     world: ranks and device.
     folder: folder of the run.
@@ -117,9 +117,9 @@ class Run:
     resolved: settings with the origin of each.
     stop: request to stop.
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
-    contents: what identifies the data (by flag) and models (by name) that the run began with; empty until it is known.
+    contents: fingerprints of the data (by flag) and models (by name) that the run began with; empty until computed.
     rows: content of rows.json, on rank 0 once its rows are read (`pipeline/training/inputs.py`).
-    plan: what the plan that chose flags expects of them; {} where none was made.
+    plan: expectations of the plan that chose flags; {} without a plan.
     """
 
     world: dist.World
@@ -133,7 +133,7 @@ class Run:
     plan: Mapping[str, Any] = field(default_factory=dict)
 
     def stopped(self, step: int, total_steps: int) -> StoppedRun:
-        """Return the exception to raise when the checkpoint of `step` is written."""
+        """Return the exception to raise once the checkpoint of `step` is written."""
         config = self.resolved.config.run
         how = "the same command resumes"
         left_out = ["--overwrite"] if config.overwrite else []
@@ -141,14 +141,14 @@ class Run:
         if left_out:
             how = f"the same command without `{' '.join(left_out)}` resumes"
         if not config.keep_checkpoints:
-            how = "nothing is kept (--keep-checkpoints 0): the same command starts over"
+            how = "no checkpoint is stored (--keep-checkpoints 0): the same command starts over"
         return StoppedRun(f"stopped at step {step} of {total_steps}; {how}")
 
 
 def take_folder(run: Run) -> None:
     """Clear the folder of a run that starts afresh; write config.json (origin of every flag), env.json and rows.json.
 
-    Called when models and data are loaded: a run that is refused before leaves what it would replace. A collective.
+    The loop calls this when models and data are loaded, so a run that is refused earlier deletes nothing. A collective.
     """
 
     def take() -> None:
@@ -160,7 +160,7 @@ def take_folder(run: Run) -> None:
         with refused_by_disk(run.folder):
             if resolved.config.run.resumes_from == "never":
                 clear(run.folder)
-            # Before all others: by it a folder is known as a run's (pipeline/run/output_checks.py).
+            # First of all: this file marks the folder as a run's (pipeline/run/output_checks.py).
             write_json(environment_file(run.folder), {"stage": run.stage.section, **describe_environment(run.world)})
             write_json(run.folder / "config.json", settings)
             if run.plan:
@@ -174,7 +174,7 @@ def take_folder(run: Run) -> None:
 def run_stage(stage: Stage, resolved: Resolved, *, choose: Choose, stop: StopRequest | None = None) -> int:
     """Run a stage's loop; its errors become one line, an exit code, and this rank's outcome file.
 
-    Nothing is written if another run holds the folder. A supervisor holds it for its ranks.
+    It writes nothing if another run has locked the folder. A supervisor locks it for its ranks.
     """
     folder = stage.run_folder(resolved.config.run)
     owns_folder = supervisor_name() is None and own_rank() == 0
@@ -207,7 +207,7 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, 
         with nullcontext() if run_config.verbose else libraries_print_to(rank_log_file(folder, rank)):
             world = dist.start(timeout_s=run_config.process_group_timeout_s)
             if not detect_shared_storage(lock_file(folder)) and world.is_main:
-                log.info("the hosts share no storage here: each keeps all checkpoints and models")
+                log.info("the hosts share no storage here: each stores all checkpoints and models")
             begin(Run(world, folder, stage, resolved, stop), choose)
     except RunError as error:
         code, message, trace = error.code, redacted(str(error)), traceback.format_exc()
@@ -220,19 +220,19 @@ def run_rank(folder: Path, stop: StopRequest, stage: Stage, resolved: Resolved, 
         file_log.exception("%s", message)
     if run_config.debug:
         say(redacted(trace))
-    stop.is_set()  # from now on a signal must not end the process as if nothing had been done
+    stop.is_set()  # from now on a signal must not end the process as it does before the loop
     heartbeat.end()
-    with suppress(OSError):  # a full disk; then the message is only printed
+    with suppress(OSError):  # on a full disk the message is only printed
         write_outcome(folder, rank, code, message, secondary=secondary, halved=halved)
     report(folder, code, message, secondary=secondary)
     if code in (EXIT_DONE, EXIT_STOPPED):
-        # After an error the peers may hang in a collective: no barrier then.
+        # Only without an error: after one the other ranks may hang in a collective.
         dist.finish()
     return code
 
 
 def described(error: Exception, config: StageConfig) -> tuple[int, str]:
-    """Return the exit code and the words of an unexpected error; one line for an out-of-memory error."""
+    """Return the exit code and the message of an unexpected error; one line for an out-of-memory error."""
     if not is_out_of_memory(error):
         return EXIT_FAULT, f"{type(error).__name__}: {error}".rstrip(": ")
     phase, line = heartbeat.current_phase(), f"phase {heartbeat.current_phase()}: {memory_line(error)}"
@@ -240,7 +240,7 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
     if isinstance(error, BatchTooLarge):
         phase, line = error.phase, str(error)
         if error.halved and supervisor_name() is not None:
-            return EXIT_ENVIRONMENT, line  # it starts the job again
+            return EXIT_ENVIRONMENT, line  # the supervisor starts the job again
         at_least = "" if error.halved else error.flag
         line += f", with {dashed(at_least)} 1" if at_least else ""
     lower = [dashed(name) for name in flag_table(type(config)) if name in LOWERED_IN[phase] and name != at_least]
@@ -255,7 +255,7 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
 
 
 def begin(run: Run, choose: Choose) -> None:
-    """Start the loop unless the folder holds this run, finished. choose: see `enter`."""
+    """Start the loop unless the folder holds this run and it has finished. choose: see `enter`."""
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
@@ -272,7 +272,7 @@ def begin(run: Run, choose: Choose) -> None:
 
 
 def report(folder: Path, code: int, message: str, *, secondary: bool) -> None:
-    """Print the end of a run that no supervisor reports: the first error of all ranks, once."""
+    """Print how a run without a supervisor ended: once, the first error of all ranks."""
     if code == EXIT_DONE or is_reported(code, folder) or not is_first_to_fail(folder, secondary=secondary):
         return
     if code == EXIT_STOPPED:

@@ -1,6 +1,6 @@
-"""Stop requests: SIGTERM and SIGINT are remembered until the loop asks, between two steps.
+"""Remember SIGTERM and SIGINT until the loop checks for a stop request, between two steps.
 
-Imports no torch until a loop asks, so that signals count before torch is imported.
+Torch is imported only by a loop's check, so that signals count before torch is imported.
 """
 
 import os
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class StopRequest:
-    """A stop request by SIGTERM or SIGINT, kept until the loop asks; a second signal after 2 s ends the process.
+    """A stop request by SIGTERM or SIGINT that the loop checks. A second signal after 2 s ends the process.
 
-    Before the loop begins there is nothing to save, and the first signal ends the process. The loop has begun with the
-    first call of `is_set`, or the first beat (pipeline/heartbeat.py) of another phase than "start".
+    Before the loop begins there is nothing to save, and the first signal ends the process. The loop begins with the
+    first call of `is_set`, or with the first heartbeat (pipeline/heartbeat.py) of a phase other than "start".
     """
 
     def __init__(self, leave_early: Callable[[], None] | None = None) -> None:
-        """Install the handlers. `leave_early` ends the process before the loop has begun; None: the loop is awaited."""
+        """Install the handlers. `leave_early` ends the process before the loop begins; None: signals wait for it."""
         self._first: float | None = None
         self._in_loop = leave_early is None
         self._leave_early = leave_early
@@ -55,15 +55,15 @@ class StopRequest:
 
 
 def quit_now(message: str, code: int) -> None:
-    """End the process from within a signal handler, where printing and leaving as usual are not safe."""
+    """End the process from a signal handler, where a normal print and exit are not safe."""
     if message:
-        # Not descriptor 2, which may lead to a log (logs.py).
+        # Not descriptor 2, which may write to a log file (logs.py).
         os.write(sys.stderr.fileno() if sys.stderr else 2, f"{message}\n".encode())
     os._exit(code)
 
 
 def stop_without(supervisor: int) -> None:
-    """Ask this process to stop once its supervisor has died, because nobody else would ever end it."""
+    """Send this process a stop request once its supervisor has died, because nobody else would end it."""
 
     def watch() -> None:
         while is_alive(supervisor):
