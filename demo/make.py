@@ -20,9 +20,9 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def make_data(folder: Path, *, seed: int) -> None:
-    """`data/train.jsonl` and `data/test.jsonl` (pairs; no prompt in both), and `text.jsonl` for the base model."""
+    """Write the pairs `data/train.jsonl` and `data/test.jsonl` (no common prompt), and `text.jsonl` for the base model."""
     random = Random(seed)
-    prompts: dict[str, None] = {}  # each once, in the order of their making
+    prompts: dict[str, None] = {}  # a set in the order of creation
     while len(prompts) < NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS:
         prompts[make_prompt(random)] = None
     pairs = [(prompt, *make_pair(random)) for prompt in prompts]
@@ -33,13 +33,13 @@ def make_data(folder: Path, *, seed: int) -> None:
 
 
 def make_document(random: Random) -> str:
-    """Plain text without the dialogue's form: what the base model knows of the world's words."""
+    """Return plain text, not a dialogue, from which the base model learns the words of the demo."""
     prompts = [make_prompt(random) for _ in range(3)]
     return " ".join(f"{prompt} {make_answer(random)}" for prompt in prompts)
 
 
 def make_tokenizer(folder: Path) -> Any:
-    """A byte-level BPE tokenizer trained on the demo's own text, with OPT's special tokens."""
+    """Return a byte-level BPE tokenizer trained on the demo's text, with OPT's special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +60,7 @@ def make_tokenizer(folder: Path) -> Any:
 
 
 def make_model(folder: Path, *, seed: int) -> None:
-    """`untrained/`: an OPT of two layers with random weights, and the tokenizer."""
+    """Write `untrained/`: an OPT of two layers with random weights, and the tokenizer."""
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 

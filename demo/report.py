@@ -27,7 +27,7 @@ CAPTION = (
 
 
 def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -> list[str]:
-    """One answer to each prompt, sampled at temperature 1; `template` is the tokenizer of a trained model."""
+    """Return an answer to each prompt, sampled at temperature 1; `template` is the tokenizer of a trained model."""
     model = load_causal_lm(str(folder), dtype=torch.float32).eval()
     turns = [[Message("user", prompt)] for prompt in prompts]
     rollout = generate(
@@ -42,18 +42,18 @@ def answers(folder: Path, prompts: Sequence[str], *, template: Any, seed: int) -
 
 
 def metrics(output: Path, stage: str, name: str) -> list[float]:
-    """All values of a metric in a stage's metrics.jsonl, in order."""
+    """Return all values of a metric in a stage's metrics.jsonl, in order."""
     lines = (output / "runs" / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row[name] for row in map(json.loads, lines) if name in row]
 
 
 def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
-    """Every number of the table, and the answers that it shows."""
+    """Return every number of the table, and the answers that it shows."""
     lines = (output / "demo" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     template = load_tokenizer(str(output / "sft"))
     stage = stages_of_method(method)[3]
-    samples = stage.section == "ppo"  # DPO, IPO and KTO make none
+    samples = stage.section == "ppo"  # DPO, IPO and KTO sample none
     results: dict[str, Any] = {"prompts": len(prompts), "method": stage.methods[method] if samples else method.upper()}
     shown = [{"prompt": prompt} for prompt in prompts[:NUM_SHOWN]]
     for name, folder in (("base", "demo/base"), ("sft", "sft"), ("ppo", "actor")):
@@ -77,7 +77,7 @@ def measure(output: Path, *, seed: int, method: str = "ppo") -> dict[str, Any]:
 
 
 def failed_claims(results: dict[str, Any]) -> list[str]:
-    """Return the demo's claims that do not hold; [] is what a sound change leaves."""
+    """Return the claims of the demo that do not hold; [] if all hold."""
     claims = {
         "SFT rate in 0.3 .. 0.6": 0.3 <= results["sft_rate"] <= 0.6,
         f"{results['method']} at least 20 points higher": results["ppo_rate"] >= results["sft_rate"] + 0.2,
@@ -94,7 +94,7 @@ def verdict(results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The report for people, readable at 80 columns."""
+    """Return the report for people, 80 columns wide."""
     rate, method = "{{{0}_rate:.3f}} +- {{{0}_error:.3f}}", results["method"]
     has_model = "reward_accuracy" in results
     kl = [(f"{method}: KL from the SFT model (nats a sequence)", "{kl_start:z.2f}", "{kl_end:.2f}")]

@@ -1,8 +1,8 @@
 """The demo from end to end: data, base model, the three stages through train.py, and a report against the rule.
 
 `python -m demo.run` works in the current folder, writes below `output/`, and ends with 1 if a claim fails. With
-`--method grpo` (rloo, reinforce_pp) there is no reward model: stage 3 is rewarded by the rule itself, as a function.
-With `--method dpo` (ipo, kto) stage 3 learns from the pairs that stage 2 would have had.
+`--method grpo` (rloo, reinforce_pp) there is no reward model: the rule itself is the reward function of stage 3.
+With `--method dpo` (ipo, kto) stage 3 learns from the pairs that are else stage 2's.
 """
 
 import argparse
@@ -21,7 +21,7 @@ FOLDER = Path("output/demo")
 
 
 def call(command: list[str]) -> None:
-    """Run a command of the project as a user would; the demo ends with its exit code where it fails."""
+    """Run a command of the project as a user would; if it fails, the demo ends with its exit code."""
     environment = os.environ | {"PYTHON": sys.executable}
     code = subprocess.run(command, env=environment, check=False).returncode
     if code:
@@ -33,10 +33,10 @@ def say(text: str) -> None:
 
 
 def run(*, seed: int, overwrite: bool, method: str = "ppo") -> dict[str, float]:
-    """All of the demo with one seed; returns what was measured."""
+    """Run the whole demo with one seed and return the results."""
     started = time.monotonic()
     let_threads_sleep()
-    import transformers  # here, with what imports torch: `--help` is quick
+    import transformers  # imported here, with torch, so that `--help` is quick
 
     from demo.make import make_data, make_model
     from demo.report import measure

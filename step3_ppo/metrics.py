@@ -1,4 +1,4 @@
-"""The metrics of stage 3: of a rollout in the line of its first optimizer step, of an update in each line."""
+"""The metrics of stage 3. Those of a rollout are in the line of its first optimizer step, those of updates in all."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,22 +7,22 @@ from pipeline.training.metrics import SHARED, Metric
 
 METRICS: dict[str, Metric] = SHARED | {
     "objective/kl": Metric(
-        "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens; as kl_k3 and kl_coef absent without "
-        "a reference, which a kl_coef of 0 has with log_kl alone",
+        "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens; absent without a reference, like "
+        "kl_k3 and kl_coef; at kl_coef 0 only log_kl loads a reference",
         better=0,
         title="KL to the reference",
     ),
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
     "objective/entropy": Metric("mean entropy of the policy per response token", better=0, title="entropy"),
     "objective/scores": Metric(
-        "mean raw score; of several rewards their weighted sum", "score", better=1, title="score"
+        "mean raw score; with several rewards their weighted sum", "score", better=1, title="score"
     ),
     "objective/sampled_scores": Metric(
-        "the same of all that was sampled, with replace_equal_groups: objective/scores leaves out those",
+        "the same over all sampled responses, with replace_equal_groups; objective/scores leaves out replaced ones",
         "score",
         better=1,
     ),
-    "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip cut", "share"),
+    "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip clipped", "share"),
     "objective/rlhf_reward": Metric(
         "mean over responses of the sum of their tokens' rewards", "score", better=1, title="reward with KL penalty"
     ),
@@ -46,7 +46,7 @@ METRICS: dict[str, Metric] = SHARED | {
         better=1,
     ),
     "policy/weights_cut": Metric(
-        "share of tokens whose off-policy weight was cut or is 0; absent with old_log_probs sampler", "share", "policy"
+        "share of tokens whose off-policy weight is capped or 0; absent with old_log_probs sampler", "share", "policy"
     ),
     "policy/weights_rejected": Metric(
         "share of responses whose off-policy weights are all 0; absent with old_log_probs sampler", "share", "policy"
@@ -70,7 +70,7 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "loss/kl": Metric("KL of the loss (kl_in_loss) in the mean of loss_aggregation, times kl_coef", better=0),
     "loss/entropy_bonus": Metric(
-        "entropy that the loss is less by, in the mean of loss_aggregation, times entropy_coef",
+        "entropy that is subtracted from the loss, in the mean of loss_aggregation, times entropy_coef",
         better=0,
         title="entropy bonus",
     ),
@@ -104,7 +104,7 @@ METRICS: dict[str, Metric] = SHARED | {
         "mean response tokens, EOS included", "tokens", "completions", better=0, title="response length"
     ),
     "completions/truncated_fraction": Metric(
-        "share of responses cut at max_answer_seq_len", "share", "completions", title="responses cut"
+        "share of responses truncated at max_answer_seq_len", "share", "completions", title="responses cut"
     ),
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
@@ -117,11 +117,11 @@ METRICS: dict[str, Metric] = SHARED | {
         title="right responses",
     ),
     "completions/empty_fraction": Metric(
-        "share of responses that are an EOS, or a stop string of one token, alone", "share", "completions"
+        "share of responses that consist of an EOS or a stop string of one token", "share", "completions"
     ),
     "actor/grad_norm": Metric("L2 norm of the actor's gradient before clipping", "number", "optimizer", better=0),
-    "actor/policy_grad_norm": Metric("that of its part without the text, +- 0.14 %", "number", "optimizer", better=0),
-    "actor/ptx_grad_norm": Metric("that of its part of the ptx text, +- 0.14 %", "number", "optimizer", better=0),
+    "actor/policy_grad_norm": Metric("the same without the ptx loss, +- 0.14 %", "number", "optimizer", better=0),
+    "actor/ptx_grad_norm": Metric("the same of the ptx loss alone, +- 0.14 %", "number", "optimizer", better=0),
     "critic/grad_norm": Metric("L2 norm of the critic's gradient before clipping", "number", "optimizer", better=0),
     "actor/learning_rate": Metric(
         "rate of the actor's first parameter group in this step", "number", "optimizer", better=0
@@ -133,7 +133,7 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of the prompts whose responses all have the same reward, before the KL penalty", "share", "completions"
     ),
     "groups/further_prompts": Metric(
-        "prompts that were sampled in the place of such, with replace_equal_groups", "number", "completions"
+        "prompts that were sampled instead of these, with replace_equal_groups", "number", "completions"
     ),
     "rows_masked": Metric(
         "responses left out because their reward or values were not finite, or, with replace_equal_groups, because all "

@@ -39,12 +39,12 @@ def metric_row(name: str, metric: Metric) -> str:
 
 
 def groups_of(metrics: Mapping[str, Metric]) -> Iterable[str]:
-    """Return the groups of some metrics in the order of their first one."""
+    """Return the groups of the metrics, in the order of each group's first metric."""
     return dict.fromkeys(metric.group for metric in metrics.values())
 
 
 def section(title: str, note: str, metrics: Mapping[str, Metric], listed: Mapping[str, Metric]) -> str:
-    """Return the section of a stage: its metrics that are not `listed` from a section before, by their groups."""
+    """Return the section of a stage: its metrics that no earlier section has `listed`, by group."""
     new = {name: metric for name, metric in metrics.items() if name not in listed}
     lines = [f"## {title}", ""] + ([note, ""] if note else [])
     lines += ["| metric | name in the report | unit | better | meaning |", "|---|---|---|---|---|"]

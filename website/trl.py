@@ -43,7 +43,7 @@ COLUMNS = (
     ("tools", "the same", "given to the chat template; turns that call a tool are left out"),
     ("images", "none", "rows with images are left out and counted"),
 )
-# TRL's names of what has no entry among the flags' fields -> (our flags, by their names; a remark).
+# TRL's names that no field of a flag lists -> (name of our flag, a remark).
 FLAGS = {
     "eval_strategy": ("eval_interval", "steps between evaluations; 0: before and after training"),
     "load_best_model_at_end": ("keep_best", "stages 1 and 2"),
@@ -66,7 +66,7 @@ SAME = (
     "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing packing temperature top_p top_k "
     "dtype lora_alpha lora_dropout label_smoothing desirable_weight undesirable_weight push_to_hub entropy_coef"
 ).split()
-# Remarks in place of the first words of a flag's meaning.
+# Remarks that replace the first words of a flag's meaning.
 REMARKS = {
     "auto_find_batch_size": "the largest micro-batch that fits, measured",
     "beta": "in DPO, IPO and KTO it is `--beta` here too",
@@ -120,7 +120,7 @@ def listed() -> Iterator[tuple[str, str, str]]:
 
 
 def table() -> str:
-    """Return the table, a row a class, column or flag."""
+    """Return the table, with a row for each class, column or flag."""
     lines = ["| TRL | here | remark |", "|---|---|---|"]
     for names, ours, remark in (*TRAINERS, *COLUMNS, *recognised(), *listed()):
         theirs = ", ".join(f"`{name}`" if name.isidentifier() else name for name in names.split(", "))

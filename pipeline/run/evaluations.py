@@ -1,4 +1,4 @@
-"""Evaluations, samples, costs and flags of a run, read back: for its last line, model card and report, and for plans.
+"""Read back evaluations, samples, costs and flags of a run, for its last line, model card, report and for plans.
 
 Imports no torch.
 """
@@ -18,12 +18,12 @@ from pipeline.files import parse_json, read_object
 from pipeline.run.layout import environment_file, meaning_file, row_values_file
 
 TRUNCATED = "eval_completions/truncated_fraction"
-TINY = 1e-6  # below it a difference of two sums is rounding, and shown as 0
-MANY_TRUNCATED = 0.5  # from this share on the limit is short for the model that training begins with
-ERRORS = 2.0  # standard errors that a difference has to exceed
-ALIKE = 6  # rows that show a difference where all moved by the same: so many tossed coins agree once in 32 times
-MOST_ROWS = 1_000  # values of an evaluation that are kept; of more rows every second, third, ...
-WEIGHT = "weight"  # in a line of row values: what each row counts in a mean, its tokens or its responses with a value
+TINY = 1e-6  # a smaller difference of two sums is rounding, and shown as 0
+MANY_TRUNCATED = 0.5  # share of truncated answers from which the limit is too short for the start model; chosen by hand
+ERRORS = 2.0  # standard errors that a difference must exceed to be shown
+ALIKE = 6  # rows that show a difference if all changed by the same: that many coin tosses agree once in 32 times
+MOST_ROWS = 1_000  # values that are stored of an evaluation; of more rows only every second, third, ...
+WEIGHT = "weight"  # key in a line of row values: weight of each row in a mean, its tokens or its responses with a value
 EXPONENTIALS = {"eval_perplexity": "eval_loss"}  # metrics that are exp of a mean over rows
 # Metrics of an evaluation that are means of a field of its samples.
 OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval_completions/mean_length": "tokens"}
@@ -31,7 +31,7 @@ PHRASES = {
     "worse": "WORSE than at the start: {worse}",
     "better": "better than at the start",
     "same": "no difference that {rows:g} rows can show",
-    "unknown": "not known whether better or worse: the values of its rows were not kept",
+    "unknown": "unknown whether better or worse: the values of its rows were not stored",
 }
 Rows = Mapping[tuple[str, int], tuple[float, float]]  # a held-out row -> its value, and the weight of that
 
@@ -40,13 +40,13 @@ Rows = Mapping[tuple[str, int], tuple[float, float]]  # a held-out row -> its va
 class Change:
     """A number of the evaluations of a run, before and after.
 
-    name: of the metric.
+    name: name of the metric.
     title: the name in words.
-    unit: what the number is counted in.
-    first: the number at the first evaluation; NaN where it was not finite.
-    last: that at the last one, with `--keep-best` at the best one; None where there is one evaluation alone.
+    unit: unit of the number.
+    first: the number at the first evaluation; NaN if it was not finite.
+    last: the number at the last one, or with `--keep-best` at the best one; None with one evaluation alone.
     num_rows: held-out rows of the last one.
-    verdict: a key of PHRASES, by what the rows can show; "" where the number has no direction, or was not compared.
+    verdict: a key of PHRASES, by what the rows can show; "" if the number has no direction or was not compared.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Change:
 class Verdict:
     """Verdict on a run by its evaluations.
 
-    kind: a key of PHRASES, the first one that one of its numbers has; "" where none was compared.
+    kind: a key of PHRASES, the first that any of its numbers has; "" if none was compared.
     words: the kind for people.
     figures: the numbers at both ends for people.
     worse: the numbers that are worse, for people.
@@ -75,9 +75,10 @@ class Verdict:
 
 
 def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
-    """Return how a run went by its evaluations up to `step`.
+    """Return the verdict on a run by its evaluations up to `step`.
 
-    Its last line, report, model card and the command that is proposed next follow it. The figures are `held-out
+    Its last line, report and model card print it, and the proposed next command
+    depends on it. The figures are `held-out
     perplexity 15.4 -> 5.1 (25 sequences)`.
     """
     meaning, ends = read_object(meaning_file(run_dir)), comparable(evaluations(run_dir, step))
@@ -85,7 +86,7 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
     changes = compared(run_dir, [*titles], step=step)
     worse = [titles[one.name] for one in changes if one.verdict == "worse"]
     if ends and ends[-1].get(TRUNCATED) == 1.0 and not number_of(ends[0].get(TRUNCATED)) >= MANY_TRUNCATED:
-        worse.append("every answer is cut at --max-answer-seq-len")
+        worse.append("every answer is truncated at --max-answer-seq-len")
     kinds = ["worse"] * len(worse) + [one.verdict for one in changes]
     kind = next((one for one in PHRASES if one in kinds), "")
     numbers = [[f"{without_rounding(x):.4g}" for x in (one.first, one.last) if x is not None] for one in changes]
@@ -116,7 +117,7 @@ def compared(run_dir: Path, names: Sequence[str], *, step: float = math.inf) -> 
 
 
 def beside_last(run_dir: Path, name: str, step: int) -> str:
-    """Say whether a number of the last evaluation differs from that of `step` by more than the rows can show."""
+    """Return in words whether the last evaluation differs from that of `step` by more than the rows can show."""
     lines = comparable([line for line in evaluations(run_dir) if name in line])
     for line in (line for line in lines[:-1] if line["step"] == step):
         kind = verdict_on(run_dir, name, line, lines[-1], better=1)
@@ -148,8 +149,8 @@ def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, 
 def difference_of(before: Rows, after: Rows) -> tuple[float, float]:
     """Return the difference of two weighted means over rows, and its standard error; NaN for one row alone.
 
-    The error is the root of the summed squares of what each row adds to the difference: that of the paired difference
-    where both have the same rows, that of two means where they have none in common, and right in between.
+    The error is the root of the summed squares of each row's contribution to the difference. With the same rows it is
+    that of the paired difference, without common rows that of two means. It is also right in between.
     """
     added, difference = defaultdict[tuple[str, int], float](float), 0.0
     for sign, rows in ((-1, before), (1, after)):
@@ -163,10 +164,10 @@ def difference_of(before: Rows, after: Rows) -> tuple[float, float]:
 
 
 def standard_error(run_dir: Path, line: dict[str, Any], name: str) -> float:
-    """Return the standard error of a number of an evaluation; NaN where the run has not kept what it takes.
+    """Return the standard error of a number of an evaluation; NaN if the run has not stored what it depends on.
 
-    Without values of rows that of an accuracy is binomial, and that of a mean is of samples, if each is of another
-    prompt.
+    Without values of rows, the error of an accuracy is binomial. That of a mean comes from the samples, if each has
+    another prompt.
     """
     num_rows, value = number_of(line.get("eval_rows")), number_of(line[name])
     if rows := rows_of(run_dir, line, name):
@@ -183,8 +184,8 @@ def row_values_line(step: int, values: Mapping[str, Sequence[float]], rows: str)
     """Return the line of `row_values_file` of an evaluation.
 
     Args:
-        values: metric -> its value at each held-out row in their order, NaN without one; WEIGHT -> the rows' weights.
-        rows: what tells these rows from those of other data.
+        values: metric -> its value for each held-out row in order, NaN without one; WEIGHT -> the rows' weights.
+        rows: hash that identifies these rows.
     """
     every = math.ceil(max(map(len, values.values())) / MOST_ROWS)
     sampled = {name: column[::every] for name, column in values.items()}
@@ -193,7 +194,7 @@ def row_values_line(step: int, values: Mapping[str, Sequence[float]], rows: str)
 
 
 def rows_of(run_dir: Path, line: Mapping[str, Any], name: str) -> Rows:
-    """Return the held-out rows that have a value of a metric in an evaluation; {} where values were not kept."""
+    """Return the held-out rows that have a value of a metric in an evaluation; {} if values were not stored."""
     *_, record = {}, *json_lines(row_values_file(run_dir), having=f'{{"step":{line.get("step")},'.encode())
     columns = (record.get(key) for key in (EXPONENTIALS.get(name, name), WEIGHT))
     values, weights = (column if isinstance(column, list) else [] for column in columns)
@@ -203,7 +204,7 @@ def rows_of(run_dir: Path, line: Mapping[str, Any], name: str) -> Rows:
 
 
 def described(meaning: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return title, unit and direction of a metric, also on held-out rows; of one that is not declared its name."""
+    """Return title, unit and direction of a metric, also of `eval_` ones; the title is the name if none is declared."""
     declared = metrics if isinstance(metrics := meaning.get("metrics"), dict) else {}
     metric = declared.get(name) or declared.get(name.removeprefix("eval_")) or {}
     return {"title": metric.get("title") or name, "unit": metric.get("unit", ""), "better": metric.get("better", 0)}
@@ -225,13 +226,13 @@ def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cost(run_dir: Path) -> str:
-    """Return `1.5 GPU hours, 12.3M tokens` of a run so far, without steps that were lost; "" where nothing says it.
+    """Return `1.5 GPU hours, 12.3M tokens` of a run so far, without lost steps; "" if its files do not tell.
 
     Hours are those of all ranks, from the start of their processes to their last line of metrics.
     """
     starts, lines = read_object(meaning_file(run_dir)).get("starts", []), list(metrics_of(run_dir))
     hours, tokens = 0.0, max((number_of(line.get("num_tokens", 0)) for line in lines), default=0.0)
-    with suppress(TypeError, ValueError, KeyError):  # not as `write_meaning` writes them
+    with suppress(TypeError, ValueError, KeyError):  # a file that `write_meaning` has not written
         for (step, ranks, began), (end, *_) in zip(starts, [*starts[1:], [math.inf]], strict=True):
             hours += ranks * max((line["time"] - began for line in lines if step < line["step"] <= end), default=0)
     device = "hours of CPU ranks" if read_object(environment_file(run_dir)).get("device") == "cpu" else "GPU hours"
@@ -240,7 +241,7 @@ def cost(run_dir: Path) -> str:
 
 
 def without_rounding(value: float) -> float:
-    """Return 0 for a value as small as the rounding of a sum: a KL of a policy to itself, a margin of equal rewards."""
+    """Return 0 for a value within the rounding of a sum, such as the KL of a policy to itself."""
     return 0.0 if abs(value) < TINY else value
 
 
@@ -254,12 +255,12 @@ def is_number(value: Any) -> bool:
 
 
 def json_lines(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; lines that are none, as one that was cut off, are left out.
+    """Yield the objects of a file of JSON lines; broken lines, such as an incomplete last one, are left out.
 
-    having: what a line has to hold to be read.
+    having: bytes that a line must contain to be read.
     """
     with suppress(OSError):
-        # Not splitlines: a sample may hold other characters that end a line to it.
+        # Not splitlines: it also splits at other characters, which a sample may contain.
         for line in file.read_bytes().split(b"\n") if file.is_file() else ():
             with suppress(ValueError):
                 if having in line and isinstance(value := parse_json(line), dict):
@@ -267,29 +268,29 @@ def json_lines(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
 
 
 def metrics_of(run_dir: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, as `json_lines`."""
+    """Yield the lines of a run's metrics.jsonl, like `json_lines`."""
     return json_lines(run_dir / "metrics.jsonl", having=having)
 
 
 def all_samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the samples of all evaluations, in order; [] where a stage writes none."""
+    """Return the samples of all evaluations, in order; [] if the stage writes none."""
     return list(json_lines(run_dir / "samples.jsonl"))
 
 
 def samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """Return the samples of the last evaluation up to `step`, in order; [] where a stage writes none."""
+    """Return the samples of the last evaluation up to `step`, in order; [] if the stage writes none."""
     rows = [row for row in all_samples(run_dir) if row["step"] <= step]
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def recorded_seconds(run_dir: Path) -> float:
-    """Return the seconds from the first to the last metrics of the last run in a folder; 0 where there was none."""
+    """Return the seconds from the first to the last metrics of the last run in a folder; 0 without a run."""
     times = [line["time"] for line in metrics_of(run_dir, having=b'"time"')]
     return float(times[-1] - times[0]) if times else 0.0
 
 
 def memory_peaks(run_dir: Path) -> dict[str, float]:
-    """Return the highest peaks of a run's steps in GiB: of each phase on a GPU, and `host_memory` of a process."""
+    """Return the memory peaks of a run in GiB: of each phase on a GPU, and `host_memory` of a process."""
     peaks: dict[str, float] = {}
     for line in metrics_of(run_dir, having=b"_gib"):
         for name, value in line.items():
@@ -300,11 +301,11 @@ def memory_peaks(run_dir: Path) -> dict[str, float]:
 
 
 def unfinished_answers(run_dir: Path) -> str:
-    """Return how many answers of the last run's first rollout reached its limit, in words."""
+    """Return in words how many answers of the last run's first rollout reached its limit."""
     name, limit = TRUNCATED.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
     shares = (line[name] for line in metrics_of(run_dir, having=f'"{name}": '.encode()))
     texts = (f"{one:.0%} of the last run's first ones reached its limit, {limit}" for one in shares if one is not None)
-    return next(texts, "the first rollout logs how many reach that")
+    return next(texts, "the first rollout logs how many reach it")
 
 
 def run_settings(run_dir: Path) -> dict[str, tuple[Any, str]]:

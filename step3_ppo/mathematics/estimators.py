@@ -24,10 +24,10 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 # exp(20) is 5e8: far beyond any ratio of a healthy run, and its square is still finite in fp32.
 LOG_RATIO_LIMIT = 20.0
-# Tokens whose discounted sums are one matrix product.
+# Number of tokens whose discounted sums are one matrix product; chosen by hand.
 SUM_BLOCK = 256
 
-# Added to a standard deviation that scores are divided by, as in TRL.
+# Epsilon that is added to a standard deviation before scores are divided by it, as in TRL.
 DEVIATION_EPSILON = 1e-4
 
 # Ziegler et al. 2019, section 2.2: the controller never reacts to more than a 20 % error.
@@ -38,7 +38,7 @@ ADAPTIVE_KL_ERROR_LIMIT = 0.2
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstimator) -> Tensor:
-    """KL(policy || ref) estimated at each token sampled from the policy, (B, T); Schulman 2020.
+    """Return KL(policy || ref), (B, T), estimated at each token that the policy sampled; Schulman 2020.
 
     With d = log_probs - ref_log_probs: k1 = d (unbiased, signed), k2 = d**2 / 2 (biased, low variance),
     k3 = exp(-d) - 1 + d (unbiased, never negative).
@@ -57,7 +57,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, *, estimator: KlEstima
 
 
 def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: float, num_sequences: int) -> float:
-    """Proportional controller of the KL coefficient; Ziegler et al. 2019, section 2.2.
+    """Return the next KL coefficient of a proportional controller; Ziegler et al. 2019, section 2.2.
 
     e = clip((observed - target) / target, -0.2, 0.2);  coef * (1 + e * num_sequences / horizon)
     `observed_kl` is the mean k1 per sequence over all ranks of the `num_sequences` seen since the last call.
@@ -73,19 +73,19 @@ def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: 
 
 
 def normalise_scores(scores: Tensor, *, mean: float, std: float) -> Tensor:
-    """(scores - mean) / std with a reward's constants; those of the reward model were measured once in stage 2."""
+    """Return (scores - mean) / std with the constants of a reward; stage 2 has measured those of a reward model."""
     assert std > 0, std
     return (scores - mean) / std
 
 
 def missing_eos(scores: Tensor, finished: Tensor, *, penalty: float) -> Tensor:
-    """Subtract `penalty` from the responses that were cut off: `finished` (B,) is True where one ended with EOS."""
+    """Subtract `penalty` from truncated responses: `finished` (B,) is True for those that ended with EOS."""
     assert finished.dtype == torch.bool and finished.shape == scores.shape, (finished.dtype, finished.shape)
     return torch.where(finished, scores, scores - penalty)
 
 
 def weighted_sum(scores: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Scores of each reward, (B,) -> their sum with the weights, (B,): with one of weight 1 its very bits."""
+    """Return the weighted sum (B,) of the scores (B,) of each reward; one alone with weight 1 keeps its bits."""
     first, *others = (weight * column for column, weight in zip(scores, weights, strict=True))
     return sum(others, start=first)
 
@@ -98,10 +98,10 @@ def shape_scores(
     reward_clip: float,
     missing_eos_penalty: float,
 ) -> Tensor:
-    """Normalised scores of each reward, (B,) -> sequence rewards (B,): clip each, sum, then the penalty, once.
+    """Return sequence rewards (B,) from the normalised scores (B,) of each reward.
 
-    Each is clipped to [-reward_clip, reward_clip]: none outweighs its share of the sum, and the clip cannot hide the
-    penalty.
+    Each score is clipped to [-reward_clip, reward_clip] before the weighted sum, so none outweighs its share. The
+    penalty is subtracted once after that, so the clip cannot hide it.
     """
     clipped = [column.clamp(-reward_clip, reward_clip) for column in scores]
     total = weighted_sum(clipped, weights)
@@ -135,9 +135,9 @@ def estimate_advantages(
     gae_lambda: float | Tensor,
     returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both (B, T): by `gae`, and without values the discounted rewards to come.
+    """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of later rewards.
 
-    Those are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a critic
+    Such sums are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a critic
     differ in the sequence rewards that `token_rewards` spreads, all with gamma = 1:
 
         REINFORCE++           the scores, with the KL in the token rewards; the result is whitened over the batch
@@ -164,8 +164,8 @@ def gae(
     """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
 
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
-    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a response that was cut
-    off: such a response is penalised in its score, not continued by the critic's guess.
+    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a truncated
+    response: its score is penalised, and the critic's guess does not continue it.
 
     Args:
         gae_lambda: one number, or (B, 1) with one for each row.
@@ -181,7 +181,7 @@ def gae(
 
 
 def adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
-    """1 - 1 / (alpha * length), (B, 1) float64 in [0, 1]; VAPO, section 4.2.
+    """Return 1 - 1 / (alpha * length), (B, 1) float64 in [0, 1]; VAPO, section 4.2.
 
     With alpha = 0.05 a response of up to 20 tokens gets 0, one of 64 gets 0.69, one of 256 gets 0.92.
     """
@@ -192,8 +192,8 @@ def adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
 def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
     """(B, T) -> (B, T): s_t = terms_t + decay * s_{t+1}, as products with powers of `decay` in fp64.
 
-    A loop over tokens would launch some thousand small kernels; blocks keep the matrix of powers small. A decay for
-    each row, (B, 1), would need a matrix for each: there the sums over 1, 2, 4, ... tokens are made one of the other.
+    A loop over tokens would launch thousands of small kernels. Blocks keep the matrix of powers small. With a decay for
+    each row, (B, 1), each row would need a matrix; there sums over 1, 2, 4, ... tokens are computed from each other.
     """
     if isinstance(decay, Tensor):
         assert decay.shape == (len(terms), 1), (decay.shape, terms.shape)
@@ -203,7 +203,7 @@ def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
             reach *= 2
         return doubled.to(terms.dtype)
     sums = torch.empty_like(terms)
-    carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum behind the block
+    carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum after the block
     for stop in range(terms.shape[1], 0, -SUM_BLOCK):
         start = max(0, stop - SUM_BLOCK)
         position = torch.arange(stop - start, device=terms.device)
@@ -229,10 +229,11 @@ def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
 
 
 def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: bool) -> Tensor:
-    """Score minus the mean of its group, (N,); with `scale` over the group's unbiased standard deviation + 1e-4.
+    """Return each score minus the mean of its group, (N,).
 
-    `scale` is GRPO's, without it this is Dr.GRPO's advantage. Rows are in order of prompt, `group_size` for each; those
-    of `valid` (N,) count. 0 for other rows, and where no other row of the group counts.
+    With `scale` it is divided by the group's unbiased standard deviation + 1e-4: GRPO; without it: Dr.GRPO. Rows are in
+    order of prompt, `group_size` for each. Only rows of `valid` (N,) count. The result is 0 for other rows, and
+    for a row that is the only one of its group to count.
     """
     grouped, compared, counts = _groups(scores, valid, group_size)
     differences = torch.where(compared, grouped - grouped.sum(1, keepdim=True) / counts.clamp(min=1), 0)

@@ -40,7 +40,7 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
     ),
     "3": (
         {SCORES: 0.5, KL: 0.0, CUT: 0.2}, {SCORES: None, KL: 9.0, CUT: 1.0},
-        "WORSE than at the start: eval_objective/scores, every answer is cut at --max-answer-seq-len;",
+        "WORSE than at the start: eval_objective/scores, every answer is truncated at --max-answer-seq-len;",
     ),
     "3 cut": ({SCORES: 0.5, CUT: 0.4}, {SCORES: 0.6, CUT: 1.0}, "0.5 -> 0.6, WORSE than at the start: every answer is"),
     "3 well": (

@@ -136,7 +136,7 @@ def test_a_run_from_before_is_judged_by_the_errors_of_means_or_not_at_all(tmp_pa
     kinds = [verdict(make_run(tmp_path / f"{end}", "eval_accuracy", [0.5, end])).kind for end in (0.75, 1.0, 0.0)]
     assert kinds == ["same", "better", "worse"]
     unknown = verdict(make_run(tmp_path / "x", "eval_objective/scores", [0.5, 0.25]))
-    assert unknown.kind == "unknown" and unknown.words.startswith("not known whether better or worse")
+    assert unknown.kind == "unknown" and unknown.words.startswith("unknown whether better or worse")
     for step, scores in ((0, range(16)), (10, range(100, 116))):
         with (tmp_path / "x" / "samples.jsonl").open("a") as file:
             lines = [{"step": step, "prompt": f"p{n}", "score": score} for n, score in enumerate(scores)]
