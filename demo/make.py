@@ -20,7 +20,7 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def make_data(folder: Path, *, seed: int) -> None:
-    """Write the pairs `data/train.jsonl` and `data/test.jsonl` (no common prompt), and `text.jsonl` for the base model."""
+    """Write `data/train.jsonl` and `data/test.jsonl` (pairs; no common prompt), and `text.jsonl` for the base model."""
     random = Random(seed)
     prompts: dict[str, None] = {}  # a set in the order of creation
     while len(prompts) < NUM_TRAIN_PROMPTS + NUM_TEST_PROMPTS:

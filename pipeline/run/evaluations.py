@@ -305,7 +305,7 @@ def unfinished_answers(run_dir: Path) -> str:
     name, limit = TRUNCATED.removeprefix("eval_"), run_flags(run_dir).get("max_answer_seq_len")
     shares = (line[name] for line in metrics_of(run_dir, having=f'"{name}": '.encode()))
     texts = (f"{one:.0%} of the last run's first ones reached its limit, {limit}" for one in shares if one is not None)
-    return next(texts, "the first rollout logs how many reach it")
+    return next(texts, "the first rollout logs how many reach that")
 
 
 def run_settings(run_dir: Path) -> dict[str, tuple[Any, str]]:

@@ -137,8 +137,8 @@ def estimate_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of later rewards.
 
-    Such sums are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a critic
-    differ in the sequence rewards that `token_rewards` spreads, all with gamma = 1:
+    Such sums are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a
+    critic differ in the sequence rewards that `token_rewards` spreads, all with gamma = 1:
 
         REINFORCE++           the scores, with the KL in the token rewards; the result is whitened over the batch
         REINFORCE++-baseline  `group_advantages` of the scores, scale=False; else the same

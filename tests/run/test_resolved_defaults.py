@@ -163,7 +163,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
-    assert unfinished_answers(folder) == "the first rollout logs how many reach it"
+    assert unfinished_answers(folder) == "the first rollout logs how many reach that"
     lines = [{"step": 0, "eval_completions/truncated_fraction": 0.9}, {"step": 1, "loss": 2.0}]
     lines += [{"step": step, "completions/truncated_fraction": share} for step, share in ((1, 0.568), (2, 0.1))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
