@@ -4,7 +4,7 @@
 - A decode step takes the time to read its data, and a constant for each kernel.
 
 Kernels are those of the pass on the meta device (`counting.py`). The constants were measured on H200s
-(benchmarks/reports/memory.md); other devices are assumed to reach the same shares of their data sheets. `exchange.py`
+(benchmarks/reports/times.md); other devices are assumed to reach the same shares of their data sheets. `exchange.py`
 counts the exchange between GPUs. Offload, data, evaluation and saving are not included.
 """
 
@@ -21,7 +21,7 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import gathers_once
 
 # Each constant names the runs on H200s that it was measured in. Without it, at least one phase in the table of
-# benchmarks/reports/memory.md changes by 5 %.
+# benchmarks/reports/times.md changes by 5 %.
 # Share of the TFLOP/s that matrix products reach: 97 % of the rate of large products (a step of OPT-1.3B).
 PRODUCTS = 0.78
 # Share of the TFLOP/s that attention would reach with infinitely wide heads, and the head width at which products take

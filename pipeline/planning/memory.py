@@ -17,7 +17,7 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import States, states_of, with_average
 from pipeline.run.device import bytes_of_cuda
 
-# Memory of a process besides its tensors, expected and high, all measured (benchmarks/reports/memory.md).
+# Memory of a process besides its tensors, expected and high, all measured (benchmarks/reports/memory.md and host.md).
 # Unused part of the allocator's blocks, as a share of the tensors. The largest measured is 8.5 % (7B with LoRA, on a
 # nearly full device).
 UNUSED_REST = (0.04, 0.09)

@@ -1,6 +1,6 @@
 """Count the bytes of a model's weights, gradients, optimizer states and buffers on a rank.
 
-They follow from the engine's JSON, by the rules of DeepSpeed's optimizers (benchmarks/reports/memory.md).
+They follow from the engine's JSON, by the rules of DeepSpeed's optimizers (benchmarks/reports/states.md).
 """
 
 from dataclasses import dataclass, replace
