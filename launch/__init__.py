@@ -1,1 +1,1 @@
-"""Launch scripts for the three deployments and YAML presets for each model size; package data without code."""
+"""Launch scripts for the three deployments and a YAML file of presets for each model size; no code."""

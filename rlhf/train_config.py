@@ -207,14 +207,14 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
         for name, (hub_id, preset, *flags) in family.items():
             if model in (name, hub_id, f"{hub_id}-Instruct"):
                 return KnownModel(preset, hub_id if model == name else model, next(iter(family)), *flags)
-    presets = [launch_file(f"presets/{model}.{stage.section}.yaml").is_file() for stage in STAGES]
-    if "/" not in model and presets[0] and not any(presets[1:]) and not Path(model).exists():
-        raise InputError(
-            f"{flag}got {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
-            f"launch/presets/{model}.{STAGES[0].section}.yaml"
-        )
     if "/" in model or Path(model).exists():
         return KnownModel(preset, model, model) if (preset := preset_of_size(Path(model))) else None
+    preset_file = launch_file(f"presets/{model}.yaml")
+    if preset_file.is_file() and list(load_yaml(str(preset_file))) == [STAGES[0].section]:
+        raise InputError(
+            f"{flag}got {model!r}, a preset of stage 1 alone; give: bash launch/single_node.sh 1 --preset "
+            f"launch/presets/{model}.yaml"
+        )
     hint = nearest(model, [*SIZES, *names])
     if hint or re.fullmatch(r"\d+(\.\d+)?[mbMB](-lora)?|[a-z]+[\d.]*-[\d.]+[bm](-lora)?", model):
         raise InputError(

@@ -240,7 +240,7 @@ def plan_stage(
         argv += [dashed(name)] if value == "true" else [dashed(name), value]
 
     def with_preset(name: str) -> tuple[list[str], Resolved]:
-        preset = launch_file(f"presets/{name}.{stage.section}.yaml")
+        preset = launch_file(f"presets/{name}.yaml")
         words = ["--preset", path_from_here(preset)] if name and preset.is_file() else []
         words = overridden(stage, [*words, *argv], flags)
         return words, parse(stage.config, words, section=stage.section, sections=SECTIONS)

@@ -39,7 +39,7 @@ in GiB and the seconds of an optimizer step with rows of full length. *tight*: t
 - The batch of a step stays the same on other GPUs if their number divides it. Otherwise the log names the batch.
 - 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes; 125m, 350m and 2.7b lie between those.
   Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`. Its `7b_mixz` is `llama-2-7b-lora`.
-- Chinese, Japanese and T5 are presets of stage 1 alone: `--step 1 --sft.preset launch/presets/NAME.sft.yaml`.
+- Chinese, Japanese and T5 are presets of stage 1 alone: `--step 1 --sft.preset launch/presets/NAME.yaml`.
 - Times leave out offload: none is planned for T5, and those of Llama 2's reward models and `llama-2-7b`'s PPO are low.
 """
 
@@ -61,7 +61,7 @@ SCALE_HEAD = (
 def stages_of(name: str, *words: str) -> list[tuple[Stage, Any]]:
     """The (stage, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
     if name in SFT_ALONE:
-        preset = str(ROOT / f"launch/presets/{name}.sft.yaml")
+        preset = str(ROOT / f"launch/presets/{name}.yaml")
         return [(SFT, parse(SFT.config, ["--preset", preset], section="sft"))]
     plan = make_plan(["--actor-model", name, *words], prog="train.py")
     return [(planned.stage, planned.resolved) for planned in plan.chosen]

@@ -27,8 +27,8 @@ def curves(jobs: Jobs, figures: Figures) -> None:
     rows = base | {"data_path": made / "data"}
     models = [
         ("base", "step1_sft", ROOT / "demo" / "base.yaml", "untrained", base | {"data_path": made / "text.jsonl"}),
-        ("sft", "step1_sft", PRESETS / "tiny.sft.yaml", "base", rows),
-        ("reward", "step2_reward", PRESETS / "tiny.reward.yaml", "base", rows),
+        ("sft", "step1_sft", PRESETS / "tiny.yaml", "base", rows),
+        ("reward", "step2_reward", PRESETS / "tiny.yaml", "base", rows),
     ]
     for name, stage, preset, start, given in models:
         given = given | {"model_name_or_path": made / start, "output_dir": made / name, "run_dir": made / f"run-{name}"}
@@ -42,7 +42,7 @@ def curves(jobs: Jobs, figures: Figures) -> None:
         output = jobs.fresh(name)
         words = flags(given | {"generation_engine": backend, "seed": seed, "output_dir": output})
         try:
-            jobs.run(name, launched("step3_ppo.main", ["--preset", PRESETS / "tiny.ppo.yaml", *words], gpus=1))
+            jobs.run(name, launched("step3_ppo.main", ["--preset", PRESETS / "tiny.yaml", *words], gpus=1))
             jobs.runs[name] = learned(output / "runs" / "ppo")
         except BenchError as error:
             jobs.runs[name] = {"error": str(error)}

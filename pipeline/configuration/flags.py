@@ -39,6 +39,9 @@ from pipeline.errors import ContradictionError, InputError, dashed, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
 COMMAND_LINE = "command line"
+PRESET_SECTIONS = ("sft", "reward", "ppo", "dpo")  # those of the files in launch/presets
+# Path of a preset in versions that had a file for each stage.
+PRESET_OF_STAGE = re.compile(rf"(.*presets/[\w.-]+)\.({'|'.join(PRESET_SECTIONS)})\.yaml")
 # Hyphens, en and em dash, minus sign and their full-width forms.
 OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][\w.-]*(?:=.*)?)", re.DOTALL)
 
@@ -81,8 +84,17 @@ FlagLoader.add_implicit_resolver(
 )
 
 
+def preset_section(path: str) -> tuple[str, str]:
+    """Return the file that holds what the preset of one stage at this path held, and its section; ("", "") if none."""
+    match = None if Path(path).exists() else PRESET_OF_STAGE.fullmatch(path)
+    return (file, match[2]) if match and Path(file := f"{match[1]}.yaml").is_file() else ("", "")
+
+
 def load_yaml(path: str) -> dict[Any, Any]:
     """Read the mapping in a YAML file; {} for an empty one. Raises InputError naming the file and the line."""
+    file, section = preset_section(path)
+    if section and section in (content := load_yaml(file)):
+        return dict(content[section])
     try:
         content = expanded(yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader))
     except OSError as error:
@@ -114,6 +126,7 @@ def read_yaml(
     # No flag has a mapping for its value.
     mappings = [str(key) for key, value in content.items() if isinstance(value, dict)]
     others = [name for name in mappings if not nearest(name, [TRAIN, section]) and normalise(name) not in flags]
+    others += PRESET_SECTIONS  # also `dpo`, for the stage of the section `ppo`
     known = sections or list(dict.fromkeys([TRAIN, section, *others]))
     unknown = [name for name in mappings if name not in known]
     errors = [
@@ -233,6 +246,8 @@ def parse(
         values, about_flags, more_notes = names.of_file(path, flags)
         errors += [*about_sections, *about_flags]
         notes += more_notes
+        now, of_stage = preset_section(path)
+        notes += [f"{path} is the section {of_stage} of {now} now"] if now else []
         layers.append((path, values))
     layers = config_class.with_method([*layers, (COMMAND_LINE, given)], preset)
     resolved = resolve_layers(config_class, layers, errors)

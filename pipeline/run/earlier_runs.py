@@ -86,7 +86,7 @@ def preset_of_run(stage: Stage, resolved: Resolved, default: str) -> str:
     folder = stage.run_folder(run) if run.resumes_from == "auto" else Path(run.resumes_from).resolve().parents[1]
     entries = read_object(folder / "config.json") if earlier_settings(folder, run.resumes_from) else {}
     origins = " ".join(str(entry.get("from")) for entry in entries.values() if isinstance(entry, dict))
-    match = re.search(rf"presets/([\w.-]+)\.{stage.section}\.yaml", origins)
+    match = re.search(rf"presets/([\w.-]+?)(\.{stage.section})?\.yaml", origins)
     return match[1] if match else "" if origins.strip("None ") else default
 
 

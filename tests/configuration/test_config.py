@@ -1,5 +1,7 @@
 """The configuration models, the presets that fill them, and the reference that is made from them."""
 
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,9 @@ OTHERS = {
 }  # fmt: skip
 ALL_STAGES = ("llama-2-7b", "llama-2-7b-lora")
 CLASSES = ("small", "1b", "3b", "8b")  # recipes for a size; the command line names the model
+SFT_ALONE = ("t5-3b", "chinese", "japanese")
+# What the presets held when each stage of a model had a file: name of the file -> flags.
+BEFORE = json.loads(Path(__file__).with_name("presets_of_a_file_each.json").read_text(encoding="utf-8"))
 ALL = {**STAGES, "train": TrainConfig}
 
 
@@ -60,10 +65,10 @@ def test_configurations_are_frozen_and_closed():
 # --- presets --------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_preset_for_each_size_and_stage():
-    names = {file.name for file in PRESETS.iterdir()}
-    expected = {f"{name}.{section}.yaml" for name in (*SIZES, *ALL_STAGES, *CLASSES) for section in STAGES}
-    assert names == expected | {f"{name}.sft.yaml" for name in ("t5-3b", "chinese", "japanese")}
+def test_there_is_a_preset_for_each_size_with_a_section_for_each_stage():
+    sections = {file.stem: list(load_yaml(str(file))) for file in PRESETS.iterdir()}
+    expected = dict.fromkeys((*SIZES, *ALL_STAGES, *CLASSES), list(STAGES))
+    assert sections == expected | dict.fromkeys(SFT_ALONE, ["sft"])
 
 
 def test_known_models_have_presets_and_no_name_stands_twice():
@@ -74,30 +79,52 @@ def test_known_models_have_presets_and_no_name_stands_twice():
     assert all(hub_id.count("/") == 1 for _, hub_id, _ in models)
 
 
-@pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
-def test_presets_parse_and_fit(file):
-    section = file.name.split(".")[-2]
-    resolved = parse(STAGES[section], ["--preset", str(file)], section=section)
-    values = dict(flat_items(resolved.config))
-    assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(load_yaml(str(file)))
-    if section == "ppo":
-        rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
-        assert resolved.config.rollout_size(1).responses == rows, "one step from one update phase"
-    if section == "reward":  # the demo's answers are alike in length
-        assert values["balance_lengths"] == (file.name != "tiny.reward.yaml")
-    if section == "dpo":
-        assert not values["model_name_or_path"], "stage 1's output, which train.py names"
-    elif section != "ppo":
-        size = file.name.removesuffix(f".{section}.yaml")
-        default = dict(flat_items(parse(STAGES[section], [], section=section).config))["model_name_or_path"]
-        expected = OTHERS.get(size, f"facebook/opt-{size}") if size not in CLASSES else default
-        assert values["model_name_or_path"] == expected
+@pytest.mark.parametrize("size", sorted(file.stem for file in PRESETS.iterdir()))
+def test_presets_parse_and_fit(size):
+    file = PRESETS / f"{size}.yaml"
+    for section, given in load_yaml(str(file)).items():
+        resolved = parse(STAGES[section], ["--preset", str(file)], section=section)
+        values = dict(flat_items(resolved.config))
+        assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(given)
+        if section == "ppo":
+            rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
+            assert resolved.config.rollout_size(1).responses == rows, "one step from one update phase"
+        if section == "reward":  # the demo's answers are alike in length
+            assert values["balance_lengths"] == (size != "tiny")
+        if section == "dpo":
+            assert not values["model_name_or_path"], "stage 1's output, which train.py names"
+        elif section != "ppo":
+            default = dict(flat_items(parse(STAGES[section], [], section=section).config))["model_name_or_path"]
+            expected = OTHERS.get(size, f"facebook/opt-{size}") if size not in CLASSES else default
+            assert values["model_name_or_path"] == expected
 
 
 @pytest.mark.parametrize("file", sorted(PRESETS.iterdir()), ids=lambda file: file.name)
-def test_presets_are_short_and_say_what_they_are(file):
+def test_presets_are_short_and_each_section_says_what_it_is(file):
     lines = file.read_text().splitlines()
-    assert lines[0].startswith("# Stage ") and len(lines) <= 30 and max(map(len, lines)) <= 120
+    heads = [after for line, after in itertools.pairwise(lines) if line.removesuffix(":") in STAGES]
+    assert len(heads) == len(load_yaml(str(file))) and all(line.startswith("  # Stage ") for line in heads)
+    assert len(lines) <= 80 and max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_presets_have_the_values_that_a_file_for_each_stage_had(name, monkeypatch):
+    """They are also read by the path of that file, as a command of an earlier version has it; a note says where."""
+    monkeypatch.chdir(ROOT)
+    size, _, section = name.rpartition(".")
+    assert load_yaml(f"launch/presets/{size}.yaml")[section] == BEFORE[name]
+    for flag in ("preset", "config"):
+        now = parse(STAGES[section], [f"--{flag}", f"launch/presets/{size}.yaml"], section=section)
+        earlier = parse(STAGES[section], [f"--{flag}", f"launch/presets/{name}.yaml"], section=section)
+        assert earlier.config == now.config
+        note = f"launch/presets/{name}.yaml is the section {section} of launch/presets/{size}.yaml now"
+        assert (earlier.notes, now.notes) == ((note,), ())
+
+
+def test_a_preset_that_there_never_was_is_not_read():
+    for name in ("chinese.ppo.yaml", "12b.sft.yaml", "1.3b.rm.yaml"):
+        with pytest.raises(InputError, match=rf"presets/{name}: cannot read it: No such file"):
+            parse(SFTConfig, ["--preset", str(PRESETS / name)], section="sft")
 
 
 # --- borders --------------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     done = train(tmp_path, *TINY, "--output-dir", "my out", STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
     assert started(tmp_path) == [
-        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.sft.yaml", "--output-dir", "my out/sft", *SHARED],
-        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.reward.yaml", "--output-dir", "my out/reward", *SHARED],
-        ["step3_ppo.main", "--preset", f"{PRESETS}/tiny.ppo.yaml",
+        ["step1_sft.main", "--preset", f"{PRESETS}/tiny.yaml", "--output-dir", "my out/sft", *SHARED],
+        ["step2_reward.main", "--preset", f"{PRESETS}/tiny.yaml", "--output-dir", "my out/reward", *SHARED],
+        ["step3_ppo.main", "--preset", f"{PRESETS}/tiny.yaml",
          "--actor-model-name-or-path", "my out/sft", "--critic-model-name-or-path", "my out/reward",
          "--output-dir", "my out", *SHARED],
     ]  # fmt: skip
@@ -194,7 +194,7 @@ def test_models(tmp_path, given, flags, preset):
     done = train(tmp_path, "--step", "1", "--actor-model", given, "--explain")
     assert done.returncode == 0, done.stderr
     words = shlex.split(commands_in(done.stdout)[0])
-    expected = ["--preset", str(PRESETS / f"{preset}.sft.yaml")] if preset else []
+    expected = ["--preset", str(PRESETS / f"{preset}.yaml")] if preset else []
     assert words[4:] == [*expected, "--output-dir", "output/sft", *flags, *WHOLE]
     assert ("no preset" in done.stdout) == (preset is None)
     assert "note: --reward-model" not in done.stdout, "no stage that starts from it is to run"
@@ -211,7 +211,7 @@ def test_config_file_replaces_chained_folders_and_keeps_origins(tmp_path):
     assert ["learning_rate", "2e-05", "run.yaml"] in rows
     assert ["output_dir", "elsewhere/tuned", "run.yaml"] in rows
     assert ["max_steps", "7", "command", "line"] in rows
-    assert ["per_device_train_batch_size", "32", f"{PRESETS}/tiny.sft.yaml"] in rows
+    assert ["per_device_train_batch_size", "32", f"{PRESETS}/tiny.yaml"] in rows
     assert ["seed", "1234", "default"] in rows
     assert ["actor_model_name_or_path", "elsewhere/tuned", "command", "line"] in rows
     assert ["critic_model_name_or_path", "org/critic", "run.yaml"] in rows

@@ -40,8 +40,7 @@ def engine_jsons(output: str) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("step", slow_but([3], [1, 2, 3]))
 def test_a_stage_prints_flags_presets_and_json_and_writes_nothing(tmp_path, step):
-    section = ("sft", "reward", "ppo")[step - 1]
-    preset = str(ROOT / f"launch/presets/tiny.{section}.yaml")
+    preset = str(ROOT / "launch/presets/tiny.yaml")
     zero = "--actor-zero-stage" if step == 3 else "--zero-stage"
     words = ["--preset", preset, "--explain", zero, "2", "--seed", "7", *ON_THE_HUB[step]]
     done = stage_dry_run(tmp_path / "empty", step, *words, WORLD_SIZE="4")

@@ -74,7 +74,7 @@ def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
     assert init("my.yaml", "--sft.packing", "true") == 0
     said = " ".join((tmp_path / "my.yaml").read_text().replace("\n  #", "").split())
     assert f"{flag_table(type(settings()[1]))['packing'].meaning} packing: true" in said
-    assert "(preset 1.3b.sft.yaml) num_train_epochs: 2.0" in said
+    assert "(preset 1.3b.yaml) num_train_epochs: 2.0" in said
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_step_runs_from_a_folder_far_from_the_checkout(wheel, tmp_path):
     where = {"PYTHONPATH": str(target)}
     assert "usage: rlhf SUBCOMMAND" in call([target / "bin" / "rlhf", "--help"], work, **where)
     plan = call([target / "bin" / "rlhf", "train", "--actor-model", "125m", "--target", "1xH100-80GB"], work, **where)
-    assert f"--preset {target / 'launch' / 'presets' / '125m.sft.yaml'}" in plan
+    assert f"--preset {target / 'launch' / 'presets' / '125m.yaml'}" in plan
     tiny_step([sys.executable, "-m", "rlhf"], work, **where)
 
 

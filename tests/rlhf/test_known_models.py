@@ -35,7 +35,7 @@ def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, siz
         assert command[at : at + 3] == [
             str(planned.stage.number),
             "--preset",
-            f"{PRESETS}/{preset}.{planned.stage.section}.yaml",
+            f"{PRESETS}/{preset}.yaml",
         ]
 
 
@@ -50,7 +50,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
             known_model(typed)
     monkeypatch.chdir(tmp_path)
     for name in ("chinese", "japanese", "t5-3b"):
-        command = f"bash launch/single_node.sh 1 --preset launch/presets/{name}.sft.yaml"
+        command = f"bash launch/single_node.sh 1 --preset launch/presets/{name}.yaml"
         with pytest.raises(InputError) as refused:
             make_plan(["--actor-model", name], prog="python train.py")
         assert str(refused.value) == f"--actor-model: got '{name}', a preset of stage 1 alone; give: {command}"

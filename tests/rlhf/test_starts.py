@@ -76,7 +76,7 @@ def test_stage_3_starts_from_the_named_model_where_no_stage_1_is(words, flags):
     plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
     assert [values(plan)[flag] for flag in flags] == ["output/sft"] * len(flags)
     assert f"{section} starts from output/sft, which stage 1 made" in list(start_lines(plan))
-    assert preset(plan) == f"small.{section}.yaml"
+    assert preset(plan) == "small.yaml"
 
 
 def test_a_size_names_the_start_of_its_preset_and_a_critic_waits_for_its_reward_model():
@@ -108,12 +108,12 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
 
 
 def test_a_model_that_a_stages_flag_names_brings_its_own_preset():
-    for path, name in (("Qwen/Qwen3-0.6B", "small.ppo.yaml"), ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1b.ppo.yaml")):
+    for path, name in (("Qwen/Qwen3-0.6B", "small.yaml"), ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "1b.yaml")):
         plan = planned("--step", "3", "--ppo.actor-model-name-or-path", path)
         assert preset(plan) == name and values(plan)["actor_model_name_or_path"] == path
         assert re.search(rf"^ppo: preset \S*{name}$", "\n".join(start_lines(plan)), re.M)
     plan = planned("--step", "3", "--method", "dpo", "--dpo.model-name-or-path", "Qwen/Qwen3-0.6B")
-    assert preset(plan) == "small.dpo.yaml" and values(plan)["chat_template_kwargs"] == ["enable_thinking=false"]
+    assert preset(plan) == "small.yaml" and values(plan)["chat_template_kwargs"] == ["enable_thinking=false"]
     unknown = planned("--step", "3", "--ppo.actor-model-name-or-path", "org/model")
     assert preset(unknown) == "" and "ppo: no preset; the built-in" in "\n".join(start_lines(unknown))
 
@@ -122,11 +122,11 @@ def test_later_stages_follow_the_model_that_the_flag_of_stage_1_names(tmp_path):
     (tmp_path / "run.yaml").write_text("sft: {model_name_or_path: Qwen/Qwen2.5-7B}\n")
     for words in (("--sft.model-name-or-path", "Qwen/Qwen2.5-7B"), ("--config", "run.yaml")):
         plan = planned(*words)
-        assert [preset(plan, n) for n in (1, 2, 3)] == ["8b.sft.yaml", "small.reward.yaml", "8b.ppo.yaml"]
+        assert [preset(plan, n) for n in (1, 2, 3)] == ["8b.yaml", "small.yaml", "8b.yaml"]
         assert values(plan, 1)["model_name_or_path"] == "Qwen/Qwen2.5-7B"
     typed = planned("--actor-model", "125m", "--sft.model-name-or-path", "Qwen/Qwen2.5-7B")
-    assert preset(typed, 1) == "125m.sft.yaml", "--actor-model says whose preset"
-    assert preset(planned("--reward.model-name-or-path", "Qwen/Qwen3-8B"), 2) == "8b.reward.yaml"
+    assert preset(typed, 1) == "125m.yaml", "--actor-model says whose preset"
+    assert preset(planned("--reward.model-name-or-path", "Qwen/Qwen3-8B"), 2) == "8b.yaml"
 
 
 def test_a_name_that_is_no_path_is_refused_by_the_flag():
@@ -150,20 +150,28 @@ def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
     assert preset_of_size(tmp_path / "broken") == preset_of_size(tmp_path / "none") == ""
     folder = weights(tmp_path / "split", {"a": [1000, 100_000], "b": [50 * 10**6]})
     for words in (("--ppo.actor-model-name-or-path", folder), ("--actor-model", folder)):
-        assert preset(planned("--step", "3", *words)) == "small.ppo.yaml"
+        assert preset(planned("--step", "3", *words)) == "small.yaml"
 
 
-@pytest.mark.parametrize(("began", "expected"), [("launch/presets/1.3b.ppo.yaml", "1.3b.ppo.yaml"), ("default", "")])
+@pytest.mark.parametrize(
+    ("began", "expected"),
+    [
+        ("launch/presets/1.3b.yaml", "1.3b.yaml"),
+        ("launch/presets/1.3b.ppo.yaml", "1.3b.yaml"),
+        ("launch/presets/1.3b.sft.yaml", ""),
+        ("default", ""),
+    ],
+)
 def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, expected):
     """As runs of versions did that gave any folder OPT-1.3B's preset by this flag, and none by --actor-model."""
     words = ("--step", "3", "--ppo.actor-model-name-or-path", weights(tmp_path / "model", {"a": [135 * 10**6]}))
     run = tmp_path / "output/runs/ppo"
     run.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
-    assert preset(planned(*words)) == "small.ppo.yaml", "nothing is there to go on from"
+    assert preset(planned(*words)) == "small.yaml", "nothing is there to go on from"
     (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
     assert preset(planned(*words)) == expected
-    assert preset(planned(*words, "--overwrite")) == "small.ppo.yaml"
+    assert preset(planned(*words, "--overwrite")) == "small.yaml"
 
 
 # --- warm-up --------------------------------------------------------------------------------------------------------

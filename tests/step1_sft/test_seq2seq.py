@@ -206,7 +206,7 @@ def test_lora_under_zero_3_is_that_without(folder: Path, monkeypatch: pytest.Mon
 
 def test_the_preset_starts_on_a_small_model(folder: Path) -> None:
     """Everything offloaded, and interrupted: the rest of the run is that of one that was not."""
-    preset = ["--preset", str(ROOT / "launch" / "presets" / "t5-3b.sft.yaml")]
+    preset = ["--preset", str(ROOT / "launch" / "presets" / "t5-3b.yaml")]
     whole, halves = folder / "preset" / "sft", folder / "preset-halves" / "sft"
     for model, steps in ((whole, 3), (halves, 2), (halves, 3)):
         given = {
