@@ -2,19 +2,20 @@
 
 For stages, dry runs and `rlhf train`. A preset names the batch that its rates are meant for, and on how many ranks a
 rollout's weights are; what the number of ranks cannot divide is told, not refused. Nor is what a preset says of memory
-and contradicts a flag that was given by hand: it gives way.
+and contradicts a flag that was given by hand: it gives way. ZeRO stages that nobody gave are the lowest that the other
+flags allow; on GPUs the plan takes higher ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
-from pipeline.configuration.groups import STAGE
 from pipeline.errors import ContradictionError, InputError, counted, dashed
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -22,8 +23,6 @@ EVALUATED = "per_device_eval_batch_size"
 SHARED = "inference_tp_size"  # flag of stage 3
 # Its flags of the size of a rollout: by itself, or the product of these two.
 ROLLOUT, GENERATED, BATCHES = "rollout_batch_size", "per_device_generation_batch_size", "generation_batches"
-# Values that numbers of a preset take where they give way, the nearest first; what is true becomes false.
-GIVES_WAY = {STAGE: (2, 1, 3), SHARED: (1,)}
 
 
 def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
@@ -156,39 +155,45 @@ def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolv
 
 
 def with_preset_giving_way(resolved: Resolved, ranks: int | None) -> Resolved:
-    """Return the settings with other values of a preset's flags where those contradict what was given by hand.
+    """Return the settings with ZeRO stages that they allow, and without what a preset says against flags by hand.
 
-    What people asked for stays, and is refused where it contradicts itself.
+    Of the preset give way the ranks that share a rollout, which become 1, and what is true. What people asked for
+    stays, and is refused where it contradicts itself.
     """
-    while fault := contradiction(resolved, ranks):
-        found = (with_others(resolved, changed, f"since {': '.join(fault)}") for changed in alternatives(resolved))
-        if (better := next((one for one in found if contradiction(one, ranks)[:1] != fault[:1]), None)) is None:
+    resolved, fault = with_zero_stages(resolved, ranks)
+    while fault and resolved.preset:
+        names = [name for name, origin in resolved.origins.items() if origin == resolved.preset]
+        values = dict(flat_items(resolved.config))
+        others = [{name: 1 if name == SHARED else False} for name in names if name == SHARED or values[name] is True]
+        found = (with_others(resolved, changed, f"since {': '.join(fault)}") for changed in others)
+        better = next((one for one in (with_zero_stages(one, ranks) for one in found) if one[1][:1] != fault[:1]), None)
+        if better is None:
             break
-        resolved = better
+        resolved, fault = better
     return resolved
 
 
-def alternatives(resolved: Resolved) -> Iterator[dict[str, Any]]:
-    """Yield other values of a preset's flags that may give way: of one, then in stage 3 of those of both models."""
-    table, alike = flag_table(type(resolved.config)), dict[str, dict[str, Any]]()
-    for name, value in flat_items(resolved.config):
-        leaf = table[name].path[-1]
-        if resolved.origins[name] == resolved.preset and (value is True or leaf in GIVES_WAY):
-            alike.setdefault(leaf, {})[name] = value
-    for leaf, values in alike.items():
-        for new in GIVES_WAY.get(leaf, (False,)):
-            others = {name: new for name, value in values.items() if value != new}
-            yield from ({name: new} for name in others)
-            yield others
+def with_zero_stages(resolved: Resolved, ranks: int | None) -> tuple[Resolved, tuple[str, ...]]:
+    """Return the settings with the lowest ZeRO stages that they allow, where nobody gave one, and what is left.
+
+    That is a flag that other settings rule out at any stage, and why; () if there is none.
+    """
+    kind, origins, values = type(resolved.config), resolved.origins, dict(flat_items(resolved.config))
+    names = [name for name in flags_of_key(kind, ZERO_STAGE) if origins[name] == DEFAULT]
+
+    def at(stages: Sequence[int]) -> tuple[Resolved, tuple[str, ...]]:
+        config: Any = validated(kind, values | dict(zip(names, stages, strict=True)), origins)
+        return replace(resolved, config=config), contradiction(config, origins, ranks)
+
+    lowest = at([0] * len(names))
+    others = map(at, product((0, 1, 3), repeat=len(names))) if lowest[1] else ()
+    return next((one for one in others if not one[1]), lowest)
 
 
-def contradiction(resolved: Resolved, ranks: int | None) -> tuple[str, ...]:
-    """Return a flag that other settings rule out, and why; () if there is none, or no preset to give way."""
+def contradiction(config: Any, origins: dict[str, str], ranks: int | None) -> tuple[str, ...]:
+    """Return a flag that other settings rule out, and why; () if there is none."""
     try:
-        if resolved.preset:
-            resolved.config.engine_jsons(
-                resolved.origins, Placement(device="cuda", dtype="bf16", ranks=ranks, run_dir=Path())
-            )
+        config.engine_jsons(origins, Placement(device="cuda", dtype="bf16", ranks=ranks, run_dir=Path()))
     except InputError as error:
         flag, _, why = str(error).splitlines()[0].partition(": ")
         return flag, why.partition(";")[0]

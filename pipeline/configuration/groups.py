@@ -119,12 +119,13 @@ class ModelConfig(Group):
     )
     zero_stage: int = flag(
         0,
-        "What ZeRO partitions: 1 optimizer, 2 + gradients, 3 + weights",
+        "What ZeRO partitions: 1 optimizer, 2 + gradients, 3 + weights; auto: 2, or 3 where 2 does not fit",
         ge=0,
         le=3,
         on_resume="rounding",
         deepspeed="zero_optimization.stage",
         per_stage=True,
+        auto=True,
     )
     offload_optimizer: Offload = flag(
         "auto",

@@ -2,8 +2,7 @@
 
 These flags affect only speed and memory; the training stays the same up to rounding. They set the micro-batch,
 gradient checkpointing, the prompts sampled at once, whether the KV cache is freed for updates, the rows of an
-evaluation batch and the sizes of buckets. On one GPU, a preset's ZeRO stage 3 may also become stage 2. A CPU has the
-defaults.
+evaluation batch, the sizes of buckets, and the ZeRO stage. A CPU has the defaults.
 
 `remedies.py` changes flags that the user gave; this module does not.
 """
@@ -13,14 +12,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from math import inf
 from typing import Any, Self
 
 from pipeline.configuration.ds_config import device_of
-from pipeline.configuration.flag_checks import ZERO_STAGES, unmet_need
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
-from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import (
     BATCHES,
     EVALUATED,
@@ -31,7 +29,6 @@ from pipeline.configuration.global_batch import (
     contradiction,
     cut,
     divisors,
-    is_by_hand,
 )
 from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
@@ -113,13 +110,11 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    whole = whole_weights(planner, resolved)
-    planned = list(candidates(planner, resolved, names, whole))
-    if whole and not any(fits(one.plan, planner.target) for one in planned):  # only stage 3 can offload weights
-        whole = {}
-        planned = list(candidates(planner, resolved, names, whole))
+    *rest, last = zero_stages(planner, resolved, names)
+    stages = next((one for one in rest if not smallest(planner, resolved, names, one).lacks), last)
+    planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
-        planned += candidates(planner, resolved, names, whole, sizes=range(1, FEWEST_PROMPTS))
+        planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -129,33 +124,31 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 
 
-def whole_weights(planner: StagePlanner, resolved: Resolved) -> dict[str, int]:
-    """Return ZeRO stage 2 for the models that a preset partitions by stage 3, if there is one GPU.
+def zero_stages(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
+    """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
-    With one rank, stage 3 saves nothing and still gathers each layer before it is used. Returns {} if weights are
-    offloaded, or if the user gave a flag that only stage 3 reads.
+    Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out.
+    In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
-    values, origins = dict(flat_items(resolved.config)), resolved.origins
-    names = [name for name in values if name.endswith(STAGE) and (values[name], origins[name]) == (3, resolved.preset)]
-    if planner.target.num_gpus > 1 or not names:
-        return {}
-    whole, kind = dict.fromkeys(names, 2), type(resolved.config)
-    given = [
-        flag for name, flag in flag_table(kind).items() if flag.needs in ZERO_STAGES and is_by_hand(resolved, name)
-    ]
-    if any(unmet_need(flag, values | whole, kind, on_cpu=False) for flag in given):
-        return {}
-    changed = Choice(whole, CHOSEN).of(resolved, 1)
-    # Weight offload needs stage 3; a preset's offload would be dropped silently.
-    alike = dict(flat_items(changed.config)) == values | whole and not contradiction(changed, 1)
-    return whole if alike else {}
+    ranks, values, kind = planner.target.num_gpus, dict(flat_items(resolved.config)), type(resolved.config)
+    own, origins = [name for name in names if name.endswith(STAGE)], resolved.origins
+    tried = [dict(zip(reversed(own), stages, strict=True)) for stages in product((2, 3), repeat=len(own))]
+    allowed = [one for one in tried if not contradiction(validated(kind, values | one, origins), origins, ranks)]
+    return allowed[: 1 if ranks == 1 else None] or [{}]
+
+
+def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]) -> Candidate:
+    """Return the candidate of these ZeRO stages that takes least: all recomputed, single rows, the fewest prompts."""
+    *_, fewest = prompts_at_once(planner, resolved, names, None)
+    flags = {**stages, **{name: True for name in names if name.endswith(RECOMPUTED)}, **fewest}
+    return planned_size(planner, resolved, names, flags, micro_batches(resolved, names)[0])
 
 
 def candidates(
     planner: StagePlanner,
     resolved: Resolved,
     names: Sequence[str],
-    whole: Mapping[str, int],
+    stages: Mapping[str, int],
     sizes: range | None = None,
 ) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest: with ever more recomputation, and ever fewer prompts at once.
@@ -164,11 +157,11 @@ def candidates(
     once, nothing is faster. If fewer prompts at once are slower, still fewer gain nothing.
 
     Args:
-        whole: flags of all candidates.
+        stages: ZeRO stages of all candidates.
         sizes: numbers of prompts at once; None: see `prompts_at_once`.
     """
     micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
-    shared = {**whole, **buckets(planner, resolved, names, whole)}
+    shared = {**stages, **buckets(planner, Choice(stages, CHOSEN).of(resolved, planner.target.num_gpus), names)}
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names, sizes):
@@ -213,12 +206,11 @@ def planned_size(
     return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
-def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str], whole: Mapping[str, int]) -> dict[str, int]:
+def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str]) -> dict[str, int]:
     """Return the sizes of DeepSpeed's buckets. One GPU has buckets only with offload or ZeRO stage 3; else {}."""
     zeros = [engine["zero_optimization"] for engine in planner.jsons_of(resolved).values()]
     devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
-    partitions = not whole and any(zero["stage"] == 3 for zero in zeros)
-    has_any = planner.target.num_gpus > 1 or devices != {"none"} or partitions
+    has_any = planner.target.num_gpus > 1 or devices != {"none"} or any(zero["stage"] == 3 for zero in zeros)
     return {name: elements for name, elements in BUCKETS.items() if has_any and name in auto}
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items, is_left
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items, is_left
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
-from pipeline.configuration.global_batch import MICRO, STEPS, cut, is_by_hand
-from pipeline.configuration.groups import STAGE
+from pipeline.configuration.global_batch import MICRO, STEPS, cut
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
@@ -94,26 +93,23 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     """Return value and origin of what the run that goes on chose for flags that nobody gives now; {} for a new run.
 
     {} too where its micro-batch does not divide the rows of an optimizer step, and where a flag was given that is
-    `auto` now: the others were chosen beside it.
+    `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
-    unset = {name: settings[name] for name in table if name in settings and not _says(resolved, name)}
+    unset = {name: settings[name] for name in table if name in settings and not resolved.is_given(name)}
+    hardware = next((origin for _, origin in unset.values() if origin.startswith(CHOSEN)), DEFAULT)
+    for name in flags_of_key(type(resolved.config), ZERO_STAGE):
+        if name in unset and "presets/" in unset[name][1]:
+            unset[name] = unset[name][0], hardware
     if not all(is_left(origin) for name, (_, origin) in unset.items() if table[name].auto):
         return {}
     chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.startswith(CHOSEN)}
     if MICRO not in chosen:
         return chosen
-    size, hardware = chosen[MICRO]
+    size, _ = chosen[MICRO]
     parts = {name: (value, hardware) for name, value in cut(resolved, size).items()}
     return {**chosen, **parts} if parts else {}
-
-
-def _says(resolved: Resolved, name: str) -> bool:
-    """Tell whether a flag is said, and not chosen; of ZeRO stage 3 of a preset the plan may take another."""
-    if not name.endswith(STAGE):
-        return resolved.is_given(name)
-    return is_by_hand(resolved, name) or dict(flat_items(resolved.config))[name] != 3
 
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:

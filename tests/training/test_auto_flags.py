@@ -158,18 +158,23 @@ def another_choice(values: dict[str, Any]) -> Any:
     return lambda planner, resolved: Candidate.of(planner, resolved, others)
 
 
-def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_its_presets(folder, tmp_path, monkeypatch):
-    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
+def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_it(folder, tmp_path, monkeypatch):
+    """Also the one that a preset named when it began, as presets of an earlier version did."""
     monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
 
     def stage_of(steps: int, *words: object) -> int:
         return int(run("sft", folder, tmp_path, *words, max_steps=steps)["zero_stage"]["value"])
 
-    preset = "--preset", tmp_path / "preset.yaml"
-    assert stage_of(2, *preset) == 2
-    monkeypatch.setattr("pipeline.planning.fastest.whole_weights", lambda planner, resolved: {})  # of another version
-    assert stage_of(3, *preset) == 2, "as the run began"
-    assert stage_of(4, *preset, "--zero-stage", 3) == 3
+    assert stage_of(2) == 2
+    monkeypatch.setattr("pipeline.planning.fastest.zero_stages", lambda *_: [{"zero_stage": 1}])  # of another version
+    assert stage_of(3) == 2, "as the run began"
+    preset = tmp_path / "presets/1.3b.yaml"
+    preset.parent.mkdir()
+    preset.write_text("zero_stage: 3\n")
+    assert stage_of(4, "--preset", preset) == 3
+    preset.write_text("")
+    assert stage_of(5, "--preset", preset) == 3
+    assert stage_of(6, "--zero-stage", 0) == 0
 
 
 @pytest.fixture
@@ -197,13 +202,11 @@ def test_a_run_that_goes_on_chooses_anew_where_other_flags_are_given(goes_on):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_takes_another_zero_stage_where_its_flags_or_preset_ask_for_it(goes_on, tmp_path):
-    (tmp_path / "preset.yaml").write_text("zero_stage: 3\n")
-    (tmp_path / "lower.yaml").write_text("zero_stage: 1\n")
-    assert goes_on("preset", 2, "--preset", tmp_path / "preset.yaml")[0]["zero_stage"] == (2, "chosen ")
-    now, said = goes_on("preset", 3, "--preset", tmp_path / "preset.yaml", "--offload-parameters", "true")
-    assert now["zero_stage"][0] == 3 and said.endswith("; anew, as the run began with other flags")
-    goes_on("lower", 2, "--preset", tmp_path / "preset.yaml")
-    assert goes_on("lower", 3, "--preset", tmp_path / "lower.yaml")[0]["zero_stage"][0] == 1
-    lacking, _ = goes_on("lower", 4, "--preset", tmp_path / "lower.yaml", "--per-device-eval-batch-size", 100_000)
+def test_a_run_that_goes_on_takes_another_zero_stage_where_its_flags_ask_for_it(goes_on):
+    assert goes_on("offloaded", 2)[0]["zero_stage"] == (2, "chosen ")
+    now, said = goes_on("offloaded", 3, "--offload-parameters", "true")
+    assert now["zero_stage"] == (3, "chosen ") and said.endswith("; anew, as the run began with other flags")
+    goes_on("lower", 2)
+    assert goes_on("lower", 3, "--zero-stage", 1)[0]["zero_stage"][0] == 1
+    lacking, _ = goes_on("lower", 4, "--zero-stage", 1, "--per-device-eval-batch-size", 100_000)
     assert lacking["per_device_train_batch_size"] == (1, "chosen "), "beside a batch that no memory is left for"
