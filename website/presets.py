@@ -35,7 +35,7 @@ INTRODUCTION = """# Presets and hardware
 preset of each stage and the default reward model, which is also the critic. A cell holds the expected peak of one GPU
 in GiB and the seconds of an optimizer step with rows of full length. *tight*: the high estimate exceeds the memory.
 
-- The plan chooses micro-batch, checkpointing and prompts sampled at once for these GPUs, as a run does.
+- The plan chooses micro-batch, checkpointing, ZeRO stage and prompts sampled at once for these GPUs, as a run does.
 - The batch of a step stays the same on other GPUs if their number divides it. Otherwise the log names the batch.
 - 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes; 125m, 350m and 2.7b lie between those.
   Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`. Its `7b_mixz` is `llama-2-7b-lora`.

@@ -102,9 +102,8 @@ class Choice:
         """Return the settings on so many ranks with these values."""
         if not self.flags:
             return resolved
-        values, origins = dict(flat_items(resolved.config)), resolved.origins | dict.fromkeys(self.flags, self.origin)
-        config: Any = validated(type(resolved.config), {**values, **self.flags}, origins)
-        return with_ranks(replace(resolved, config=config, origins=origins), ranks)
+        origins = resolved.origins | dict.fromkeys(self.flags, self.origin)
+        return with_ranks(with_values(replace(resolved, origins=origins), self.flags), ranks)
 
 
 def evaluation_unit(resolved: Resolved) -> int:
@@ -145,13 +144,19 @@ def with_sharing(resolved: Resolved, ranks: int) -> Resolved:
     return with_others(resolved, {SHARED: gcd(size, ranks)}, f"which does not divide {counted(ranks, 'rank')}")
 
 
+def with_values(resolved: Resolved, changed: Mapping[str, Any]) -> Resolved:
+    """Return the settings with other values of some flags, of the same origins. Raises InputError."""
+    values: Any = dict(flat_items(resolved.config)) | changed
+    return replace(resolved, config=validated(type(resolved.config), values, resolved.origins))
+
+
 def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolved:
     """Return the settings with other values of some flags than a file gives, and a note that says `why`."""
     values, origins = dict(flat_items(resolved.config)), resolved.origins
-    config: Any = validated(type(resolved.config), values | changed, origins)
     notes = [f"{dashed(n)} {new} in place of {values[n]} ({origins[n]}), {why}" for n, new in changed.items()]
     new_origins = {name: f"in place of {values[name]} in {origins[name]}" for name in changed}
-    return replace(resolved, config=config, origins=origins | new_origins, notes=(*resolved.notes, *notes))
+    notes = [*resolved.notes, *notes]
+    return replace(with_values(resolved, changed), origins=origins | new_origins, notes=tuple(notes))
 
 
 def with_preset_giving_way(resolved: Resolved, ranks: int | None) -> Resolved:
@@ -160,40 +165,43 @@ def with_preset_giving_way(resolved: Resolved, ranks: int | None) -> Resolved:
     Of the preset give way the ranks that share a rollout, which become 1, and what is true. What people asked for
     stays, and is refused where it contradicts itself.
     """
-    resolved, fault = with_zero_stages(resolved, ranks)
+    resolved, fault = with_lowest_stages(resolved, ranks)
     while fault and resolved.preset:
         names = [name for name, origin in resolved.origins.items() if origin == resolved.preset]
         values = dict(flat_items(resolved.config))
         others = [{name: 1 if name == SHARED else False} for name in names if name == SHARED or values[name] is True]
         found = (with_others(resolved, changed, f"since {': '.join(fault)}") for changed in others)
-        better = next((one for one in (with_zero_stages(one, ranks) for one in found) if one[1][:1] != fault[:1]), None)
+        better = next(
+            (one for one in (with_lowest_stages(one, ranks) for one in found) if one[1][:1] != fault[:1]), None
+        )
         if better is None:
             break
         resolved, fault = better
     return resolved
 
 
-def with_zero_stages(resolved: Resolved, ranks: int | None) -> tuple[Resolved, tuple[str, ...]]:
+def with_lowest_stages(resolved: Resolved, ranks: int | None) -> tuple[Resolved, tuple[str, ...]]:
     """Return the settings with the lowest ZeRO stages that they allow, where nobody gave one, and what is left.
 
     That is a flag that other settings rule out at any stage, and why; () if there is none.
     """
-    kind, origins, values = type(resolved.config), resolved.origins, dict(flat_items(resolved.config))
-    names = [name for name in flags_of_key(kind, ZERO_STAGE) if origins[name] == DEFAULT]
+    names = flags_of_key(type(resolved.config), ZERO_STAGE)
+    names = [name for name in names if resolved.origins[name] == DEFAULT]
 
     def at(stages: Sequence[int]) -> tuple[Resolved, tuple[str, ...]]:
-        config: Any = validated(kind, values | dict(zip(names, stages, strict=True)), origins)
-        return replace(resolved, config=config), contradiction(config, origins, ranks)
+        found = with_values(resolved, dict(zip(names, stages, strict=True)))
+        return found, contradiction(found, ranks)
 
     lowest = at([0] * len(names))
     others = map(at, product((0, 1, 3), repeat=len(names))) if lowest[1] else ()
     return next((one for one in others if not one[1]), lowest)
 
 
-def contradiction(config: Any, origins: dict[str, str], ranks: int | None) -> tuple[str, ...]:
+def contradiction(resolved: Resolved, ranks: int | None) -> tuple[str, ...]:
     """Return a flag that other settings rule out, and why; () if there is none."""
+    placement = Placement(device="cuda", dtype="bf16", ranks=ranks, run_dir=Path())
     try:
-        config.engine_jsons(origins, Placement(device="cuda", dtype="bf16", ranks=ranks, run_dir=Path()))
+        resolved.config.engine_jsons(resolved.origins, placement)
     except InputError as error:
         flag, _, why = str(error).splitlines()[0].partition(": ")
         return flag, why.partition(";")[0]

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
-from pipeline.configuration.flags import Resolved, flag_words, validated
+from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.global_batch import (
     BATCHES,
     EVALUATED,
@@ -29,6 +29,7 @@ from pipeline.configuration.global_batch import (
     contradiction,
     cut,
     divisors,
+    with_values,
 )
 from pipeline.configuration.groups import STAGE
 from pipeline.data.batching import SCORING_TOKENS
@@ -110,7 +111,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    *rest, last = zero_stages(planner, resolved, names)
+    *rest, last = stages_to_try(planner, resolved, names)
     stages = next((one for one in rest if not smallest(planner, resolved, names, one).lacks), last)
     planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
@@ -124,16 +125,15 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 
 
-def zero_stages(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
+def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
     """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
     Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
-    ranks, values, kind = planner.target.num_gpus, dict(flat_items(resolved.config)), type(resolved.config)
-    own, origins = [name for name in names if name.endswith(STAGE)], resolved.origins
+    ranks, own = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
     tried = [dict(zip(reversed(own), stages, strict=True)) for stages in product((2, 3), repeat=len(own))]
-    allowed = [one for one in tried if not contradiction(validated(kind, values | one, origins), origins, ranks)]
+    allowed = [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
     return allowed[: 1 if ranks == 1 else None] or [{}]
 
 

@@ -7,14 +7,12 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import Resolved, flag_words, validated
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.global_batch import with_ranks, with_values
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, say
@@ -49,18 +47,11 @@ def chosen_flags(
     resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
     if "auto_fit" in run.searches:
         flags = flags_that_fit(stage, resolved, target)
-        resolved = with_flags(resolved, flags, ranks)
+        resolved = with_ranks(with_values(resolved, flags), ranks)
     if run.auto_batch:
         fitting = partial(tries, flag_words(flags))
         flags |= largest_micro_batch(stage, resolved, target, fitting, cache / "micro_batches.json")
     return flags
-
-
-def with_flags(resolved: Resolved, flags: dict[str, Any], ranks: int) -> Resolved:
-    """Return the settings with other values of some flags."""
-    values = dict(flat_items(resolved.config)) | flags
-    config: Any = validated(type(resolved.config), values, resolved.origins)
-    return with_ranks(replace(resolved, config=config), ranks)
 
 
 def flags_that_fit(stage: Stage, resolved: Resolved, target: Target) -> dict[str, Any]:

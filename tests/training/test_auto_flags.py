@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_it(folder, 
         return int(run("sft", folder, tmp_path, *words, max_steps=steps)["zero_stage"]["value"])
 
     assert stage_of(2) == 2
-    monkeypatch.setattr("pipeline.planning.fastest.zero_stages", lambda *_: [{"zero_stage": 1}])  # of another version
+    monkeypatch.setattr("pipeline.planning.fastest.stages_to_try", lambda *_: [{"zero_stage": 1}])  # of another version
     assert stage_of(3) == 2, "as the run began"
     preset = tmp_path / "presets/1.3b.yaml"
     preset.parent.mkdir()
