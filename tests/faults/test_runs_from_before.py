@@ -136,3 +136,23 @@ def test_a_run_from_before_resumes_with_its_defaults(method, kind, ranks, run_be
     assert [name for name in expected if expected[name] != found[name]] == []
     for old, new in zip(metrics(whole / inner), metrics(resumed / inner), strict=True):
         assert new.items() >= old.items()
+
+
+def test_a_run_with_a_preset_from_before_resumes_by_the_path_of_its_file(run_before, inputs, tmp_path):
+    """Each stage of a model had a file then. Today its values are a section, and a note says of which file."""
+    folder, name = shutil.copytree(inputs, tmp_path / "work"), "launch/presets/tiny.dpo.yaml"
+    words = f"--preset {name} {SAME} {FULL['dpo']}".split()
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_bytes(git("show", f"{COMMIT}:{name}").stdout)
+    ended = run_before("step3_dpo", words, folder=folder, ranks=1)
+    assert ended.code == 0, ended.stderr[-2000:]
+    whole, resumed = shutil.copytree(folder / "run", folder / "whole"), folder / "run"
+    back_to_checkpoint(resumed / "runs/dpo")
+    assert json.loads((whole / "runs/dpo/config.json").read_text())["learning_rate"] == {"value": 5e-5, "from": name}
+
+    shutil.rmtree(folder / "launch")
+    (folder / "launch").symlink_to(ROOT / "launch")
+    ended = run_command("step3_dpo", words, folder=folder, ranks=1)
+    assert ended.code == 0 and f"/step-{STEP} " in ended.stderr, ended.stderr[-2000:]
+    assert f"{name} is the section dpo of launch/presets/tiny.yaml now" in ended.stdout + ended.stderr
+    assert tensors(whole) == tensors(resumed)

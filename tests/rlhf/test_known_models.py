@@ -3,10 +3,10 @@
 import pytest
 from support.launch_stub import ROOT
 
-from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
 from pipeline.launching.request import parse_request
+from pipeline.preparation.engine_jsons import engine_jsons
 from rlhf.stages import STAGES
 from rlhf.train_config import SIZES, KnownModel, known_model
 from rlhf.train_plan import command_of, make_plan
@@ -25,8 +25,9 @@ def test_every_preset_on_every_deployment(tmp_path, monkeypatch, deployment, siz
     words = ["--deployment-type", deployment, "--actor-model", size, "--reward-model", size, *hostfile]
     plan = make_plan(words, prog="python train.py")
     for planned in plan.chosen:
-        place = Placement(device="cuda", dtype="bf16", ranks=8, run_dir=planned.run_dir)
-        assert all("zero_optimization" in made for made in planned.resolved.config.engine_jsons({}, place).values())
+        assert all(
+            "zero_optimization" in made for made in engine_jsons(planned.stage, planned.resolved, ranks=8).values()
+        )
         command = command_of(planned, plan.config)
         assert command[:2] == ["bash", str(ROOT / "launch" / f"{deployment}.sh")]
         at = 2 + len(hostfile)
