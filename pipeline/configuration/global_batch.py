@@ -146,8 +146,9 @@ def with_sharing(resolved: Resolved, ranks: int) -> Resolved:
 
 def with_values(resolved: Resolved, changed: Mapping[str, Any]) -> Resolved:
     """Return the settings with other values of some flags, of the same origins. Raises InputError."""
-    values: Any = dict(flat_items(resolved.config)) | changed
-    return replace(resolved, config=validated(type(resolved.config), values, resolved.origins))
+    values = {**dict(flat_items(resolved.config)), **changed}
+    config: Any = validated(type(resolved.config), values, resolved.origins)
+    return replace(resolved, config=config)
 
 
 def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolved:
