@@ -112,7 +112,8 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
     *rest, last = stages_to_try(planner, resolved, names)
-    stages = next((one for one in rest if not smallest(planner, resolved, names, one).lacks), last)
+    high, least = planner.target.num_gpus > 1, ((one, smallest(planner, resolved, names, one)) for one in rest)
+    stages = next((one for one, it in least if not any(lacking(it.plan, planner.target, high=high))), last)
     planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
         planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
@@ -128,13 +129,14 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
     """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
-    Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out.
+    Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out,
+    or nothing fits and the ladder offloads weights.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, own = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
     tried = [dict(zip(reversed(own), stages, strict=True)) for stages in product((2, 3), repeat=len(own))]
     allowed = [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
-    return allowed[: 1 if ranks == 1 else None] or [{}]
+    return (allowed[:1] + allowed[1:][-1:] if ranks == 1 else allowed) or [{}]
 
 
 def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]) -> Candidate:

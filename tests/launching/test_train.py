@@ -286,7 +286,7 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "got 3, but 2 GPUs are visible here"),
         (("--step", "4"), 2, "--step: got '4'"),
         (
-            ("--sft.offload",),
+            ("--sft.offload", "--sft.zero-stage", "0"),
             2,
             "--sft.offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --sft.zero-stage or leave",
         ),
@@ -356,7 +356,8 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
     ],
 )
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
-    done = train(tmp_path, *TINY, *flags, "--explain")
+    below_3 = ("--ppo.actor-zero-stage", "2", "--ppo.critic-zero-stage", "2")
+    done = train(tmp_path, *TINY, *flags, *below_3, "--explain")
     assert done.returncode == 2 and f"error: --ppo.{says.removeprefix('--')}" in done.stderr, done.stderr
 
 
