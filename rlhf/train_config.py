@@ -49,7 +49,7 @@ class TrainConfig(Group):
     examples: ClassVar[tuple[str, ...]] = (
         "--actor-model tiny --dry-run",
         "--actor-model 1.3b --data-path my.jsonl --show-data 3",
-        "--step 1 3 --method grpo --reward-function exact_match",
+        "--step 3 --method grpo --reward-function exact_match",
     )
     step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
     method: Literal[METHODS] = flag(METHODS[0], f"of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]

@@ -210,7 +210,7 @@ def planner_of(
     """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
     given = words.split()
     for place, word in enumerate(given):
-        if place and given[place - 1].endswith("model_name_or_path"):
+        if place and given[place - 1].replace("-", "_").endswith("model_name_or_path"):
             given[place] = shape_folder(word, planner)
     stage = stage_of(section)
     hardware = parse_target(target)

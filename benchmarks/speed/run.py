@@ -111,6 +111,12 @@ def run_row(options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     return keep()
 
 
+def with_underscores(word: str) -> str:
+    """Return a flag as the parser names it; `--warm-up=1` is read too. Other words are returned as they are."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a row or print a report; 1 where a run failed."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -119,9 +125,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
-    given = parser.parse_args(words[:cut])
+    own = [with_underscores(word) for word in words[:cut]]
+    given = parser.parse_args(own)
     parser.set_defaults(**(defaults_of(given.case) if given.row in TYPED_ROWS else DEFAULTS.get(given.row, {})))
-    options = parser.parse_args(words[:cut])
+    options = parser.parse_args(own)
     result = run_row(options, words[cut + 1 :])
     print(for_people(result), end="\n\n")
     print(json.dumps(result), flush=True)

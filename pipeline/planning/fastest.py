@@ -130,7 +130,7 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
     """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
     Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out,
-    or nothing fits and the ladder offloads weights.
+    or nothing fits and a remedy offloads weights.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, own = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]

@@ -22,7 +22,7 @@ from pipeline.console import terminal_width
 from pipeline.data.counts import Counts
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
-from pipeline.errors import is_coloured, printable
+from pipeline.errors import dashed, is_coloured, printable
 from pipeline.files import PROJECT, read_object
 from pipeline.models.partitions import whole_numel
 from pipeline.run.evaluations import cost, verdict
@@ -68,7 +68,7 @@ def show_end(run: Run, seconds: float) -> None:
     found, fates = verdict(run.folder), Counter(run.rows.get("rows", {}))
     if found.worse:
         rate = run.stage.rate_flag(run.resolved.config)
-        log.warning("the run ends worse than it began: %s: %s; lower --%s", found.worse, found.figures, rate)
+        log.warning("the run ends worse than it began: %s: %s; lower %s", found.worse, found.figures, dashed(rate))
     if fates["dropped"] > fates["to train on"] + fates["held out"]:
         log.warning("most rows were dropped: %s", fates_line(fates, run.resolved.config.data.data_split))
     reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]

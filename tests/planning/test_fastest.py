@@ -318,7 +318,7 @@ def test_the_choice_is_said_with_what_it_gives(models):
     ],
 )
 def test_zero_stages_are_2_or_3_where_that_is_needed(models, words, slots, gib, stages):
-    """On one GPU only a flag that needs stage 3 brings it, or that nothing fits: the ladder offloads weights then."""
+    """On one GPU only a flag that needs stage 3 brings it, or that nothing fits: a remedy offloads weights then."""
     settings = given(PPO, models, *words.split(), ranks=sum(slots), zero_stage=None)
     choice = fastest(*stage_planner(PPO, settings, gpu(gib * GIB, *slots), {}))
     config = choice.resolved.config

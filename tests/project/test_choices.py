@@ -101,12 +101,12 @@ def test_the_rows_of_planned_runs_are_as_long_as_their_plans_say(tmp_path: Path)
 
     def longest(section: str, flag: str) -> int:
         words = [run.words.split() for run in (*RUNS, *CHOICES) if run.section == section]
-        return max(int(run[run.index(flag) + 1]) for run in words)
+        return max(int(run[run.index(f"--{flag}") + 1]) for run in words)
 
     pairs = "pairs.jsonl", "prompt", "rejected"
-    assert tokens("sft.jsonl", "prompt", "chosen") >= longest("sft", "--max-seq-len")
-    assert tokens(*pairs) >= max(longest("reward", "--max-seq-len"), longest("dpo", "--max-seq-len"))
-    assert tokens("prompts.jsonl", "prompt") >= longest("ppo", "--max-prompt-seq-len")
+    assert tokens("sft.jsonl", "prompt", "chosen") >= longest("sft", "max_seq_len")
+    assert tokens(*pairs) >= max(longest("reward", "max_seq_len"), longest("dpo", "max_seq_len"))
+    assert tokens("prompts.jsonl", "prompt") >= longest("ppo", "max_prompt_seq_len")
 
 
 @pytest.mark.parametrize("run", slow_but([], [run for run in MADE if run.name in AGAIN]), ids=lambda run: run.name)

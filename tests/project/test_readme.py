@@ -327,7 +327,7 @@ def attributes_read() -> set[str]:
     included = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "include"]
     names = {node.attr for node in reads if ast.unparse(node.value) not in NO_CONFIGS}
     names |= {field.name for field in fields(RolloutSize)}
-    return names | {name for value in included for name in ast.literal_eval(value)}
+    return names | {node.value for value in included for node in ast.walk(value) if isinstance(node, ast.Constant)}
 
 
 def dead_flags(leaves: set[str]) -> list[str]:

@@ -93,7 +93,7 @@ def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tm
     lines = problems(usual | {"reward": "--output-dir output/sft/reward --run-dir output/sft/x"}, named_by_section=True)
     assert lines == [
         f"--sft.output-dir: this run would write over output/sft/{name} (--reward.{flag}); name another folder"
-        for name, flag in (("reward", "output_dir"), ("x", "run_dir"))
+        for name, flag in (("reward", "output-dir"), ("x", "run-dir"))
     ]
     (line,) = problems(usual | {"reward": "--run-dir output/runs/sft"}, named_by_section=True)
     assert line.startswith("--reward.run-dir: this run would write over output/runs/sft (--sft.run-dir)")
