@@ -56,7 +56,7 @@ ROOM_GIB = 4.0  # of each process beside its planned tensors: context, libraries
 def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
     """Return the run's models: their shapes, and whether they are made as reward models."""
     words = run.words.split()
-    pairs = [(word, words[n + 1]) for n, word in enumerate(words) if word.replace("-", "_").endswith("model_name_or_path")]
+    pairs = [(word, words[n + 1]) for n, word in enumerate(words) if word.endswith("model_name_or_path")]
     return [(shape, name.startswith(SCORING)) for name, shape in pairs]
 
 
@@ -103,7 +103,7 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
     """Return the command line's flags, models as folders below `inputs`."""
     words: list[object] = list(run.words.split())
     for n, word in enumerate(words[:-1]):
-        if str(word).replace("-", "_").endswith("model_name_or_path"):
+        if str(word).endswith("model_name_or_path"):
             words[n + 1] = inputs / folder_name(str(words[n + 1]), scores=str(word).startswith(SCORING))
     rows = {"sft": "sft", "ppo": "prompts"}.get(run.section, "pairs")
     shared = {"data_path": inputs / f"{rows}.jsonl", "data_output_path": inputs / "cache", "max_steps": run.steps}
