@@ -282,7 +282,7 @@ class Sampler:
         chosen = [None if index is None else rows[index] for index in indices]
 
         def ended(response: Finished) -> None:
-            index, sample = divmod(response.ticket.number, self.num_samples)
+            index, sample = divmod(response.request.number, self.num_samples)
             row = chosen[index]
             if self.scoring is not None and row is not None and index in self._contributed(len(indices)):
                 self.scoring.ended(index, row, sample, response.ids.tolist())

@@ -11,14 +11,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from pipeline.generation.rollouts import (
-    GenerationStopped,
-    Truncation,
-    Vocabulary,
-    draw,
-    rollout_uniforms,
-)
-from pipeline.generation.session import Finished, Reason, Room, Session, Ticket, Tokens, new_events
+from pipeline.generation.rollouts import GenerationStopped, Truncation, Vocabulary, draw, rollout_uniforms
+from pipeline.generation.session import Capacity, Finished, Reason, Request, Session, Tokens, new_events
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
 # Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
@@ -90,20 +84,20 @@ class Batch:
     position: tokens drawn so far.
     """
 
-    def __init__(self, model: nn.Module, tickets: Sequence[Ticket], vocabulary: Vocabulary) -> None:
+    def __init__(self, model: nn.Module, requests: Sequence[Request], vocabulary: Vocabulary) -> None:
         device = next(model.parameters()).device
         self.vocabulary = vocabulary
-        shape = (len(tickets), max(ticket.sampling.max_new_tokens for ticket in tickets))
-        self.truncation = Truncation.of(ticket.sampling for ticket in tickets)
-        drawn_with = [ticket.sampling.drawn_with for ticket in tickets]
+        shape = (len(requests), max(request.sampling.max_new_tokens for request in requests))
+        self.truncation = Truncation.of(request.sampling for request in requests)
+        drawn_with = [request.sampling.drawn_with for request in requests]
         self.temperature, self.top_p, top_k = torch.tensor(drawn_with, dtype=torch.float32, device=device).T
         self.top_k = top_k.long()
-        self.uniforms = uniforms_of(tickets, shape[1], device)
+        self.uniforms = uniforms_of(requests, shape[1], device)
         self.eos = torch.tensor(sorted(vocabulary.eos_ids), dtype=torch.int64, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(shape, device=device)
-        self.running = dict(enumerate(tickets))
-        rows = [torch.as_tensor(ticket.prompt.ids, dtype=torch.int64, device=device) for ticket in tickets]
+        self.running = dict(enumerate(requests))
+        rows = [torch.as_tensor(request.prompt.ids, dtype=torch.int64, device=device) for request in requests]
         self.decoder, self.position = Decoder(model, rows, vocabulary.pad_id), 0
 
     def step(self) -> list[Tokens | Finished]:
@@ -130,24 +124,24 @@ class Batch:
     def _report(self, is_end: dict[int, bool]) -> list[Tokens | Finished]:
         """Return what is new of the rows that run, and leave those out from now on that have ended."""
         events: list[Tokens | Finished] = []
-        for row, ticket in list(self.running.items()):
-            is_cut = self.position == ticket.sampling.max_new_tokens
+        for row, request in list(self.running.items()):
+            is_cut = self.position == request.sampling.max_new_tokens
             reason: Reason | None = "end" if is_end[row] else "limit" if is_cut else None
-            if reason or ticket.is_watched or ticket.is_withdrawn:
+            if reason or request.is_watched or request.is_withdrawn:
                 ids, log_probs = self.tokens[row, : self.position], self.log_probs[row, : self.position]
-                new = new_events(ticket, ids, log_probs, reason, self.vocabulary)
+                new = new_events(request, ids, log_probs, reason, self.vocabulary)
                 events += new
-                if ticket.is_withdrawn or (new and isinstance(new[-1], Finished)):
+                if request.is_withdrawn or (new and isinstance(new[-1], Finished)):
                     del self.running[row]
         return events
 
 
-def uniforms_of(tickets: Sequence[Ticket], num_tokens: int, device: torch.device) -> torch.Tensor:
+def uniforms_of(requests: Sequence[Request], num_tokens: int, device: torch.device) -> torch.Tensor:
     """Return the random numbers (N, T) float64 of requests; 0 of greedy ones: the first token that is kept."""
-    uniforms = torch.zeros(len(tickets), num_tokens, dtype=torch.float64, device=device)
-    for key in dict.fromkeys(ticket.key for ticket in tickets):
-        rows = [n for n, ticket in enumerate(tickets) if ticket.key == key and not ticket.sampling.is_greedy]
-        counters = [(tickets[n].prompt.prompt_id, tickets[n].sample) for n in rows]
+    uniforms = torch.zeros(len(requests), num_tokens, dtype=torch.float64, device=device)
+    for key in dict.fromkeys(request.key for request in requests):
+        rows = [n for n, request in enumerate(requests) if request.key == key and not request.sampling.is_greedy]
+        counters = [(requests[n].prompt.prompt_id, requests[n].sample) for n in rows]
         if rows:
             prompt_ids, samples = torch.tensor(counters, dtype=torch.int64, device=device).T
             uniforms[rows] = rollout_uniforms(key, prompt_ids, samples, num_tokens)
@@ -157,8 +151,8 @@ def uniforms_of(tickets: Sequence[Ticket], num_tokens: int, device: torch.device
 class EagerSession(Session):
     """A session that runs its requests batch after batch."""
 
-    def __init__(self, model: nn.Module, room: Room, vocabulary: Vocabulary) -> None:
-        super().__init__(room, vocabulary, next(model.parameters()).device)
+    def __init__(self, model: nn.Module, capacity: Capacity, vocabulary: Vocabulary) -> None:
+        super().__init__(capacity, vocabulary, next(model.parameters()).device)
         self.model = model
         self.batch: Batch | None = None
 
@@ -168,8 +162,8 @@ class EagerSession(Session):
         if stop:
             raise GenerationStopped
         if self.batch is None and self.waiting:
-            tickets = [self.waiting.popleft() for _ in range(min(self.room.num_slots, len(self.waiting)))]
-            self.batch = Batch(self.model, tickets, self.vocabulary)
+            requests = [self.waiting.popleft() for _ in range(min(self.capacity.num_slots, len(self.waiting)))]
+            self.batch = Batch(self.model, requests, self.vocabulary)
         events = [] if self.batch is None else self.batch.step()
         if self.batch is not None and not self.batch.running:
             self.batch = None
@@ -183,6 +177,6 @@ class EagerGenerator:
     def __init__(self, model: nn.Module, vocabulary: Vocabulary) -> None:
         self.model, self.vocabulary = model, vocabulary
 
-    def session(self, room: Room) -> EagerSession:
-        """Open a session of this room."""
-        return EagerSession(self.model, room, self.vocabulary)
+    def session(self, capacity: Capacity) -> EagerSession:
+        """Open a session of this capacity."""
+        return EagerSession(self.model, capacity, self.vocabulary)

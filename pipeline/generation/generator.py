@@ -14,7 +14,7 @@ from pipeline.generation.device_work import Lockstep, overlapped_prefill_stream
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
-from pipeline.generation.session import NO_ROOM, Room
+from pipeline.generation.session import NO_CAPACITY, Capacity
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.tensor_ops import round_up
 
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 class Generator:
     """A source of sessions over the forward passes of one model, whose ranks compute the same responses together.
 
-    least: the least room of the first buffers. A larger session gets larger ones; with the least size set to the
+    least: the smallest capacity of the first buffers. A larger session gets larger ones; with the least size set to the
     largest session, a smaller one runs at the same shapes, and gives the same bits, whichever came first. The KV cache
     begins shorter where its length changes no bits, and grows with the responses.
     """
 
-    def __init__(self, forward: CachedForward, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> None:
+    def __init__(self, forward: CachedForward, vocabulary: Vocabulary, *, least: Capacity = NO_CAPACITY) -> None:
         self.forward, self.vocabulary, self.least = forward, vocabulary, least
         self.group, lockstep = forward.group, forward.lockstep
         self.lockstep = lockstep or Lockstep()
@@ -44,38 +44,38 @@ class Generator:
         self.stream = overlapped_prefill_stream(forward.device) if can_overlap else None
         self._buffers: GenerationBuffers | None = None
 
-    def session(self, room: Room) -> ContinuousBatching:
-        """Open a session of this room, and end the one before it. A collective of ranks that generate together.
+    def session(self, capacity: Capacity) -> ContinuousBatching:
+        """Open a session of this capacity, and end the one before it. A collective of ranks that generate together.
 
         Raises:
             InputError: memory lacks for a single slot.
         """
-        buffers = self._buffers_for(self.least.union(room))
-        return ContinuousBatching(buffers, room, lockstep=self.lockstep, stream=self.stream)
+        buffers = self._buffers_for(self.least.union(capacity))
+        return ContinuousBatching(buffers, capacity, lockstep=self.lockstep, stream=self.stream)
 
     @torch.no_grad()
-    def _buffers_for(self, room: Room) -> GenerationBuffers:
-        """Return the buffers if they serve the room, else new ones; in lockstep, if any rank needs new ones."""
-        stale = self._buffers is None or not self._buffers.can_serve(room)
+    def _buffers_for(self, capacity: Capacity) -> GenerationBuffers:
+        """Return the buffers if they are large enough, else new ones; in lockstep, if any rank needs new ones."""
+        stale = self._buffers is None or not self._buffers.can_serve(capacity)
         # Their first decode step is captured, a collective: ranks in lockstep make new ones together.
         if any(self.lockstep.largest(stale)) or self._buffers is None:
-            room = room if self._buffers is None else self._buffers.room.union(room)
+            capacity = capacity if self._buffers is None else self._buffers.capacity.union(capacity)
             self._buffers = None  # frees the old KV cache before the new one is allocated
-            room = replace(room, max_length=round_up(room.max_length, CACHE_LENGTH_MULTIPLE))
-            rest = room.max_new_tokens - FIRST_NEW_TOKENS
+            capacity = replace(capacity, max_length=round_up(capacity.max_length, CACHE_LENGTH_MULTIPLE))
+            rest = capacity.max_new_tokens - FIRST_NEW_TOKENS
             whole = not self.grows or rest <= 0
-            cache_length = room.max_length if whole else round_up(room.max_length - rest, CACHE_LENGTH_MULTIPLE)
+            cache_length = capacity.max_length if whole else round_up(capacity.max_length - rest, CACHE_LENGTH_MULTIPLE)
             fitting = self.group.least(cached_tokens_that_fit(self.forward), self.forward.device)
-            if any(self.lockstep.largest(fitting < room.max_length)):
-                raise no_slot_fits(self.forward, room.max_length)
+            if any(self.lockstep.largest(fitting < capacity.max_length)):
+                raise no_slot_fits(self.forward, capacity.max_length)
             self._buffers = GenerationBuffers(
-                self.forward, room, self.vocabulary, cache_length=cache_length, max_cached_tokens=fitting
+                self.forward, capacity, self.vocabulary, cache_length=cache_length, max_cached_tokens=fitting
             )
-            if (num_slots := self._buffers.num_slots) < room.num_slots:
+            if (num_slots := self._buffers.num_slots) < capacity.num_slots:
                 log.warning(
                     "generation: memory for %d slots of %d tokens, not %d; the other responses wait for a free one",
                     num_slots,
                     cache_length,
-                    room.num_slots,
+                    capacity.num_slots,
                 )
         return self._buffers

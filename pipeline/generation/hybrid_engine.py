@@ -18,7 +18,7 @@ from pipeline.errors import InputError
 from pipeline.generation.backends import OF_MODULES
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Prompt, Rollout, Vocabulary
-from pipeline.generation.session import Room, Session, generate
+from pipeline.generation.session import Capacity, Session, generate
 from pipeline.generation.sources import WeightSource
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
@@ -75,7 +75,7 @@ class HybridEngine:
             if self._generator is not None:
                 self._generator.forward.refresh()
             elif self.backend not in OF_MODULES:
-                least = Room(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
+                least = Capacity(self.options.min_slots * self.group.size, 0, self.options.max_sequence_length)
                 self._generator = self.source.generator(self.vocabulary, least=least)
             self._open = True
             try:
@@ -114,11 +114,11 @@ class HybridEngine:
             )
         return lacks
 
-    def session(self, room: Room) -> Session:
-        """Open a session; room.num_slots counts the slots of this rank's tensor-parallel group."""
+    def session(self, capacity: Capacity) -> Session:
+        """Open a session; capacity.num_slots counts the slots of this rank's tensor-parallel group."""
         if not self._open:
             raise RuntimeError("a session outside generation(): the weights may be partitioned")
-        return (self._generator or self.source.of_modules(self.vocabulary)).session(room)
+        return (self._generator or self.source.of_modules(self.vocabulary)).session(capacity)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
         """Sample responses by `session.generate`, `batch_size` prompts at a time (0: all). Only in `generation()`."""

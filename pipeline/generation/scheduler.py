@@ -17,7 +17,7 @@ from pipeline.generation import device_work
 from pipeline.generation.device_work import FinishedSlotsPoll, HostCopy, Lockstep, SideStream, to_device
 from pipeline.generation.options import MAX_PREFILL_TOKENS
 from pipeline.generation.rollouts import GenerationStopped, Truncation
-from pipeline.generation.session import Finished, Room, Session, Ticket, Tokens, new_events
+from pipeline.generation.session import Capacity, Finished, Request, Session, Tokens, new_events
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.tensor_ops import pad_rows
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class PrefilledBatch:
     """N requests whose prompts have been prefilled, before the first token is drawn.
 
-    tickets: the requests.
+    requests: the requests.
     slots: slot of each, on the host.
     slot_index: (N,) int64, the same on the device.
     lengths: (N,) int32, tokens of each prompt.
@@ -56,7 +56,7 @@ class PrefilledBatch:
     source: (N,) int64, row of `logits` of each request.
     """
 
-    tickets: list[Ticket]
+    requests: list[Request]
     slots: list[int]
     slot_index: Tensor
     lengths: Tensor
@@ -67,16 +67,16 @@ class PrefilledBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Harvest:
+class EndedResponses:
     """Responses that have ended, copied from their N slots, which are free for others.
 
-    tickets: the requests.
+    requests: the requests.
     written: (N, T) int64, tokens.
     log_probs: (N, T) fp32.
     counts: on their way to the host, (2, N): tokens of each response, and whether the last one is an end.
     """
 
-    tickets: list[Ticket]
+    requests: list[Request]
     written: Tensor
     log_probs: Tensor
     counts: HostCopy
@@ -97,27 +97,27 @@ class ContinuousBatching(Session):
     polls: copies of the active flags on their way to the host, oldest first.
     prefilled: prefills that overlapped the last decode steps; their responses start before the next steps.
     offsets: busy slot -> its tokens in the KV cache less `num_steps`, which is constant while it decodes.
-    harvests: responses that have ended and are on their way to the host.
+    ended: responses that have ended and are on their way to the host.
     """
 
     def __init__(
-        self, buffers: GenerationBuffers, room: Room, *, lockstep: Lockstep, stream: SideStream | None
+        self, buffers: GenerationBuffers, capacity: Capacity, *, lockstep: Lockstep, stream: SideStream | None
     ) -> None:
-        super().__init__(room, buffers.vocabulary, buffers.forward.device)
+        super().__init__(capacity, buffers.vocabulary, buffers.forward.device)
         buffers.slots.active.zero_()  # of a session that was given up
         self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
         self.lockstep, self.stream = lockstep, stream
-        self.running: dict[int, Ticket] = {}
+        self.running: dict[int, Request] = {}
         self.free = list(range(buffers.num_slots))
         self.num_steps = self.final_step = 0
         self.polls: deque[FinishedSlotsPoll] = deque()
         self.prefilled: list[PrefilledBatch] = []
         self.offsets: dict[int, int] = {}
-        self.harvests: list[Harvest] = []
+        self.ended: list[EndedResponses] = []
 
-    def withdraw(self, ticket: Ticket) -> None:
-        super().withdraw(ticket)
-        self._stop_slots([slot for slot, running in self.running.items() if running is ticket])
+    def withdraw(self, request: Request) -> None:
+        super().withdraw(request)
+        self._stop_slots([slot for slot, running in self.running.items() if running is request])
 
     def _stop_slots(self, slots: Sequence[int]) -> None:
         """End the responses in these slots without a result; a poll finds the slots free."""
@@ -142,25 +142,25 @@ class ContinuousBatching(Session):
         min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
         enough = len(free) >= min(min_share * num_slots, len(self.waiting))
         batches = self._assign_slots(free) if enough else []
-        starting = [ticket for tickets, _ in batches for ticket in tickets]
+        starting = [request for requests, _ in batches for request in requests]
         if stream is None:
             self._set_final_step(starting)
         steps_left = 0 if len(free) == num_slots else self.final_step - self.num_steps
-        truncation = Truncation.of(ticket.sampling for ticket in starting)
-        is_watched = any(ticket.is_watched for ticket in (*self.running.values(), *starting))
+        truncation = Truncation.of(request.sampling for request in starting)
+        is_watched = any(request.is_watched for request in (*self.running.values(), *starting))
         stop, num_prefills, steps_left, waiting, watched, largest_k, has_nucleus = self.lockstep.largest(
             stop_requested, len(batches), steps_left, bool(self.waiting), is_watched, *astuple(truncation)
         )
         if stop:
             raise GenerationStopped
         self.buffers.truncate(Truncation(largest_k, bool(has_nucleus)))
-        for tickets, slots in batches:
-            self._prefill(tickets, slots, stream)
+        for requests, slots in batches:
+            self._prefill(requests, slots, stream)
         for _ in range(num_prefills - len(batches)):
             self.lockstep.join_prefill()
         self.is_idle = not steps_left and not waiting
         if self.is_idle:
-            self._harvest(list(self.running))
+            self._copy_ended(list(self.running))
             self.free = list(range(num_slots))
             return self._results()
         more = bool(waiting or self.prefilled)
@@ -172,7 +172,7 @@ class ContinuousBatching(Session):
         self.free = self._poll_free_slots(deferred=more)
         for slot in self.free:
             self.offsets.pop(slot, None)
-        self._harvest([slot for slot in self.free if slot in self.running])
+        self._copy_ended([slot for slot in self.free if slot in self.running])
         return events
 
     def _poll_interval(self, *, more: bool, watched: bool) -> int:
@@ -182,36 +182,36 @@ class ContinuousBatching(Session):
 
     # --- what has ended ---
 
-    def _harvest(self, slots: list[int]) -> None:
+    def _copy_ended(self, slots: list[int]) -> None:
         """Enqueue copies of the responses in these slots, which have ended; other responses may start in them."""
         if not slots:
             return
         index, state = to_device(torch.tensor(slots), self.device), self.buffers.slots
         counts = HostCopy(torch.stack([state.position[index], state.ended[index]]))
-        tickets = [self.running.pop(slot) for slot in slots]
-        self.harvests.append(Harvest(tickets, state.written[index], state.log_probs[index], counts))
+        requests = [self.running.pop(slot) for slot in slots]
+        self.ended.append(EndedResponses(requests, state.written[index], state.log_probs[index], counts))
 
     def _results(self) -> list[Tokens | Finished]:
         """Wait for the copies of responses that have ended, and report them."""
         events: list[Tokens | Finished] = []
-        for harvest in self.harvests:
-            lengths, ends = harvest.counts.tolist()
-            for n, ticket in enumerate(harvest.tickets):
-                ids, log_probs = harvest.written[n, : lengths[n]], harvest.log_probs[n, : lengths[n]]
-                events += new_events(ticket, ids, log_probs, "end" if ends[n] else "limit", self.vocabulary)
-        self.harvests.clear()
+        for batch in self.ended:
+            lengths, ends = batch.counts.tolist()
+            for n, request in enumerate(batch.requests):
+                ids, log_probs = batch.written[n, : lengths[n]], batch.log_probs[n, : lengths[n]]
+                events += new_events(request, ids, log_probs, "end" if ends[n] else "limit", self.vocabulary)
+        self.ended.clear()
         return events
 
     def _watch(self) -> list[Tokens | Finished]:
         """Report new tokens of running responses that stream, and end those that contain a stop text. Waits."""
-        watched = {slot: ticket for slot, ticket in self.running.items() if ticket.is_watched}
+        watched = {slot: request for slot, request in self.running.items() if request.is_watched}
         events: list[Tokens | Finished] = []
         if not watched:
             return events
         index, state = to_device(torch.tensor(list(watched)), self.device), self.buffers.slots
         written, log_probs, counts = state.written[index], state.log_probs[index], state.position[index].tolist()
-        for n, (slot, ticket) in enumerate(watched.items()):
-            new = new_events(ticket, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
+        for n, (slot, request) in enumerate(watched.items()):
+            new = new_events(request, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
             events += new
             if new and isinstance(new[-1], Finished):
                 self._stop_slots([slot])
@@ -220,7 +220,7 @@ class ContinuousBatching(Session):
     def _grow_cache(self, steps: int) -> None:
         """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""
         length = self.num_steps + steps + max(self.offsets.values(), default=0)
-        if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.room.max_length:
+        if length <= self.buffers.cache_length or self.buffers.cache_length == self.buffers.capacity.max_length:
             return
         if self.stream is not None:
             self.stream.synchronize()
@@ -238,15 +238,15 @@ class ContinuousBatching(Session):
         order = sorted(range(len(active)), key=tokens.__getitem__, reverse=True)
         kept, lost = order[:num_slots], order[num_slots:]
         evicted = [self.running[slot] for slot in lost if active[slot] and slot in self.running]
-        evicted += [ticket for batch in self.prefilled for ticket in batch.tickets]
+        evicted += [request for batch in self.prefilled for request in batch.requests]
         log.info(
             "generation: memory for %d slots, not %d, as responses grew; %d responses start again",
             num_slots,
             len(active),
             len(evicted),
         )
-        self._harvest([slot for slot in self.running if not active[slot]])
-        self.waiting.extendleft(sorted(evicted, key=lambda ticket: ticket.number, reverse=True))
+        self._copy_ended([slot for slot in self.running if not active[slot]])
+        self.waiting.extendleft(sorted(evicted, key=lambda request: request.number, reverse=True))
         self.prefilled.clear()
         self.polls.clear()
         self.offsets = {slot: self.offsets[old] for slot, old in enumerate(kept) if active[old]}
@@ -269,60 +269,60 @@ class ContinuousBatching(Session):
 
     # --- what starts ---
 
-    def _assign_slots(self, free: list[int]) -> list[tuple[list[Ticket], list[int]]]:
+    def _assign_slots(self, free: list[int]) -> list[tuple[list[Request], list[int]]]:
         """Give free slots to waiting requests; return (requests, their slots) of each prefill."""
         batches = []
         while free and self.waiting:
-            tickets: list[Ticket] = []
+            requests: list[Request] = []
             prompts: set[int] = set()
             width = 0
-            while self.waiting and len(tickets) < len(free):
+            while self.waiting and len(requests) < len(free):
                 prompt = self.waiting[0].prompt
                 width = max(width, len(prompt.ids))
-                if tickets and width * len(prompts | {id(prompt)}) > MAX_PREFILL_TOKENS:
+                if requests and width * len(prompts | {id(prompt)}) > MAX_PREFILL_TOKENS:
                     break
                 prompts.add(id(prompt))
-                tickets.append(self.waiting.popleft())
-            batches.append((tickets, [free.pop(0) for _ in tickets]))
+                requests.append(self.waiting.popleft())
+            batches.append((requests, [free.pop(0) for _ in requests]))
         return batches
 
-    def _set_final_step(self, tickets: Sequence[Ticket]) -> None:
+    def _set_final_step(self, requests: Sequence[Request]) -> None:
         """Move `final_step` for requests that start now; the first token of each comes of its prefill."""
-        limits = [ticket.sampling.max_new_tokens for ticket in tickets]
+        limits = [request.sampling.max_new_tokens for request in requests]
         self.final_step = max(self.final_step, self.num_steps + max(limits, default=1) - 1)
 
-    def _prefill(self, tickets: list[Ticket], slots: list[int], stream: SideStream | None) -> None:
+    def _prefill(self, requests: list[Request], slots: list[int], stream: SideStream | None) -> None:
         """Prefill prompts and start responses; or on `stream`, overlapped, to start after the next decode steps."""
         for poll in self.polls:
             poll.assigned.update(slots)
         if stream is None:
-            self._start(self._run_prefill(tickets, slots))
+            self._start(self._run_prefill(requests, slots))
             return
         with stream.enqueuing():
-            self.prefilled.append(self._run_prefill(tickets, slots))
+            self.prefilled.append(self._run_prefill(requests, slots))
 
-    def _run_prefill(self, tickets: list[Ticket], slots: list[int]) -> PrefilledBatch:
-        prompts = {id(ticket.prompt): ticket.prompt for ticket in tickets}
+    def _run_prefill(self, requests: list[Request], slots: list[int]) -> PrefilledBatch:
+        prompts = {id(request.prompt): request.prompt for request in requests}
         row_of = {prompt: row for row, prompt in enumerate(prompts)}
         rows = [torch.as_tensor(prompt.ids, dtype=torch.int64) for prompt in prompts.values()]
-        settings, numbers = slot_settings(tickets)
+        settings, numbers = slot_settings(requests)
         on_host = (
             pad_rows(rows, self.vocabulary.pad_id),
             torch.tensor([len(row) for row in rows]),
-            torch.tensor([row_of[id(ticket.prompt)] for ticket in tickets]),
+            torch.tensor([row_of[id(request.prompt)] for request in requests]),
             torch.tensor(slots),
             settings,
             numbers,
         )
         ids, lengths, source, index, settings, numbers = (to_device(values, self.device) for values in on_host)
         logits = self.forward.prefill(ids, lengths, self.buffers.cache, slots=index, source=source)
-        return PrefilledBatch(tickets, slots, index, lengths[source].to(torch.int32), settings, numbers, logits, source)
+        return PrefilledBatch(requests, slots, index, lengths[source].int(), settings, numbers, logits, source)
 
     def _start_prefilled(self) -> None:
         """Start the responses whose prefill overlapped the last decode steps."""
         if self.prefilled and self.stream is not None:
             self.stream.synchronize()
-            self._set_final_step([ticket for batch in self.prefilled for ticket in batch.tickets])
+            self._set_final_step([request for batch in self.prefilled for request in batch.requests])
             for batch in self.prefilled:
                 self._start(batch)
             self.prefilled.clear()
@@ -330,8 +330,8 @@ class ContinuousBatching(Session):
     def _start(self, batch: PrefilledBatch) -> None:
         """Draw the first tokens of responses and activate their slots for the next decode step."""
         self.buffers.slots.start(batch.slot_index, batch.lengths, batch.settings, batch.numbers)
-        offsets = (len(ticket.prompt.ids) - self.num_steps for ticket in batch.tickets)
+        offsets = (len(request.prompt.ids) - self.num_steps for request in batch.requests)
         self.offsets.update(zip(batch.slots, offsets, strict=True))
-        self.running.update(zip(batch.slots, batch.tickets, strict=True))
+        self.running.update(zip(batch.slots, batch.requests, strict=True))
         self.buffers.draw(batch.logits, batch.source, batch.slot_index)
-        self._stop_slots([s for s, ticket in zip(batch.slots, batch.tickets, strict=True) if ticket.is_withdrawn])
+        self._stop_slots([s for s, request in zip(batch.slots, batch.requests, strict=True) if request.is_withdrawn])

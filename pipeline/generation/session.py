@@ -26,7 +26,7 @@ INCOMPLETE = "\ufffd"  # the decoded form of bytes that are no whole character
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class Request:
     """A submitted request.
 
     number: its index in the order of submission.
@@ -58,7 +58,7 @@ class Ticket:
 class Tokens:
     """The tokens of a streamed response since its last report."""
 
-    ticket: Ticket
+    request: Request
     ids: list[int]
 
 
@@ -66,20 +66,20 @@ class Tokens:
 class Finished:
     """A response that has ended.
 
-    ticket: its request.
+    request: its request.
     ids: (T,) int64, its tokens; an EOS, and the token that completes a stop text, are part of them.
     log_probs: (T,) fp32, log-probabilities at the request's temperature under the untruncated distribution.
     reason: "end" by an EOS, "stop" by a stop text, "limit" by its number of tokens.
     """
 
-    ticket: Ticket
+    request: Request
     ids: torch.Tensor
     log_probs: torch.Tensor
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """The capacity of a session: its largest batch and longest sequences. Requests beyond `num_slots` wait.
 
     num_slots: responses that are sampled at a time.
@@ -91,56 +91,56 @@ class Room:
     max_new_tokens: int
     max_length: int
 
-    def union(self, other: "Room") -> "Room":
-        """Return the smallest room that covers both."""
-        return Room(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
+    def union(self, other: "Capacity") -> "Capacity":
+        """Return the smallest capacity that covers both."""
+        return Capacity(*(max(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
 
-NO_ROOM = Room(0, 0, 0)
+NO_CAPACITY = Capacity(0, 0, 0)
 
 
 class Session(ABC):
     """Requests and their responses. Each call is a collective of ranks in a tensor-parallel group or in lockstep.
 
-    room: the limits that requests must fit.
+    capacity: the limits that requests must fit.
     vocabulary: ids that end a response or pad it, ids that can be drawn, and the decoding of ids.
     device: device of the responses' tensors.
     waiting: requests that have not started, in the order of submission.
     is_idle: True if no request runs or waits on any rank in lockstep.
     """
 
-    def __init__(self, room: Room, vocabulary: Vocabulary, device: torch.device) -> None:
-        self.room, self.vocabulary, self.device = room, vocabulary, device
-        self.waiting: deque[Ticket] = deque()
-        self.is_idle, self._num_tickets = True, 0
+    def __init__(self, capacity: Capacity, vocabulary: Vocabulary, device: torch.device) -> None:
+        self.capacity, self.vocabulary, self.device = capacity, vocabulary, device
+        self.waiting: deque[Request] = deque()
+        self.is_idle, self._num_requests = True, 0
 
     def submit(
         self, prompt: Prompt, sampling: Sampling, key: RandomKey, *, sample: int = 0, streams: bool = False
-    ) -> Ticket:
+    ) -> Request:
         """Queue a request for response number `sample` to a prompt; `streams`: report its tokens as they are drawn.
 
         Raises:
-            ValueError: the request does not fit the room, or has stop texts and the session has no tokenizer.
+            ValueError: the request does not fit the capacity, or has stop texts and the session has no tokenizer.
         """
-        num_new, num_prompt, room = sampling.max_new_tokens, len(prompt.ids), self.room
-        if not 1 <= num_new <= room.max_new_tokens or not 1 <= num_prompt <= room.max_length - num_new:
+        num_new, num_prompt, capacity = sampling.max_new_tokens, len(prompt.ids), self.capacity
+        if not 1 <= num_new <= capacity.max_new_tokens or not 1 <= num_prompt <= capacity.max_length - num_new:
             raise ValueError(
                 f"a request of {num_prompt} prompt tokens and up to {num_new} new ones: the session has room for 1 to "
-                f"{room.max_new_tokens} new tokens, and {room.max_length} in all"
+                f"{capacity.max_new_tokens} new tokens, and {capacity.max_length} in all"
             )
         if sampling.stop and self.vocabulary.decode is None:
             raise ValueError("a request with stop texts: the session has no tokenizer to decode its tokens")
-        ticket = Ticket(self._num_tickets, prompt, sampling, key, sample, streams)
-        self._num_tickets += 1
-        self.waiting.append(ticket)
+        request = Request(self._num_requests, prompt, sampling, key, sample, streams)
+        self._num_requests += 1
+        self.waiting.append(request)
         self.is_idle = False
-        return ticket
+        return request
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, request: Request) -> None:
         """End a waiting or running request: nothing more of it is reported, and its slot is free."""
-        ticket.is_withdrawn = True
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
+        request.is_withdrawn = True
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     @abstractmethod
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
@@ -154,11 +154,11 @@ class Session(ABC):
 class SessionSource(Protocol):
     """A generation backend, loaded with a model."""
 
-    def session(self, room: Room) -> Session: ...
+    def session(self, capacity: Capacity) -> Session: ...
 
 
 def new_events(
-    ticket: Ticket, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
+    request: Request, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
 ) -> list[Tokens | Finished]:
     """Return the events of a request whose response has these tokens so far; none for a withdrawn request.
 
@@ -169,18 +169,18 @@ def new_events(
         ids, log_probs: (T,) each, all tokens so far.
         reason: why the device ended the response; None while it runs.
     """
-    if ticket.is_withdrawn:
+    if request.is_withdrawn:
         return []
     events: list[Tokens | Finished] = []
     # A response that had to start again may have fewer tokens than the host has read.
-    if ticket.is_watched and len(ids) > (first := len(ticket.seen)):
+    if request.is_watched and len(ids) > (first := len(request.seen)):
         drawn = ids.tolist()
-        length = stopped_length(ticket.sampling.stop, drawn, vocabulary, seen=first)
+        length = stopped_length(request.sampling.stop, drawn, vocabulary, seen=first)
         if length is not None:
             ids, log_probs, reason = ids[:length], log_probs[:length], "stop"
-        ticket.seen = drawn[:length]
-        events = [Tokens(ticket, ticket.seen[first:])] if ticket.streams else []
-    return [*events, Finished(ticket, ids, log_probs, reason)] if reason else events
+        request.seen = drawn[:length]
+        events = [Tokens(request, request.seen[first:])] if request.streams else []
+    return [*events, Finished(request, ids, log_probs, reason)] if reason else events
 
 
 def stopped_length(stop: Sequence[str], ids: Sequence[int], vocabulary: Vocabulary, *, seen: int = 0) -> int | None:
@@ -229,10 +229,10 @@ def generate(
         GenerationStopped: `should_stop` returned True between two steps, on any rank that generates with this one.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
-    room = Room(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
-    session = source.session(room)
-    tickets = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
-    return rollout_of(tickets, finish(session, should_stop=should_stop, ended=ended), session.device)
+    capacity = Capacity(min(num_slots, len(prompts) * num_samples), sampling.max_new_tokens, longest)
+    session = source.session(capacity)
+    requests = [session.submit(prompt, sampling, key, sample=n) for prompt in prompts for n in range(num_samples)]
+    return rollout_of(requests, finish(session, should_stop=should_stop, ended=ended), session.device)
 
 
 def finish(
@@ -255,7 +255,7 @@ def finish(
     while True:
         for event in session.advance(stop=should_stop()):
             if isinstance(event, Finished):
-                responses[event.ticket.number] = event
+                responses[event.request.number] = event
                 ended(event)
             else:
                 emit(event.ids)
@@ -263,13 +263,13 @@ def finish(
             return [responses[number] for number in sorted(responses)]
 
 
-def rollout_of(tickets: Sequence[Ticket], responses: Sequence[Finished], device: torch.device) -> Rollout:
-    """Return finished responses, in the order of their tickets, as a rollout."""
-    rows = {id(ticket.prompt): torch.as_tensor(ticket.prompt.ids, dtype=torch.int64) for ticket in tickets}
+def rollout_of(requests: Sequence[Request], responses: Sequence[Finished], device: torch.device) -> Rollout:
+    """Return finished responses, in the order of their requests, as a rollout."""
+    rows = {id(request.prompt): torch.as_tensor(request.prompt.ids, dtype=torch.int64) for request in requests}
     on_device = torch.cat(list(rows.values())).to(device).split([len(row) for row in rows.values()])
     prompts = dict(zip(rows, on_device, strict=True))
     return Rollout(
-        prompts=[prompts[id(ticket.prompt)] for ticket in tickets],
+        prompts=[prompts[id(request.prompt)] for request in requests],
         responses=[response.ids for response in responses],
         log_probs=[response.log_probs for response in responses],
         finished=torch.tensor([response.reason != "limit" for response in responses], device=device),

@@ -13,46 +13,52 @@ from pipeline.generation.backends import CachedForward
 from pipeline.generation.device_work import second_stream
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE
 from pipeline.generation.rollouts import Truncation, Vocabulary
-from pipeline.generation.session import Room, Ticket
+from pipeline.generation.session import Capacity, Request
 from pipeline.kernels.token_draw import GREEDY, Slots, draw_tokens, padded_eos, slot_uniforms
 from pipeline.random_numbers import key_and_stream
 from pipeline.tensor_ops import round_up
 
 
 class GenerationBuffers:
-    """KV cache, state of the slots and CUDA graph, reused by all sessions that fit into `room`.
+    """KV cache, state of the slots and CUDA graph, reused by all sessions that fit into `capacity`.
 
     forward: the forward passes of the model.
-    room: the largest session that the buffers serve.
+    capacity: the largest session that the buffers serve.
     vocabulary: ids that end a response, and ids that can be drawn.
-    cache_length: current positions of a slot; `grow` adds some, up to `room.max_length`.
-    max_cached_tokens: tokens that the device has memory for, over all slots; at least `room.max_length`.
-    num_slots: current number of slots, at most that of the room.
+    cache_length: current positions of a slot; `grow` adds some, up to `capacity.max_length`.
+    max_cached_tokens: tokens that the device has memory for, over all slots; at least `capacity.max_length`.
+    num_slots: current number of slots, at most that of the capacity.
     cache: the KV cache, of the type that `forward` creates.
     slots: state of the slots.
     truncation: the union of what responses since the first session needed; draws apply it.
     """
 
     def __init__(
-        self, forward: CachedForward, room: Room, vocabulary: Vocabulary, *, cache_length: int, max_cached_tokens: int
+        self,
+        forward: CachedForward,
+        capacity: Capacity,
+        vocabulary: Vocabulary,
+        *,
+        cache_length: int,
+        max_cached_tokens: int,
     ) -> None:
         device = forward.device
-        self.room, self.max_cached_tokens, self.vocabulary = room, max_cached_tokens, vocabulary
+        self.capacity, self.max_cached_tokens, self.vocabulary = capacity, max_cached_tokens, vocabulary
         self.cache_length, self.forward = cache_length, forward
-        self.num_slots = num_slots = min(room.num_slots, self.slots_that_fit(cache_length))
+        self.num_slots = num_slots = min(capacity.num_slots, self.slots_that_fit(cache_length))
         self._has_lost_slots = False
         self._eos = padded_eos(vocabulary.eos_ids, device)
-        forward.prepare(room.max_length)
+        forward.prepare(capacity.max_length)
         self.cache = forward.new_cache(num_slots, cache_length)
-        self.slots = Slots.empty(num_slots, room.max_new_tokens, device)
+        self.slots = Slots.empty(num_slots, capacity.max_new_tokens, device)
         self._all_slots = torch.arange(num_slots, device=device)
         self._addresses = forward.addresses()
         self.truncation = Truncation()
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def can_serve(self, room: Room) -> bool:
+    def can_serve(self, capacity: Capacity) -> bool:
         """Return True if these buffers are large enough, and the weights are still where the graph reads them."""
-        large_enough = self.room.union(room) == self.room
+        large_enough = self.capacity.union(capacity) == self.capacity
         # Every session begins with the same number of slots, so that its bits do not depend on earlier sessions.
         return large_enough and not self._has_lost_slots and self._addresses == self.forward.addresses()
 
@@ -61,12 +67,12 @@ class GenerationBuffers:
         return self.max_cached_tokens // cache_length
 
     def length_to_grow_to(self, length: int) -> int:
-        """Return the new positions of a slot if `length` are needed: half more than now, at most `room.max_length`.
+        """Return the new positions of a slot if `length` are needed: half more than now, at most `capacity.max_length`.
 
         If half more would cost slots but `length` would not, return the most positions that cost none.
         """
         needed, ample = (
-            min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.room.max_length)
+            min(round_up(positions, CACHE_LENGTH_MULTIPLE), self.capacity.max_length)
             for positions in (length, self.cache_length * 3 // 2)
         )
         for_all_slots = self.max_cached_tokens // self.num_slots // CACHE_LENGTH_MULTIPLE * CACHE_LENGTH_MULTIPLE
@@ -147,14 +153,14 @@ class GenerationBuffers:
         return graph
 
 
-def slot_settings(tickets: Sequence[Ticket]) -> tuple[Tensor, Tensor]:
+def slot_settings(requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
     """Return the arguments of `Slots.start` for N requests: (5, N) int64 and (2, N) fp32."""
     settings, numbers = [], []
-    for ticket in tickets:
-        temperature, top_p, top_k = ticket.sampling.drawn_with
-        prompt_id, key = ticket.prompt.prompt_id, ticket.key
-        random_key, stream = key_and_stream(key.seed, key.purpose, key.epoch, prompt_id, ticket.sample)
-        stream = GREEDY if ticket.sampling.is_greedy else stream
-        settings.append((ticket.sampling.max_new_tokens, top_k, random_key, prompt_id, stream))
+    for request in requests:
+        temperature, top_p, top_k = request.sampling.drawn_with
+        prompt_id, key = request.prompt.prompt_id, request.key
+        random_key, stream = key_and_stream(key.seed, key.purpose, key.epoch, prompt_id, request.sample)
+        stream = GREEDY if request.sampling.is_greedy else stream
+        settings.append((request.sampling.max_new_tokens, top_k, random_key, prompt_id, stream))
         numbers.append((temperature, top_p))
     return torch.tensor(settings, dtype=torch.int64).T, torch.tensor(numbers, dtype=torch.float32).T

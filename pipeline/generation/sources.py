@@ -15,7 +15,7 @@ from pipeline.generation.backends import OF_MODULES, CachedForward, check_copies
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.options import CACHE_LENGTH_MULTIPLE, GenerationOptions, why_not_streamed
 from pipeline.generation.rollouts import Vocabulary
-from pipeline.generation.session import NO_ROOM, Room, SessionSource
+from pipeline.generation.session import NO_CAPACITY, Capacity, SessionSource
 from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 from pipeline.tensor_ops import round_up
@@ -67,7 +67,7 @@ class WeightSource:
         """Return the sessions of a backend that samples from the modules as they are (`OF_MODULES`)."""
         return OF_MODULES[self.backend](base_model(self.model), vocabulary)
 
-    def generator(self, vocabulary: Vocabulary, *, least: Room = NO_ROOM) -> "Generator":
+    def generator(self, vocabulary: Vocabulary, *, least: Capacity = NO_CAPACITY) -> "Generator":
         """Return the generator of a backend with a KV cache in slots, for the current weights.
 
         Raises:

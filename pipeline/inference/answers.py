@@ -21,7 +21,7 @@ from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Room, SessionSource, finish, stopped_length
+from pipeline.generation.session import Capacity, SessionSource, finish, stopped_length
 from pipeline.generation.sources import session_source
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.stop_strings import StopStrings
@@ -200,7 +200,7 @@ def answers_by_session(
     longest = max(map(len, prompts)) + sampling.max_new_tokens
     # Buffers of a few lengths alone: a conversation that grows keeps those that it has.
     roomy = min(round_up(longest, ROOM_MULTIPLE), chat_model.num_positions or sys.maxsize)
-    session = chat_model.sessions().session(Room(len(prompts) * num_samples, sampling.max_new_tokens, roomy))
+    session = chat_model.sessions().session(Capacity(len(prompts) * num_samples, sampling.max_new_tokens, roomy))
     for prompt in (Prompt.of(ids) for ids in prompts):
         for n in range(num_samples):
             session.submit(prompt, sampling, RandomKey(seed, "answer"), sample=n, streams=streamer is not None)

@@ -17,7 +17,7 @@ from pipeline.data.sources import is_conversational, read_rows
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
-from pipeline.generation.session import Finished, Room
+from pipeline.generation.session import Capacity, Finished
 from pipeline.inference.answer_scores import Judge, score_answers
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.answers import ChatModel, finished_answer, load_chat_tokenizer
@@ -159,7 +159,7 @@ def sample(
     num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
     sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k, tuple(settings.stop_strings))
     longest = max(len(one.tokens.ids) for one in data.prompts)
-    session = chat_model.sessions().session(Room(num_slots, num_new, longest + num_new))
+    session = chat_model.sessions().session(Capacity(num_slots, num_new, longest + num_new))
     rest = deque(one for one in data.prompts if one.number > first)
     begun, of_ticket = deque[Begun](), dict[int, Begun]()
     while rest or begun:
@@ -170,7 +170,7 @@ def sample(
                 of_ticket[session.submit(one.prompt.tokens, sampling, key, sample=n).number] = one
         for event in [] if session.is_idle else session.advance():
             if isinstance(event, Finished):
-                take(chat_model, one := of_ticket.pop(event.ticket.number), event)
+                take(chat_model, one := of_ticket.pop(event.request.number), event)
                 if len(one.ids) == settings.n:
                     one.handle = pool.submit(responses_of(one, data.is_conversation))
         is_all = session.is_idle and not rest
@@ -185,7 +185,7 @@ def take(chat_model: ChatModel, one: Begun, event: Finished) -> None:
     log_prob = event.log_probs.double().sum().item()
     if not math.isfinite(log_prob):
         raise InputError(f"{chat_model.path}: its logits are no finite numbers; give another --temperature or --dtype")
-    answer, n = finished_answer(chat_model, event.ids.tolist()), event.ticket.sample
+    answer, n = finished_answer(chat_model, event.ids.tolist()), event.request.sample
     one.ids[n], one.answers[n] = [*answer.ids], SampledAnswer(answer.text, len(answer.ids), log_prob, event.reason)
 
 

@@ -15,7 +15,7 @@ from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
-from pipeline.generation.session import Finished, Room, Session, Tokens, finish
+from pipeline.generation.session import Capacity, Finished, Session, Tokens, finish
 from pipeline.generation.slots import GenerationBuffers
 
 
@@ -72,7 +72,7 @@ def test_ranks_in_lockstep_decode_as_many_steps_where_one_watches_its_tokens(mon
         forward.lockstep = lockstep
         source = Generator(forward, Vocabulary(frozenset(), PAD, decode=decode))
         source.lockstep = Lockstep()
-        session = source.session(Room(1, 8, 12))
+        session = source.session(Capacity(1, 8, 12))
         session.lockstep = lockstep
         ranks.append(threading.Thread(target=sample, args=(rank, session)))
     for thread in ranks:
@@ -88,7 +88,7 @@ def test_the_first_token_of_each_response_to_one_prompt_has_settings_of_its_own(
     """One row of logits, from which slots draw by one rule each: all of it, or the likeliest token alone."""
     model = opt()
     source = Generator(StaticCacheForward(model), Vocabulary(frozenset(), PAD))
-    session, prompt = source.session(Room(10, 1, 4)), Prompt([5, 6, 7], 1)
+    session, prompt = source.session(Capacity(10, 1, 4)), Prompt([5, 6, 7], 1)
     narrow = (Sampling(1, 9.0, top_p=1e-6), Sampling(1, 9.0, top_k=1), Sampling(1, 0))
     for n in range(10):
         session.submit(prompt, narrow[n % 3] if n else Sampling(1, 9.0), RandomKey(4, "r"), sample=n)
@@ -115,7 +115,7 @@ def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeyp
 
     monkeypatch.setattr(GenerationBuffers, "grow", noted)
     for source in (Generator(fused(model), vocabulary), EagerGenerator(model, vocabulary)):
-        session = source.session(Room(2, 9, 12))
+        session = source.session(Capacity(2, 9, 12))
         for length, sampling in requests:
             session.submit(Prompt(random_ids((length,), seed=length)[0], length), sampling, RandomKey(2, "r"))
         found.append(finish(session))
@@ -125,28 +125,28 @@ def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeyp
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, rtol=0.0, atol=1e-5)
 
 
-def static_session(room: Room, ends: Sequence[int] = ()) -> ContinuousBatching:
-    return Generator(StaticCacheForward(opt()), Vocabulary(frozenset(ends), PAD, decode=decode)).session(room)
+def static_session(capacity: Capacity, ends: Sequence[int] = ()) -> ContinuousBatching:
+    return Generator(StaticCacheForward(opt()), Vocabulary(frozenset(ends), PAD, decode=decode)).session(capacity)
 
 
 def test_a_request_that_is_withdrawn_after_its_last_step_is_not_heard_of(monkeypatch):
     """Its response has left its slot, and would be reported next."""
     poll_often(monkeypatch)
-    session = static_session(Room(2, 6, 12))
+    session = static_session(Capacity(2, 6, 12))
     short = session.submit(Prompt([5, 6], 1), Sampling(2), RandomKey(1, "r"))
     other = session.submit(Prompt([7], 2), Sampling(6), RandomKey(1, "r"))
     events: list[Tokens | Finished] = []
-    while not session.harvests:
+    while not session.ended:
         events += session.advance()
-    assert events == [] and [ticket for harvest in session.harvests for ticket in harvest.tickets] == [short]
+    assert events == [] and [request for batch in session.ended for request in batch.requests] == [short]
     session.withdraw(short)
-    assert [event.ticket for event in finish(session)] == [other]
+    assert [event.request for event in finish(session)] == [other]
 
 
 def test_a_slot_is_free_as_soon_as_a_stop_text_has_ended_its_response(monkeypatch):
     """Not when the response would have come to its limit."""
     poll_often(monkeypatch)
-    session = static_session(Room(1, 30, 40))
+    session = static_session(Capacity(1, 30, 40))
     session.submit(Prompt([5, 6], 1), Sampling(30, stop=("<",)), RandomKey(1, "r"))
     session.submit(Prompt([7], 2), Sampling(1), RandomKey(1, "r"))
     stopped, next_one = finish(session)

@@ -13,11 +13,11 @@ from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
-from pipeline.generation.session import Finished, Room, Session, SessionSource, Ticket, Tokens
+from pipeline.generation.session import Capacity, Finished, Request, Session, SessionSource, Tokens
 
 BACKENDS = slow_but(["eager", "static"], ["eager", *FUNCTIONS])
 ENDS = frozenset({EOS, *range(20, 50)})
-ROOM = Room(num_slots=3, max_new_tokens=9, max_length=20)
+ROOM = Capacity(num_slots=3, max_new_tokens=9, max_length=20)
 # Every kind of setting, each with a key of its own; more requests than slots, of unlike prompts and limits.
 REQUESTS = [
     (3, Sampling(9), RandomKey(3, "rollout"), 0),
@@ -45,7 +45,7 @@ def source_of(backend: str, model: Any, ends: frozenset[int] = ENDS) -> SessionS
     return EagerGenerator(model, vocabulary) if backend == "eager" else Generator(FUNCTIONS[backend](model), vocabulary)
 
 
-def submitted(session: Session, requests: Sequence[tuple[int, Sampling, RandomKey, int]]) -> list[Ticket]:
+def submitted(session: Session, requests: Sequence[tuple[int, Sampling, RandomKey, int]]) -> list[Request]:
     """A ticket for each request; prompts of one length are one prompt."""
     prompts = {length: Prompt(random_ids((length,), seed=length)[0], 70 + length) for length, *_ in requests}
     return [session.submit(prompts[length], how, key, sample=sample) for length, how, key, sample in requests]
@@ -55,7 +55,7 @@ def finished(session: Session) -> dict[int, Finished]:
     """Advance to the end; every response by its number."""
     found: dict[int, Finished] = {}
     while not session.is_idle:
-        found |= {event.ticket.number: event for event in session.advance() if isinstance(event, Finished)}
+        found |= {event.request.number: event for event in session.advance() if isinstance(event, Finished)}
     return found
 
 
@@ -92,8 +92,8 @@ def test_requests_join_while_others_run_and_results_come_as_they_end(backend):
         if left and turn % 2 == 0:
             submitted(session, [left.pop(0)])
         for event in session.advance():
-            assert isinstance(event, Finished) and event.ticket.number not in found
-            found[event.ticket.number], ended_at[event.ticket.number] = event, turn
+            assert isinstance(event, Finished) and event.request.number not in found
+            found[event.request.number], ended_at[event.request.number] = event, turn
         if session.is_idle and not left:
             break
     for number, event in expected.items():
@@ -126,7 +126,7 @@ def test_a_withdrawn_request_frees_its_slot_and_is_not_heard_of(backend, deferre
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_waits_starts_as_soon_as_another_is_withdrawn(backend):
     """Otherwise it would wait for nine tokens."""
-    session = source_of(backend, opt(), frozenset()).session(Room(1, 9, 20))
+    session = source_of(backend, opt(), frozenset()).session(Capacity(1, 9, 20))
     first, second = submitted(session, [(3, Sampling(9), RandomKey(1, "r"), 0), (5, Sampling(1), RandomKey(2, "r"), 0)])
     session.advance()
     session.withdraw(first)
@@ -135,7 +135,7 @@ def test_a_request_that_waits_starts_as_soon_as_another_is_withdrawn(backend):
     while not (events := session.advance()):
         turns += 1
         assert turns < 4
-    assert [event.ticket for event in events] == [second]
+    assert [event.request for event in events] == [second]
     session.withdraw(second)  # it has ended
 
 
@@ -146,9 +146,9 @@ def test_a_request_is_withdrawn_between_its_prefill_and_its_start(monkeypatch):
     assert isinstance(session, ContinuousBatching)
     submitted(session, REQUESTS)
     while not session.is_idle:
-        found += [event.ticket.number for event in session.advance()]
+        found += [event.request.number for event in session.advance()]
         if withdrawn is None and session.prefilled:
-            withdrawn = session.prefilled[0].tickets[0]
+            withdrawn = session.prefilled[0].requests[0]
             session.withdraw(withdrawn)
         assert withdrawn not in session.running.values()
     assert withdrawn is not None and sorted([*found, withdrawn.number]) == list(range(len(REQUESTS)))
@@ -182,10 +182,10 @@ def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(backend, d
     while not session.is_idle:
         for event in session.advance():
             if isinstance(event, Tokens):
-                assert event.ticket is stopped and event.ids
+                assert event.request is stopped and event.ids
                 streamed += event.ids
             else:
-                found[event.ticket.number] = event
+                found[event.request.number] = event
     assert [found[n].reason for n in range(3)] == ["stop", "limit", "limit"]
     assert found[0].ids.tolist() == streamed == ids[: at + 1] and len(found[0].log_probs) == at + 1
     assert found[1].ids.tolist() == ids and found[2].ids.tolist() == ids[:at]
@@ -200,9 +200,9 @@ def test_tokens_are_streamed_while_the_response_is_written(backend):
     while not session.is_idle:
         events += session.advance()
     pieces = [event.ids for event in events if isinstance(event, Tokens)]
-    (first,) = [event for event in events if isinstance(event, Finished) and event.ticket.number == 0]
+    (first,) = [event for event in events if isinstance(event, Finished) and event.request.number == 0]
     assert len(pieces) >= 3 and sum(pieces, []) == first.ids.tolist()
-    assert all(event.ticket.number == 0 for event in events if isinstance(event, Tokens))
+    assert all(event.request.number == 0 for event in events if isinstance(event, Tokens))
 
 
 def test_responses_that_start_again_are_reported_once(monkeypatch):
@@ -212,7 +212,7 @@ def test_responses_that_start_again_are_reported_once(monkeypatch):
     monkeypatch.setattr(generator, "FIRST_NEW_TOKENS", 1)
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 14)
     source = source_of("fused", opt(), frozenset())
-    session = source.session(Room(2, 9, 12))
+    session = source.session(Capacity(2, 9, 12))
     tickets = [
         session.submit(Prompt(random_ids((3,), seed=n)[0], n), Sampling(9), RandomKey(1, "r"), streams=True)
         for n in range(2)
@@ -222,9 +222,9 @@ def test_responses_that_start_again_are_reported_once(monkeypatch):
     while not session.is_idle:
         for event in session.advance():
             if isinstance(event, Tokens):
-                pieces[event.ticket.number] += event.ids
+                pieces[event.request.number] += event.ids
             else:
-                found[event.ticket.number] = event.ids.tolist()
+                found[event.request.number] = event.ids.tolist()
     assert isinstance(source, Generator) and source._buffers is not None and source._buffers.num_slots == 1
     assert pieces == found and all(len(ids) == 9 for ids in found.values())
 

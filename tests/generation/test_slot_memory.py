@@ -119,7 +119,7 @@ def test_the_cache_grows_with_the_responses(short_cache, ends, lengths):
     assert_same(actual, expected)
     buffers = gen._buffers
     assert buffers.cache.keys[0].shape[2] == buffers.cache.values[1].shape[2] == buffers.cache_length
-    assert buffers.cache_length in lengths and buffers.room.max_length == 5 + 6
+    assert buffers.cache_length in lengths and buffers.capacity.max_length == 5 + 6
 
 
 def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
@@ -128,7 +128,7 @@ def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
     gen = generator_of(fused(model), ENDS)
     settings: dict[str, Any] = {"sampling": Sampling(7), "num_samples": 2, "num_slots": 3, "ends": ENDS}
     assert_same(*rollouts(model, gen, PROMPTS, **settings))
-    assert 5 + 1 < gen._buffers.cache_length <= gen._buffers.room.max_length
+    assert 5 + 1 < gen._buffers.cache_length <= gen._buffers.capacity.max_length
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,9 @@ def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cac
         assert_same(*rollouts(model, gen, PROMPTS, **settings))
     assert left == [int(slots) for slots in re.findall(r"memory for (\d+) slots, not \d+, as", caplog.text)]
     buffers = gen._buffers
-    assert buffers.num_slots * buffers.cache_length <= memory and buffers.cache_length == buffers.room.max_length == 12
-    assert buffers.can_serve(buffers.room) == (not left), "the next call begins with all slots"
+    assert buffers.num_slots * buffers.cache_length <= memory
+    assert buffers.cache_length == buffers.capacity.max_length == 12
+    assert buffers.can_serve(buffers.capacity) == (not left), "the next call begins with all slots"
 
 
 def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monkeypatch, short_cache, caplog):
@@ -158,7 +159,7 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
     request: dict[str, Any] = {"num_samples": 1, "num_slots": 3, "sampling": Sampling(3), "key": RandomKey(3, "r")}
     with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
         prompts = random_prompts((3, 5, 1, 2, 2))
-        generate(gen, prompts, **request, ended=lambda response: ended.append(response.ticket.number))
+        generate(gen, prompts, **request, ended=lambda response: ended.append(response.request.number))
     assert "memory for 2 slots, not 3, as responses grew; 1 responses start again" in caplog.text
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
 
@@ -168,7 +169,7 @@ def test_caches_whose_length_changes_results_do_not_grow(short_cache):
     model = llama()
     gen = generator_of(StaticCacheForward(model), range(301))
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(6), ends=range(301)))
-    assert gen._buffers.cache_length == gen._buffers.room.max_length == 5 + 6
+    assert gen._buffers.cache_length == gen._buffers.capacity.max_length == 5 + 6
     assert FIRST_NEW_TOKENS >= MAX_SPLITS * MIN_KEYS_PER_SPLIT
 
 
@@ -176,4 +177,4 @@ def test_a_call_of_few_new_tokens_has_its_cache_at_once():
     model = opt()
     gen = generator_of(fused(model))
     generate(gen, PROMPTS, **ONE_TOKEN)
-    assert gen._buffers.cache_length == gen._buffers.room.max_length == 64
+    assert gen._buffers.cache_length == gen._buffers.capacity.max_length == 64

@@ -16,7 +16,7 @@ from support.decode_models import DEVICE, PAD
 from support.marks import rare_but
 
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Truncation, Vocabulary, rollout_uniforms
-from pipeline.generation.session import Room, Ticket
+from pipeline.generation.session import Capacity, Request
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.kernels import token_draw
 from pipeline.kernels.token_draw import Slots, draw_tokens, padded_eos, slot_uniforms
@@ -45,7 +45,7 @@ def slots_of(samplings: Sequence[Sampling]) -> Slots:
     """Active slots with these settings, before their first token."""
     count = len(samplings)
     slots = Slots.empty(count, max(sampling.max_new_tokens for sampling in samplings), DEVICE)
-    tickets = [Ticket(n, Prompt([5], n), sampling, RandomKey(1, "r"), 0) for n, sampling in enumerate(samplings)]
+    tickets = [Request(n, Prompt([5], n), sampling, RandomKey(1, "r"), 0) for n, sampling in enumerate(samplings)]
     settings, numbers = (values.to(DEVICE) for values in slot_settings(tickets))
     lengths = torch.ones(count, dtype=torch.int32, device=DEVICE)
     slots.start(torch.arange(count, device=DEVICE), lengths, settings, numbers)
@@ -61,7 +61,7 @@ def drawn(
     samplings = samplings or [Sampling(1, **given)] * rows
     forward: Any = SimpleNamespace(device=DEVICE, prepare=lambda length: None, new_cache=max, addresses=tuple)
     vocabulary = Vocabulary(frozenset(ends), PAD, num_tokens)
-    buffers = GenerationBuffers(forward, Room(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
+    buffers = GenerationBuffers(forward, Capacity(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
     buffers.slots = slots_of(samplings)
     buffers.truncate(Truncation.of(samplings))
     numbers = torch.arange(rows, device=DEVICE)
@@ -267,8 +267,8 @@ def test_the_numbers_of_slots_are_those_of_the_random_number_contract():
         RandomKey(seed, purpose, epoch) for seed, purpose, epoch in ((3, "rollout", 0), (4, "eval", 9), (0, "x", 1))
     ]
     samples, ids, positions = (0, 4095, 17), (1, 2**63 - 1, 2**40 + 5), (0, 300, 2**20)
-    tickets = [Ticket(n, Prompt([1], ids[n]), Sampling(2**21), keys[n], samples[n]) for n in range(3)]
-    tickets.append(Ticket(3, Prompt([1], 7), Sampling(5, temperature=0), keys[0], 0))
+    tickets = [Request(n, Prompt([1], ids[n]), Sampling(2**21), keys[n], samples[n]) for n in range(3)]
+    tickets.append(Request(3, Prompt([1], 7), Sampling(5, temperature=0), keys[0], 0))
     slots = Slots.empty(5, 1, DEVICE)
     index = torch.tensor([4, 0, 2, 1], device=DEVICE)
     settings, numbers = (values.to(DEVICE) for values in slot_settings(tickets))
@@ -283,7 +283,7 @@ def test_the_numbers_of_slots_are_those_of_the_random_number_contract():
     ]  # fmt: skip
     assert slot_uniforms(slots, index).tolist() == [*expected, 0.0]
     with pytest.raises(ValueError, match=r"sample index must be in \[0, 2\*\*12\), got 4096"):
-        slot_settings([Ticket(0, Prompt([1], 1), Sampling(1), keys[0], 4096)])
+        slot_settings([Request(0, Prompt([1], 1), Sampling(1), keys[0], 4096)])
 
 
 def test_each_slot_draws_by_its_own_settings():

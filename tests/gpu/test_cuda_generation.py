@@ -39,7 +39,7 @@ from pipeline.generation.rollouts import (
     Vocabulary,
     rollout_uniforms,
 )
-from pipeline.generation.session import Room, Ticket, generate
+from pipeline.generation.session import Capacity, Request, generate
 from pipeline.generation.slots import GenerationBuffers, slot_settings
 from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
 from pipeline.inference.answers import as_chat_model, generate_answers
@@ -248,9 +248,9 @@ def test_draws_in_a_graph_follow_the_exact_distribution(settings, dtype):
     logits = (2 * torch.randn(width, generator=torch.Generator().manual_seed(4))).to(DEVICE, dtype)
     samplings, vocabulary = [Sampling(1, **settings)], Vocabulary(frozenset(), PAD)
     forward = SimpleNamespace(device=DEVICE, prepare=lambda length: None, new_cache=max, addresses=tuple)
-    buffers = GenerationBuffers(forward, Room(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
+    buffers = GenerationBuffers(forward, Capacity(rows, 1, 1), vocabulary, cache_length=1, max_cached_tokens=10**9)
     everywhere, uniforms = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.float64, device=DEVICE)
-    tickets = [Ticket(n, Prompt([5], n), samplings[0], KEY, 0) for n in range(rows)]
+    tickets = [Request(n, Prompt([5], n), samplings[0], KEY, 0) for n in range(rows)]
     start = [values.to(DEVICE) for values in slot_settings(tickets)]
     buffers.slots.start(everywhere, torch.ones(rows, dtype=torch.int32, device=DEVICE), *start)
     buffers.truncate(Truncation.of(samplings))
