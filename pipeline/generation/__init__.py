@@ -1,6 +1,6 @@
 """Sampling responses from a policy: sessions of requests, backends, continuous batching, the hybrid engine.
 
-session.py is the door: a source of sessions, requests with settings of their own, responses as they end, `generate`.
+session.py is the public interface: sources of sessions, requests with their own settings, responses, `generate`.
 backends.py chooses the fastest backend that supports model and device, and logs why it fell back from a faster one:
 fused (our own decode step, for the decoders of `models/decoders/`, in a CUDA graph), static (the forward pass of
 transformers on a static KV cache, in a CUDA graph) or eager (that forward pass as it is). All compute the model's

@@ -1,8 +1,8 @@
-"""The generation backends: what they have in common, which one a model gets, and whether it fits in device memory.
+"""Generation backends: their common protocol, the choice of one for a model, and checks that it fits in device memory.
 
-fused: our own decode step (the decoders of models/decoders) in a CUDA graph; static: the forward pass of transformers
-on a static KV cache in a CUDA graph; eager: the forward pass of transformers as it is, for CPUs and all other models.
-Imports neither triton nor the fused backend, which eager generation does without.
+fused: our own decode step (the decoders of models/decoders) in a CUDA graph. static: the forward pass of transformers
+on a static KV cache in a CUDA graph. eager: the forward pass of transformers as it is, for CPUs and all other models.
+The module imports neither triton nor the fused backend, since eager generation needs neither.
 """
 
 import logging
@@ -29,8 +29,8 @@ from pipeline.models.decoders.families import read_architecture
 from pipeline.models.lora import is_lora, quantization_of
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Those that sample from a model's modules as they are: any model, on any device, without buffers; and what makes their
-# source of sessions.
+# Backends that sample from a model's modules as they are, on any device and without buffers -> the source of their
+# sessions.
 OF_MODULES: dict[Backend, Callable[[nn.Module, Vocabulary], SessionSource]] = {
     "eager": EagerGenerator,
 }
@@ -46,7 +46,7 @@ class CachedForward(Protocol):
     fits_graph: a CUDA graph can hold a decode step.
     can_grow: its caches have a method `grow(cache_length, slots)`, and their length changes no result.
     group: the ranks that compute each pass together, and have the same responses.
-    lockstep: the ranks whose passes are collectives although each has responses of its own; None where they run freely.
+    lockstep: ranks whose forward passes are collectives, although each has its own responses; None if ranks run freely.
 
     Implemented by `fused.FusedForward` and `static.StaticCacheForward`. M slots (rows of the cache), V vocabulary.
     """
@@ -75,7 +75,7 @@ def choose_backend(
 ) -> tuple[Backend, list[str]]:
     """Return the backend to use, and for each faster one that cannot be used "name: reason".
 
-    device: None of a plan for a GPU, where triton is.
+    device: None for a plan for a GPU, which assumes triton.
 
     Raises:
         InputError: a backend was requested by name that cannot be used.
@@ -91,7 +91,7 @@ def choose_backend(
 
 
 def _check_machine(options: GenerationOptions, device: torch.device) -> None:
-    """Raise UnsupportedModel where no kernels can be used; triton's slow interpreter is used by name only."""
+    """Raise UnsupportedModel if Triton kernels cannot run; triton's slow interpreter needs a backend given by name."""
     try:
         import triton
     except ImportError:
@@ -102,7 +102,7 @@ def _check_machine(options: GenerationOptions, device: torch.device) -> None:
 
 
 def _check_support(backend: Backend, model: nn.Module, options: GenerationOptions, device: torch.device | None) -> None:
-    """Raise UnsupportedModel where the backend cannot be used."""
+    """Raise UnsupportedModel if the backend cannot be used."""
     if backend in OF_MODULES:
         return
     if device is not None:
@@ -138,7 +138,7 @@ def check_copies_fit(num_bytes: int, device: torch.device) -> None:
 
 
 def whole_weights_fit(num_bytes: int, bytes_per_slot: int, device: torch.device) -> bool:
-    """Return True where copies of all weights leave memory for a few slots of the KV cache; always on a CPU."""
+    """Return True if copies of all weights leave memory for a few slots of the KV cache; always on a CPU."""
     if device.type != "cuda":
         return True
     free, cache = memory_of(device)[0], MIN_SLOTS_WITH_WHOLE_WEIGHTS * bytes_per_slot
@@ -153,7 +153,7 @@ def whole_weights_fit(num_bytes: int, bytes_per_slot: int, device: torch.device)
 
 
 def cached_tokens_that_fit(forward: CachedForward) -> int:
-    """Return how many tokens a KV cache has memory for, those of all its slots together; on a CPU without a limit."""
+    """Return the number of tokens, over all slots, that a KV cache has memory for; unlimited on a CPU."""
     if forward.device.type != "cuda":
         return sys.maxsize
     free, _ = memory_of(forward.device)

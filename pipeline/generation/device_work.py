@@ -1,4 +1,4 @@
-"""Work of a device that runs behind the host: copies on their way, a second stream, passes that are collectives."""
+"""Device work that the host does not wait for: copies to the host, a second stream, forward passes in lockstep."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Devices that run behind the host: while responses wait, a poll is read one scheduler iteration after it was made, so
-# that the next prefill is prepared while decode steps still run.
+# Devices that run behind the host. While responses wait, a poll is read one scheduler iteration after it was enqueued,
+# so that the host prepares the next prefill while decode steps still run.
 DEFERRED_POLL_DEVICES = frozenset({"cuda"})
 
 
@@ -35,7 +35,7 @@ class Lockstep:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device. Its memory is pinned on the way: a pageable copy waits for all enqueued work."""
+    """Return a copy on the device, by pinned memory: a copy from pageable memory waits for all enqueued work."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -60,18 +60,18 @@ class HostCopy:
 
 @dataclass(slots=True)
 class FinishedSlotsPoll:
-    """A copy of the active flags (M,) on its way to the host; `assigned`: slots that got a response since."""
+    """A copy of the active flags (M,) on its way to the host; `assigned`: slots that got a response since then."""
 
     active: HostCopy
     assigned: set[int]
 
     def free_slots(self) -> list[int]:
-        """Wait for the copy, and return the slots that were free then and have not been assigned since."""
+        """Wait for the copy; return the slots that were free then and have not been assigned since."""
         return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
 
 
 class SideStream:
-    """A second CUDA stream, for work that overlaps that of the current one; on a CPU everything runs in order."""
+    """A second CUDA stream for work that overlaps the current one's; on a CPU everything runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = second_stream(device) if device.type == "cuda" else None
@@ -93,6 +93,6 @@ class SideStream:
 
 
 def overlapped_prefill_stream(device: torch.device) -> SideStream | None:
-    """Return a stream on which prefills overlap decode steps, where the host runs ahead of the device; else None."""
+    """Return a stream on which prefills overlap decode steps; None if the host does not run ahead of the device."""
     # Prefills are bound by arithmetic, decode steps by memory.
     return SideStream(device) if device.type in DEFERRED_POLL_DEVICES else None

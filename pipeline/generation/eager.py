@@ -1,7 +1,7 @@
 """The eager backend: sampling with the forward pass of transformers, for CPUs and models that no other supports.
 
-Finished rows leave the batch, but none joins it: the requests of a session wait until the batch before has ended. N
-rows, P longest prompt, T longest response, V vocabulary.
+Finished rows leave the batch, but none joins it: other requests wait until the whole batch has ended. N rows, P longest
+prompt, T longest response, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from pipeline.generation.rollouts import GenerationStopped, Truncation, Vocabula
 from pipeline.generation.session import Capacity, Finished, Reason, Request, Session, Tokens, new_events
 from pipeline.tensor_ops import gather_log_probs, lengths_to_mask, pad_rows, position_ids_from_mask
 
-# Finished rows leave the batch when they are at least this share of it: a copy of the KV cache against decode steps of
-# rows that have ended. Chosen by hand.
+# Share of the batch that must have finished before its rows are removed. Removal copies the KV cache; without it,
+# decode steps compute rows that have ended. Chosen by hand.
 COMPACT_ABOVE = 0.25
 
 
@@ -25,7 +25,7 @@ class Decoder:
 
     model: a causal language model of transformers.
     mask: (n, P + t) bool, True = real token; the prompts are padded on the left.
-    rows: (n,) int64, places of these rows among the N.
+    rows: (n,) int64, indices of these rows among the N.
     cache: KV cache of transformers.
     logits: (n, V) fp32, logits of the next tokens.
     positions: (n,) int64, position ids of the next tokens.
@@ -62,14 +62,14 @@ class Decoder:
     def keep(self, alive: torch.Tensor) -> None:
         """Remove all rows but those where `alive` (N,) is True."""
         kept = alive.nonzero().squeeze(1)
-        # Layers with a recurrent state can be put in another order alone, and caches of a model's own class selected.
+        # Layers with a recurrent state can only be reordered; caches of a model's own class can only be selected from.
         has_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers)
         (self.cache.reorder_cache if has_states else self.cache.batch_select_indices)(kept)
         self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
 
 
 class Batch:
-    """The N requests of a batch with their settings and responses; rows that have left the decoder stay in the tensors.
+    """The N requests of a batch, their settings and responses. Rows that left the decoder stay in these tensors.
 
     vocabulary: ids that end a response or pad it, and those that can be drawn.
     truncation: what some of the rows need.
@@ -106,7 +106,7 @@ class Batch:
         scaled = self.decoder.logits / self.temperature[here].unsqueeze(1)
         kept = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
         tokens = draw(kept, self.uniforms[here, position])
-        # Rows that have ended but not left the batch are written behind their ends.
+        # Rows that have ended but are still in the batch write tokens behind their ends; nothing reads them.
         self.tokens[here, position] = tokens
         self.log_probs[here, position] = gather_log_probs(scaled, tokens)
         self.position += 1
@@ -122,7 +122,7 @@ class Batch:
         return events
 
     def _report(self, is_end: dict[int, bool]) -> list[Tokens | Finished]:
-        """Return what is new of the rows that run, and leave those out from now on that have ended."""
+        """Return new events of the running rows, and remove from `running` those that have ended."""
         events: list[Tokens | Finished] = []
         for row, request in list(self.running.items()):
             is_cut = self.position == request.sampling.max_new_tokens
@@ -137,7 +137,8 @@ class Batch:
 
 
 def uniforms_of(requests: Sequence[Request], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the random numbers (N, T) float64 of requests; 0 of greedy ones: the first token that is kept."""
+    """Return the random numbers (N, T) float64 of requests; 0 for greedy ones, which draws the first remaining
+    token."""
     uniforms = torch.zeros(len(requests), num_tokens, dtype=torch.float64, device=device)
     for key in dict.fromkeys(request.key for request in requests):
         rows = [n for n, request in enumerate(requests) if request.key == key and not request.sampling.is_greedy]

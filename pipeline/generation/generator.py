@@ -1,7 +1,7 @@
-"""Sampling with a KV cache in slots, for the fused and the static backend: sessions on buffers that are kept.
+"""Sessions of the fused and the static backend: a KV cache in slots, on buffers that all sessions reuse.
 
-scheduler.py decides which response is in which slot. Which slot that is changes none of a response's random numbers, so
-that the work follows real lengths and the tokens do not.
+scheduler.py assigns responses to slots. Random numbers are keyed by prompt, not by slot: scheduling changes speed,
+never tokens.
 """
 
 import logging
@@ -18,8 +18,8 @@ from pipeline.generation.session import NO_CAPACITY, Capacity
 from pipeline.generation.slots import GenerationBuffers
 from pipeline.tensor_ops import round_up
 
-# New tokens that a KV cache which can grow has positions for at first: responses that may be longer are often shorter.
-# At least split_kv.py's MAX_SPLITS * MIN_KEYS_PER_SPLIT, above which its length changes no result. Chosen by hand.
+# New tokens that a KV cache has positions for before it grows: most responses are shorter than their limit. At least
+# split_kv.py's MAX_SPLITS * MIN_KEYS_PER_SPLIT, above which its length changes no result. Chosen by hand.
 FIRST_NEW_TOKENS = 512
 
 log = logging.getLogger(__name__)
@@ -28,18 +28,18 @@ log = logging.getLogger(__name__)
 class Generator:
     """A source of sessions over the forward passes of one model, whose ranks compute the same responses together.
 
-    least: the smallest capacity of the first buffers. A larger session gets larger ones; with the least size set to the
-    largest session, a smaller one runs at the same shapes, and gives the same bits, whichever came first. The KV cache
-    begins shorter where its length changes no bits, and grows with the responses.
+    least: the smallest capacity of the first buffers; a larger session gets larger ones. If it is the capacity of the
+    largest session, all sessions have the same shapes, hence the same bits in any order. The KV cache begins shorter if
+    its length changes no bits, and grows with the responses.
     """
 
     def __init__(self, forward: CachedForward, vocabulary: Vocabulary, *, least: Capacity = NO_CAPACITY) -> None:
         self.forward, self.vocabulary, self.least = forward, vocabulary, least
         self.group, lockstep = forward.group, forward.lockstep
         self.lockstep = lockstep or Lockstep()
-        # Collectives of prefills and of decode steps would need one order on all ranks.
+        # Overlapped prefills and decode steps would need one order of collectives on all ranks.
         can_overlap = lockstep is None and self.group.size == 1 and forward.preserves_free_slots
-        # Growing captures a decode step, which would be a collective of ranks that are not at the same step.
+        # Growing captures a decode step: a collective, which ranks in lockstep would not reach at the same step.
         self.grows = forward.can_grow and lockstep is None
         self.stream = overlapped_prefill_stream(forward.device) if can_overlap else None
         self._buffers: GenerationBuffers | None = None
@@ -48,7 +48,7 @@ class Generator:
         """Open a session of this capacity, and end the one before it. A collective of ranks that generate together.
 
         Raises:
-            InputError: memory lacks for a single slot.
+            InputError: the memory does not suffice for a single slot.
         """
         buffers = self._buffers_for(self.least.union(capacity))
         return ContinuousBatching(buffers, capacity, lockstep=self.lockstep, stream=self.stream)
@@ -57,7 +57,7 @@ class Generator:
     def _buffers_for(self, capacity: Capacity) -> GenerationBuffers:
         """Return the buffers if they are large enough, else new ones; in lockstep, if any rank needs new ones."""
         stale = self._buffers is None or not self._buffers.can_serve(capacity)
-        # Their first decode step is captured, a collective: ranks in lockstep make new ones together.
+        # New buffers capture their first decode step, a collective: ranks in lockstep create them together.
         if any(self.lockstep.largest(stale)) or self._buffers is None:
             capacity = capacity if self._buffers is None else self._buffers.capacity.union(capacity)
             self._buffers = None  # frees the old KV cache before the new one is allocated

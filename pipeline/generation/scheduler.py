@@ -1,7 +1,7 @@
 """Continuous batching: waiting requests are assigned to free slots, prefilled, and decoded until all have ended.
 
-For the generator. The host decides here what is enqueued and when it waits for the device; buffers, draws and the CUDA
-graph are in slots.py.
+The generator creates one for each session. The host decides here what is enqueued and when it waits for the device.
+Buffers, draws and the CUDA graph are in slots.py.
 """
 
 import logging
@@ -24,19 +24,19 @@ from pipeline.tensor_ops import pad_rows
 # Decode steps between two polls of finished slots when no response waits for a slot. A poll makes the host wait for
 # the device; without it, steps are decoded after the last response has ended. Chosen by hand.
 POLL_INTERVAL = 16
-# Decode steps between two polls while responses wait for a slot, where a longer interval would leave slots empty: on an
-# H200 a token takes 52.4 us with 4 and 51.9 us with 2 (benchmarks/reports/decode.md, "Continuous batching").
+# Decode steps between two polls while responses wait for a slot; a longer interval would leave slots empty. Measured on
+# an H200: a token takes 52.4 us with 4 and 51.9 us with 2 (benchmarks/reports/decode.md, "Continuous batching").
 POLL_INTERVAL_WHILE_WAITING = 4
-# Decode steps between two polls while responses wait, where prefills overlap decode steps and a scheduler iteration
-# costs less: a token takes 51.0 us with 2 (ibid.).
+# The same, if prefills overlap decode steps and a scheduler iteration costs less. Measured on an H200: a token takes
+# 51.0 us with 2 (ibid.).
 POLL_INTERVAL_OVERLAPPED = 2
-# Minimum prefill batch, as a share of the slots: a prefill of few prompts is slow, waiting for more leaves slots empty.
-# Measured as 8 of 64 slots (ibid.).
+# Minimum prefill batch, as a share of the slots. Prefills of few prompts are slow; waiting for more leaves slots empty.
+# Measured on an H200 as 8 of 64 slots (ibid.).
 MIN_PREFILL_SHARE = 1 / 8
 # Minimum prefill batch where prefills overlap decode steps, measured as 4 of 64 slots (ibid.).
 MIN_PREFILL_SHARE_OVERLAPPED = 1 / 16
-# Decode steps between two polls at most, while the host looks at the tokens of a response (one that streams, or has
-# stop texts): a stream gets so many tokens at a time. Chosen by hand.
+# Largest number of decode steps between two polls while the host reads tokens (of a response that streams or has stop
+# texts). A stream gets this many tokens at a time. Chosen by hand.
 POLL_INTERVAL_WATCHED = 4
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class ContinuousBatching(Session):
         self, buffers: GenerationBuffers, capacity: Capacity, *, lockstep: Lockstep, stream: SideStream | None
     ) -> None:
         super().__init__(capacity, buffers.vocabulary, buffers.forward.device)
-        buffers.slots.active.zero_()  # of a session that was given up
+        buffers.slots.active.zero_()  # an abandoned session may have left some active
         self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
         self.lockstep, self.stream = lockstep, stream
         self.running: dict[int, Request] = {}
@@ -229,9 +229,9 @@ class ContinuousBatching(Session):
         self.buffers.grow(cache_length, range(num_slots) if fitting >= num_slots else self._evict(fitting))
 
     def _evict(self, num_slots: int) -> list[int]:
-        """Return the slots to keep, those with most tokens; the responses of the others wait again, before all others.
+        """Return the slots to keep: those with the most tokens. Responses of other slots go to the front of the queue.
 
-        They start anew from their prompts, and get the same tokens from the same random numbers.
+        They restart from their prompts and get the same tokens, since their random numbers are the same.
         """
         active = self.group.largest(self.buffers.slots.active).tolist()
         tokens = [self.offsets[slot] if is_active else -sys.maxsize for slot, is_active in enumerate(active)]
@@ -254,12 +254,12 @@ class ContinuousBatching(Session):
         return kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
-        """Return the slots known to be free, by the previous poll if `deferred` and on a GPU."""
+        """Return the slots that are known to be free: by the previous poll if `deferred` and on a GPU."""
         assigned = [slot for batch in self.prefilled for slot in batch.slots]
         if self.num_steps >= self.final_step:
             self.polls.clear()
             return [slot for slot in range(self.buffers.num_slots) if slot not in assigned]
-        # Over all ranks of the group: they must decode the same steps, whatever the last bits of their logits.
+        # The maximum over the group: its ranks must decode the same steps even if their logits differ in the last bits.
         active = HostCopy(self.group.largest(self.buffers.slots.active))
         self.polls.append(FinishedSlotsPoll(active, set(assigned)))
         kept = 2 if deferred and self.device.type in device_work.DEFERRED_POLL_DEVICES else 1
@@ -287,7 +287,7 @@ class ContinuousBatching(Session):
         return batches
 
     def _set_final_step(self, requests: Sequence[Request]) -> None:
-        """Move `final_step` for requests that start now; the first token of each comes of its prefill."""
+        """Raise `final_step` for requests that start now; the prefill draws the first token of each."""
         limits = [request.sampling.max_new_tokens for request in requests]
         self.final_step = max(self.final_step, self.num_steps + max(limits, default=1) - 1)
 

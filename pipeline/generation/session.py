@@ -80,7 +80,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of a session: its largest batch and longest sequences. Requests beyond `num_slots` wait.
+    """The limits of a session: its largest batch and longest sequences. Requests beyond `num_slots` wait.
 
     num_slots: responses that are sampled at a time.
     max_new_tokens: tokens of the longest response.

@@ -51,7 +51,7 @@ def norm_weights(norm: Norm) -> NormWeights:
 
 
 def linear(x: Tensor, projection: Projection, *, relu: bool = False) -> Tensor:
-    """Return x @ W.T + b, and what unmerged adapters add; a ReLU is in the product's epilogue where it can be."""
+    """Return x @ W.T + b plus unmerged adapters; the ReLU is part of the product's epilogue if possible."""
     weight, bias, scale = projection.weight, projection.bias, projection.scale
     if scale is not None:
         y = int8_matmul(x, weight, scale) if x.is_cuda else None
@@ -145,7 +145,7 @@ class FusedForward:
         return (*self.weights.addresses(), *(table.data_ptr() for tables in self._rotary.values() for table in tables))
 
     def prepare(self, cache_length: int) -> None:
-        """Make rotary tables for `cache_length` tokens, unless there are some that are long enough."""
+        """Create rotary tables for `cache_length` tokens, unless there are tables that are long enough."""
         for kind, rotary in self.architecture.rotary.items():
             if kind not in self._rotary or len(self._rotary[kind][0]) < cache_length:
                 self._rotary[kind] = rotary_table(rotary, cache_length, self._head, self.architecture.max_tokens)
@@ -184,7 +184,7 @@ class FusedForward:
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: KeyValueCache) -> Tensor:
         """Append one token to each slot: (M,) int64 tokens at positions `lengths` (M,) int32 -> (M, V) logits.
 
-        Slots with `active` 0, (M,) int32, are not written, and their logits mean nothing.
+        Slots with `active` 0, (M,) int32, are not written, and their logits are undefined.
         """
         schedule = SplitKVSchedule.create(lengths, active, layout=self.layouts[0], cache_length=cache.length)
 
@@ -277,7 +277,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each (positions, R / 2), in `like`'s dtype and device; both halves of R rotate alike.
 
-    max_tokens: no sequence reaches the positions from there on, whose rows repeat the last one before.
+    max_tokens: longest sequence; later rows of the tables are not read, and repeat the last row.
     """
     ids = torch.arange(positions, device=like.device).clamp(max=(max_tokens or positions) - 1).unsqueeze(0)
     cos, sin = rotary(like.new_empty(1, 1, 1), position_ids=ids)

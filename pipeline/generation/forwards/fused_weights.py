@@ -17,7 +17,7 @@ from pipeline.models.decoders.architecture import Architecture, Block, linear_of
 from pipeline.models.partitions import gathered, is_partitioned
 from pipeline.tensor_ops import round_up
 
-# Multiple of bytes at which tensors of streamed layers begin, as matrix products need it.
+# Alignment in bytes of the tensors of streamed layers, which matrix products need.
 ALIGNMENT = 256
 
 
@@ -93,7 +93,7 @@ class DecodeWeights:
         )
         parts = [part for part in (self.final_norm, self.project_in, self.project_out) if part is not None]
         parameters, tensors = read_together(parts)
-        # Under ZeRO-3 gathered at a time: all that is outside the layers, then layer by layer.
+        # Under ZeRO-3 these are gathered one at a time: all that is outside the layers, then layer by layer.
         self._sources = [([*by_id.values(), *parameters], [*self._replicated.values(), *tensors])]
         self._sources += [read_together([*block.projections, *block.norms]) for block in self.blocks]
         self._tensors = [tensor for _, tensors in self._sources for tensor in tensors]
@@ -114,7 +114,7 @@ class DecodeWeights:
                 tensor.refresh()
 
     def iterate_layers(self) -> Iterator[BlockWeights]:
-        """Yield the layers in order for a forward pass; each can be read until the next one is asked for."""
+        """Yield the layers in order for a forward pass; each can be read until the next one is requested."""
         yield from self.blocks
 
     @property
@@ -142,7 +142,7 @@ class LayerGroup:
 
 
 def group_layers(layers: Sequence[Sequence[Tensor]], num_ranks: int, max_bytes: int) -> list[LayerGroup]:
-    """Cut L layers into groups of at most `max_bytes`, or of one layer; each is padded to equal slices of N ranks."""
+    """Split L layers into groups of at most `max_bytes`, or of one layer; each is padded to N equal slices."""
     sizes = [[round_up(tensor.nbytes, ALIGNMENT) for tensor in layer] for layer in layers]
     groups: list[LayerGroup] = []
     first = 0
@@ -185,7 +185,7 @@ class SlicedWeights(DecodeWeights):
 
     @property
     def replicated_bytes(self) -> int:
-        """Return the bytes of what each rank holds whole."""
+        """Return the bytes of tensors that each rank has whole."""
         outside, *_ = self._sources
         norms = [tensor.spec for block in self.blocks for norm in block.norms for tensor in norm.tensors]
         return sum(spec.nbytes for spec in (*map(on_meta, outside[0]), *norms))

@@ -44,7 +44,7 @@ class CacheLayout:
     def new(self, num_slots: int, cache_length: int, device: torch.device) -> "KeyValueCache":
         """Return an empty cache of M slots with S positions each."""
         shape = (num_slots, self.num_heads, cache_length, self.head_dim)
-        # Zeros, not garbage: a masked score of NaN would stay NaN.
+        # Zeros, since uninitialised memory may contain NaN, and a masked score of NaN would stay NaN.
         keys, values = (
             [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)] for _ in range(2)
         )
@@ -64,11 +64,11 @@ class KeyValueCache:
         return self.keys[0].shape[2]
 
     def grow(self, cache_length: int, slots: Sequence[int]) -> None:
-        """Keep these slots alone, and give each `cache_length` positions; one layer at a time exists twice."""
+        """Keep only these slots, and give each `cache_length` positions; one layer at a time is in memory twice."""
         for tensors in (self.keys, self.values):
             for layer, shorter in enumerate(tensors):
                 _, heads, length, head_dim = shorter.shape
                 tensors[layer] = shorter.new_zeros(len(slots), heads, cache_length, head_dim)
-                # Slot by slot: an index of them all would be a third copy.
+                # Slot by slot: indexing all slots at once would create a third copy.
                 for longer, slot in zip(tensors[layer], slots, strict=True):
                     longer[:, :length] = shorter[slot]

@@ -1,8 +1,8 @@
 """Joined linear layers as the fused backend reads them: views of the trained weights where possible, else copies.
 
 Copied are joined projections (unless they are adjacent in DeepSpeed's flat buffer), layers with LoRA (merged), weights
-that ZeRO-3 partitions, and shards under tensor parallelism. Copies keep their addresses, which CUDA graphs read. The
-codes of an int8 base are read as they are: they are moved next to each other once, and adapters stay unmerged.
+that ZeRO-3 partitions, and shards under tensor parallelism. Copies keep their addresses, which CUDA graphs read. An
+int8 base is not copied: its codes are moved next to each other once, and its adapters stay unmerged.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,8 +62,8 @@ def make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
 class WeightTensor:
     """One tensor for the decode step, joined from `sources()`: a view of them where possible, else a copy.
 
-    spec: the whole tensor, joined of the sources of all ranks, on the meta device. copied: a view is impossible.
-    num_shards: ranks that share it.
+    spec: the whole tensor, joined from the sources of all ranks, on the meta device. copied: True if a view is
+    impossible. num_shards: ranks that share it.
     """
 
     def __init__(self, sources: Callable[[], list[Tensor]], spec: Tensor, *, copied: bool, num_shards: int = 1) -> None:
@@ -74,7 +74,7 @@ class WeightTensor:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Read the trained weights again, which must be whole. A view costs nothing."""
+        """Read the trained weights again, which must be gathered. A view costs nothing."""
         parts = self._sources()
         addresses = [part.data_ptr() for part in parts]
         if self._viewed and addresses == self._viewed:
@@ -91,12 +91,12 @@ class WeightTensor:
         self.tensor = self._copy
 
     def copy_into(self, memory: Tensor) -> None:
-        """Let every later refresh copy into `memory`, a contiguous tensor of the right shape that others own."""
+        """Make every later refresh copy into `memory`, a contiguous tensor of the right shape that the caller owns."""
         self.tensor, self._copy, self._copied, self._viewed = memory, memory, True, []
 
     @property
     def num_bytes_to_copy(self) -> int:
-        """Return the bytes of the copy that the first `refresh` will make, 0 for a view."""
+        """Return the bytes of the copy that the first `refresh` will create, 0 for a view."""
         if not self._copied and joined_view([part.detach() for part in self._sources()]) is not None:
             return 0
         return self.spec.nbytes // self._num_shards
@@ -108,7 +108,7 @@ class WeightTensor:
 
 
 class Projection:
-    """Linear layers joined along their outputs; tensor parallelism cuts outputs (dim 0) or inputs (dim 1)."""
+    """Linear layers joined along their outputs; tensor parallelism shards outputs (dim 0) or inputs (dim 1)."""
 
     def __init__(self, layers: Sequence[Any], dim: int, shard: Shard) -> None:
         layers = whole_layers(layers) if shard.size == 1 else layers
@@ -118,7 +118,7 @@ class Projection:
         quantised, adapted = isinstance(bases[0], Int8Linear), any(map(has_adapter, self.modules))
         if quantised and not copied:
             make_adjacent([base.weight for base in bases])
-        # A bound method would be a cycle that keeps the copies alive until the next garbage collection.
+        # A bound method would create a reference cycle, and the copies would live until the next garbage collection.
         sources, spec = partial(weight_shards, layers, dim, shard), torch.cat([whole_weight(one) for one in layers])
         self._weight = WeightTensor(sources, spec, copied=copied or (adapted and not quantised), num_shards=shard.size)
         self._scale = joined_tensor(partial(scale_shards, layers, dim, shard)) if quantised else None
@@ -174,17 +174,17 @@ def has_adapter(module: Any) -> bool:
 
 
 def joined_tensor(sources: Callable[[], list[Tensor]], *, copied: bool = False) -> WeightTensor:
-    """Return one tensor joined of what `sources()` returns: whole tensors, or already this rank's shards of them."""
+    """Return one tensor joined from what `sources()` returns: whole tensors, or this rank's shards of them."""
     return WeightTensor(sources, torch.cat([part.to("meta") for part in sources()]), copied=copied)
 
 
 def module_of(layer: Any) -> Any:
-    """Return the module of a linear layer, or of the linear layer that it is some rows (`Rows`) of."""
+    """Return the module of a linear layer; for `Rows`, the module that they are rows of."""
     return layer.layer if isinstance(layer, Rows) else layer
 
 
 def whole_layers(layers: Sequence[Any]) -> Sequence[Any]:
-    """Return [layer] where `layers` are all parts of one linear layer, in order, which needs no copy; else `layers`."""
+    """Return [layer] if `layers` are all parts of one linear layer, in order, which needs no copy; else `layers`."""
     first = layers[0]
     if not isinstance(first, Rows) or first.groups > 1:
         return layers
@@ -236,7 +236,7 @@ def lora_down_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tens
 
 
 def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float) -> list[Tensor]:
-    """Return B of all layers as blocks of one matrix, with this rank's outputs; a factor of `scaling` is left out."""
+    """Return B of all layers as blocks of one matrix, with this rank's outputs; `scaling` is not applied."""
 
     like = next(one for one in map(module_of, layers) if has_adapter(one)).lora_B["default"].weight
 
@@ -252,7 +252,7 @@ def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float
 
 
 def bias_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
-    """Return this rank's shard of each layer's bias; where outputs are summed over ranks, 0 on all but the first."""
+    """Return this rank's shard of each layer's bias; if outputs are summed over ranks, 0 on all but the first."""
     biases = [rows_of(layer, linear_of(module_of(layer)).bias) for layer in layers]
     if dim == 0:
         return [shard.cut(bias, 0) for bias in biases]

@@ -1,7 +1,7 @@
 """The static backend: the forward pass of transformers on a static KV cache, for decoders that the fused one lacks.
 
-A decode step sees shapes and addresses that never change, as a CUDA graph needs it; its attention reads all S positions
-under a mask. Adapters stay unmerged. N prompts of P tokens; M slots (rows of the cache) of S positions.
+A decode step sees constant shapes and addresses, as a CUDA graph needs. Its attention reads all S positions under a
+mask. Adapters stay unmerged. N prompts of P tokens; M slots (rows of the cache) of S positions.
 """
 
 import inspect
@@ -92,7 +92,7 @@ class StaticCacheForward:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def prepare(self, cache_length: int) -> None:
-        """Do nothing: the model makes its own tables."""
+        """Do nothing: the model creates its own tables."""
 
     def new_cache(self, num_slots: int, cache_length: int) -> StaticRows:
         return StaticRows(num_slots, cache_length)
@@ -107,7 +107,7 @@ class StaticCacheForward:
 
     def decode_step(self, tokens: Tensor, lengths: Tensor, active: Tensor, cache: StaticRows) -> Tensor:
         """Compute the next logits of every slot; shapes as in `fused.FusedForward.decode_step`."""
-        # A finished row writes its last token again and again behind its end, which nothing reads.
+        # A finished row keeps writing its last token behind its end; nothing reads it.
         positions = lengths.long().clamp(max=cache.cache_length - 1)
         keys = torch.arange(cache.cache_length, device=tokens.device)
         cache.prefilled, cache.positions = None, positions
@@ -129,7 +129,7 @@ class StaticCacheForward:
 
 
 def check_static_cache_forward(model: nn.Module) -> None:
-    """Raise UnsupportedModel where a static cache under our own masks would change the model's function."""
+    """Raise UnsupportedModel if a static cache under our own masks would change the model's function."""
     inner = base_model(model)
     config = inner.config.get_text_config()
     if "position_ids" not in inspect.signature(type(backbone(inner)).forward).parameters:

@@ -1,6 +1,6 @@
-"""Streamed weights of the fused backend: layers are sharded over ranks, and gathered group by group as they are used.
+"""Streamed weights of the fused backend: layers are sharded over ranks, and gathered group by group for each pass.
 
-A group of layers is one flat buffer of bytes, cut into equal slices, one per rank. Two buffers alternate: one group
+A group of layers is one flat buffer of bytes, sharded into equal slices, one per rank. Two buffers alternate: one group
 computes while the next is gathered. A forward pass is a collective (`StreamingLockstep`). N ranks, L layers.
 """
 
@@ -27,7 +27,7 @@ def view_of_bytes(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 class GatherBuffers:
-    """The memory of streamed layers: this rank's slice of each group, and two buffers that groups are gathered into."""
+    """The memory of streamed layers: this rank's slice of each group, and two buffers for gathered groups."""
 
     def __init__(self, groups: Sequence[LayerGroup], ranks: RankGroup, device: torch.device) -> None:
         self._ranks, sizes = ranks, [group.num_bytes for group in groups]
@@ -40,34 +40,34 @@ class GatherBuffers:
         self._side = SideStream(device)
 
     def whole(self, number: int) -> Tensor:
-        """Return the memory of group `number` when it is gathered, (bytes,); the group after the next shares it."""
+        """Return the buffer (bytes,) of group `number`; the group after the next one shares it."""
         return self._wholes[number]
 
     def store_slice(self, number: int) -> None:
-        """Keep this rank's slice of group `number`, which has been written whole."""
+        """Copy this rank's slice out of the buffer of group `number`, which must be complete."""
         self._slices[number].copy_(self._wholes[number].chunk(self._ranks.size)[self._ranks.rank])
 
     def gathered_groups(self) -> Iterator[int]:
-        """Yield the groups in order, each gathered until the next one is asked for. A collective."""
+        """Yield the groups in order, each gathered until the next one is requested. A collective."""
         self._gather(0)
         for number in range(len(self._wholes)):
             self._side.synchronize()
-            # The next group goes into the buffer of the last one, whose work has been enqueued.
+            # The next group overwrites the group before this one, whose work has been enqueued.
             if number + 1 < len(self._wholes):
                 self._gather(number + 1)
             yield number
 
     def _gather(self, number: int) -> None:
-        """Gather a group, on a GPU overlapped on a side stream, which a CUDA graph captures as a fork and a join."""
+        """Gather a group, on a GPU on a side stream, which a CUDA graph captures as a fork and a join."""
         with self._side.enqueuing():
             self._ranks.gather(self._wholes[number], self._slices[number])
 
 
 class StreamedWeights(SlicedWeights):
-    """Decode weights whose layers' projections are sharded over `ranks`, and gathered as a forward pass reads them.
+    """Decode weights whose projections are sharded over `ranks`, and gathered as a forward pass reads them.
 
-    Embeddings, head and norms are whole on each rank (a norm is read while the group before its own is in use). Memory
-    is allocated at the first `refresh`.
+    Embeddings, head and norms are whole on each rank, since a layer's norm is read while the group before is in use.
+    The first `refresh` allocates the memory.
     """
 
     def __init__(self, architecture: Architecture, ranks: RankGroup) -> None:
@@ -76,7 +76,8 @@ class StreamedWeights(SlicedWeights):
         self._buffers: GatherBuffers | None = None
 
     def refresh(self) -> None:
-        """Read the trained weights, a layer at a time: each is written to where its group is gathered, then sliced."""
+        """Read the trained weights layer by layer: write each into the buffer of its group, and store this rank's
+        slice."""
         outside, *layers = self._sources
         self._read(*outside)
         if self._buffers is None:
@@ -138,7 +139,7 @@ def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -
 
 
 class StreamingLockstep(Lockstep):
-    """The lockstep of ranks that gather their layers together: each makes as many passes as the one that needs most."""
+    """The lockstep of ranks that gather layers together: each runs as many passes as the rank that needs most."""
 
     def __init__(self, weights: StreamedWeights) -> None:
         self._weights = weights
