@@ -1,4 +1,5 @@
-"""The terminal of a command: its width, lines that fit, output that outlives its reader, and Ctrl-C."""
+"""The terminal of a command: width, wrapped lines, output that survives a closed reader, and Ctrl-C. Commands use
+it."""
 
 import errno
 import io
@@ -17,14 +18,14 @@ from typing import Any
 from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault, printable
 
 WIDTH = 80  # columns of a page
-HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")  # words that ask for help
+HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")  # arguments that request help
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor of the console. Once it cannot be written, it and its copies in children lead to /dev/null.
+    """A file descriptor of the console. If a write fails, it and its copies in children are redirected to /dev/null.
 
-    is_needed: True raises EnvironmentFault where it cannot be written for another reason than that nobody reads.
+    is_needed: raise EnvironmentFault if a write fails for another reason than a closed reader.
     """
 
     is_needed = False
@@ -41,7 +42,7 @@ class LastingFile(io.FileIO):
 
 
 class PrintableFormatter(logging.Formatter):
-    """Lines in which no text of models or data can steer a terminal."""
+    """A formatter of log lines that escapes control characters: text of models or data cannot control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -49,18 +50,18 @@ class PrintableFormatter(logging.Formatter):
 
 
 def outlive_console(*, needs_output: bool = False) -> None:
-    """Make printing never fail because nobody reads; streams that a test has replaced are left as they are.
+    """Make printing never fail because a reader is gone; streams that a test has replaced are unchanged.
 
     Args:
-        needs_output: raise EnvironmentFault where standard output is closed, and later where it cannot be written.
+        needs_output: raise EnvironmentFault if standard output is closed now, or if a later write fails.
     """
-    if logging.lastResort:  # what prints the warnings of a command that sets up no log
+    if logging.lastResort:  # prints warnings if the command sets up no log
         logging.lastResort.setFormatter(PrintableFormatter())
     for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
-        if stream is None:  # closed: the next file that is opened would get its number, and what children print
+        if stream is None:  # closed: the next open file would get its number, and children's output
             if needs_output and number == 1:
-                raise EnvironmentFault("standard output is closed; lead it to /dev/null where nobody needs it")
+                raise EnvironmentFault("standard output is closed; redirect it to /dev/null if it is not needed")
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
         elif stream is not getattr(sys, f"__{name}__"):
@@ -78,9 +79,9 @@ def lasting_stream(descriptor: int, like: Any, *, by_line: bool = True) -> io.Te
 
 
 def terminal_width() -> int:
-    """Return the columns of stderr's terminal: COLUMNS, else what it says itself; WIDTH where it is none.
+    """Return the columns of stderr's terminal: COLUMNS, else the terminal's own value; WIDTH if stderr is no terminal.
 
-    Neither shutil nor rich can say it: they ask descriptors 1 and 2, which belong to libraries while a stage runs.
+    shutil and rich read descriptors 1 and 2, which belong to libraries while a stage runs.
     """
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
         return int(columns)
@@ -90,9 +91,9 @@ def terminal_width() -> int:
 
 
 def fitted(text: str) -> str:
-    """Return text in lines that are no wider than the terminal of stderr; as it is where that is none.
+    """Return text wrapped to the width of stderr's terminal; unchanged if stderr is no terminal.
 
-    Of `[sft] 4/8  training loss 6.66  ...`, parts that two spaces divide stay whole.
+    Parts of `[sft] 4/8  training loss 6.66  ...` that two spaces separate stay whole.
     """
     if not sys.stderr.isatty():
         return text
@@ -104,7 +105,7 @@ def fitted(text: str) -> str:
 
 
 def quit_on_interrupt() -> None:
-    """End this process without a traceback on Ctrl-C, until `raise_on_interrupt`: imports have nothing to clean up."""
+    """End this process without a traceback on Ctrl-C, until `raise_on_interrupt`: imports need no cleanup."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _quit)
 
@@ -120,21 +121,21 @@ def _quit(number: int, frame: FrameType | None) -> None:
 
 
 def wrapped(line: str, width: int = WIDTH) -> str:
-    """Return a line in lines of at most `width` columns, what follows its label below what stands behind it."""
+    """Wrap a line to at most `width` columns; the text after its label is indented to the column where it starts."""
     label = re.match(r" *\S+ {2,}", line)
     indent = " " * (label.end() if label else len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def with_hyphens(words: Iterable[str]) -> list[str]:
-    """Return the words of a command line with `-` in the names of its flags; values are unchanged."""
+    """Return the arguments of a command line with `-` in the names of its flags; values are unchanged."""
     return [re.sub("^--[^=]*", lambda match: match[0].replace("_", "-"), word) for word in words]
 
 
 def shell_lines(words: Iterable[str]) -> str:
-    """Return a command line in lines that a shell reads as one, as wide as the terminal where words allow.
+    """Return a command line wrapped to the terminal's width, with backslashes, so that a shell reads one command.
 
-    A flag and its first value are in one line.
+    A flag and its first value stay on one line.
     """
     pieces, lines = list[str](), [""]
     for word in map(shlex.quote, with_hyphens(words)):
@@ -153,10 +154,10 @@ def code_span(text: str) -> str:
 
 
 def fence(text: str, least: int = 3) -> str:
-    """Return backticks that begin and end `text` in Markdown: more than stand together in it, at `least` so many."""
+    """Return backticks that fence `text` in Markdown: more than any run of them in it, and at least `least`."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
 def valid_unicode(text: str) -> str:
-    """Replace every lone surrogate in `text` by '?': keyboards and JSON files may have them, tokenizers refuse them."""
+    """Replace each lone surrogate in `text` by '?': keyboards and JSON files produce them, tokenizers refuse them."""
     return text.encode("utf-8", "replace").decode("utf-8")

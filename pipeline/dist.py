@@ -1,8 +1,8 @@
 """Process group, ranks and the few collectives of the training loops: the only module that imports torch.distributed.
 
-Every function here is called the same number of times on every rank whatever the data (section 8 of
-docs/contribute/design.md).
-Before a collective that other ranks may reach much later, `meet` waits: no timeout ends it, and its ranks beat.
+Every rank calls each function here the same number of times, whatever the data (section 8 of
+docs/contribute/design.md). Call `meet` before a collective that other ranks may reach much later. It has no timeout,
+and its ranks beat.
 """
 
 import os
@@ -57,22 +57,22 @@ class World:
 
 
 def has_gpu() -> bool:
-    """Return whether torch has a GPU to run on; DS_ACCELERATOR=cpu hides the GPUs of this machine."""
+    """Return whether torch has a GPU; DS_ACCELERATOR=cpu hides the GPUs of this machine."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        # Whoever asks torch later gets the same answer. The launcher gives each rank a GPU number, also on a CPU.
+        # Later callers of torch get the same answer. The launcher sets a GPU number for each rank, also on a CPU.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return torch.cuda.is_available()
 
 
 def find_gpu() -> bool:
-    """Do what `has_gpu` does before DeepSpeed is imported, which would else warn that it found nothing better."""
+    """Return `has_gpu()`, and keep DeepSpeed, which is imported later, from warning that it has no accelerator."""
     if not (found := has_gpu()):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return found
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return the rank's CUDA device, or the CPU. Raises EnvironmentFault where the machine has fewer devices."""
+    """Return the rank's CUDA device, or the CPU. Raises EnvironmentFault if the machine has fewer devices."""
     if not find_gpu():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -89,7 +89,7 @@ def start(*, timeout_s: int) -> World:
     Raises:
         EnvironmentFault: fewer devices than ranks, the port is in use, or rank 0 cannot be reached.
     """
-    # DeepSpeed calls collectives by their old names, thousands of times; peft reads old attributes.
+    # DeepSpeed calls deprecated names of collectives thousands of times; peft reads deprecated attributes.
     warnings.filterwarnings("ignore", category=FutureWarning)
     rank, size, local_rank = read_environment()
     device = pick_device(local_rank)
@@ -125,19 +125,19 @@ def join(device: torch.device, timeout: timedelta) -> None:
 
 
 def on_loopback() -> bool:
-    """Return whether all ranks are on this machine and not torchrun's, which has a store of its own."""
+    """Return whether all ranks are on this machine and torchrun did not start them, which has its own store."""
     address = os.environ["MASTER_ADDR"]
     local = address == "localhost" or address.startswith("127.")
     return local and not has_agents_store()
 
 
 def has_agents_store() -> bool:
-    """Return whether torchrun's agent holds the rendezvous store of its ranks."""
+    """Return whether torchrun's agent provides the rendezvous store of its ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def network_store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return torch's rendezvous store, of torchrun's agent or of rank 0, before the other ranks have come."""
+    """Return torch's rendezvous store, from torchrun's agent or rank 0, before the other ranks have joined."""
     is_agents = has_agents_store()
     is_master = rank == 0 and not is_agents
     return dist.TCPStore(
@@ -146,7 +146,8 @@ def network_store(host: str, port: int, rank: int, size: int, timeout: timedelta
 
 
 def loopback_store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a rendezvous store on the loopback interface; torch's own listens on all interfaces. Port 0: any free."""
+    """Return a rendezvous store on the loopback interface only; torch's listens on all interfaces. Port 0: any free
+    one."""
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -175,7 +176,7 @@ def listening_socket(port: int) -> socket.socket:
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
-    """Return whether `error` only tells that another rank has failed or ended."""
+    """Return whether `error` only reports that another rank has failed or ended."""
     if isinstance(error, PeerError | dist.DistError):
         return True
     return world_size() > 1 and isinstance(error, RuntimeError) and bool(PEER_GONE.search(str(error)))
@@ -183,7 +184,7 @@ def follows_from_another_rank(error: BaseException) -> bool:
 
 def finish() -> None:
     """Leave the process group of several ranks. Without the barrier, a rank that ends first aborts the others."""
-    if world_size() > 1:  # DeepSpeed does not forget a group: that of one rank is used by this process's next run
+    if world_size() > 1:  # DeepSpeed keeps its group: the next run in this process reuses that of one rank
         meet()
         dist.barrier()
         dist.destroy_process_group()
@@ -221,7 +222,7 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """Gather (n, ...) of every rank, equal shapes everywhere, as (ranks * n, ...) in rank order on every rank."""
     if world_size() == 1:
         return rows
-    # gloo and nccl do not gather booleans alike; bytes work on both.
+    # gloo and nccl gather booleans differently; bytes work on both.
     numbers = rows.to(torch.uint8) if rows.dtype == torch.bool else rows
     parts = [torch.empty_like(numbers) for _ in range(world_size())]
     dist.all_gather(parts, numbers.contiguous())
@@ -234,7 +235,7 @@ def in_row_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         parts: of each of this rank's batches (B, C); the last column is above 0 for a row, 0 for padding.
     """
-    # rank_slices deals rows out batch by batch, so batch k of all ranks in rank order is a run of rows.
+    # rank_slices deals out rows batch by batch, so batch k of all ranks in rank order is a range of consecutive rows.
     table = torch.cat([gather_rows(part) for part in parts]).cpu()
     return table[table[:, -1] > 0]
 
@@ -248,7 +249,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def broadcast_bytes(data: bytes, count: int, *, source: int) -> bytes:
-    """Return the `count` bytes that rank `source` gives, on every rank."""
+    """Return the `count` bytes of rank `source`'s data, on every rank."""
     on_gpu = dist.get_backend() == "nccl"
     values = torch.frombuffer(bytearray(data or count), dtype=torch.uint8)
     values = values.to(torch.device("cuda" if on_gpu else "cpu"))
@@ -257,7 +258,7 @@ def broadcast_bytes(data: bytes, count: int, *, source: int) -> bytes:
 
 
 class RankGroup:
-    """A group of `size` neighbouring ranks that this one belongs to. Making one is a collective over all ranks."""
+    """A group of `size` neighbouring ranks that this one belongs to. Its creation is a collective over all ranks."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, rank() % size
@@ -288,7 +289,7 @@ class RankGroup:
         return largest
 
     def check_same(self, values: torch.Tensor) -> None:
-        """Raise RuntimeError on all ranks of the group unless they hold equal integers."""
+        """Raise RuntimeError on all ranks of the group unless their integers are equal."""
         if self.size > 1 and not torch.equal(self.largest(values), -self.largest(-values)):
             raise RuntimeError("the ranks that generate together have drawn different tokens")
 
@@ -298,7 +299,7 @@ class RankGroup:
 
 
 def meet() -> None:
-    """Wait until every rank is here, however long that takes: collectives that follow are then short.
+    """Wait, without a timeout, until every rank is here, so that the collectives that follow are short.
 
     The ranks poll a counter in the rendezvous store and beat, so that neither --process-group-timeout-s nor
     --rank-timeout-s ends the wait.
@@ -320,8 +321,8 @@ def on_main(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 only, while the others wait in `meet`; its result, or its error, reaches every rank.
 
     Raises:
-        RunError: what `work` raised, on every rank.
-        PeerError: `work` raised something else on rank 0, where that is raised.
+        RunError: raised by `work`; raised again on every rank.
+        PeerError: on the other ranks, if `work` raised another error on rank 0.
     """
     return _on_workers(work, is_worker=is_main())
 

@@ -1,4 +1,4 @@
-"""Exit codes of a run, the errors that carry them, lines to a terminal, and words that many lines need."""
+"""Exit codes of a run, the errors that carry them, and functions that print lines to a terminal."""
 
 import difflib
 import os
@@ -15,7 +15,7 @@ EXIT_DIVERGED = 4
 EXIT_NO_CHECKPOINT = 5
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130  # the shell's convention for SIGINT
-# Lone surrogates, which UTF-8 cannot encode, and characters that make a line read in another direction.
+# Lone surrogates, which UTF-8 cannot encode, and characters that reverse the direction of a line.
 UNSAFE = [*range(0xD800, 0xE000), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 CONTROL = [*range(0x20), *range(0x7F, 0xA0)]
 ESCAPES = {code: f"\\x{code:02x}" for code in CONTROL if chr(code) not in "\n\t"}
@@ -35,7 +35,7 @@ class InputError(RunError):
 
 
 class ContradictionError(InputError):
-    """Values of a stage that are right one by one, and do not go together."""
+    """Values of a stage that are valid one by one, but contradict each other."""
 
 
 class EnvironmentFault(RunError):
@@ -63,9 +63,9 @@ class StoppedRun(RunError):
 
 
 class Interrupted(Exception):
-    """The run is to stop, and what was half done is dropped: a rollout, or the gradients of a step.
+    """The run is to stop; a half-finished rollout or the gradients of a step are dropped.
 
-    error: what the run ends with once it is saved; None: it was asked to stop.
+    error: the error that the run ends with once it is saved; None: a stop was requested.
     """
 
     def __init__(self, error: RunError | None = None) -> None:
@@ -74,12 +74,12 @@ class Interrupted(Exception):
 
 
 def takes_escapes(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal that follows escape sequences."""
+    """Return whether a stream is a terminal that understands escape sequences."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """Tell whether text on a stream has colours: by NO_COLOR never, by FORCE_COLOR always, else on a terminal."""
+    """Return whether text on a stream is coloured: NO_COLOR: never; FORCE_COLOR: always; else on a terminal."""
     return not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or takes_escapes(stream))
 
 
@@ -97,15 +97,15 @@ def printable(text: str) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print lines to stderr; on a terminal they replace the progress bar that a killed rank may have left there."""
-    # Back to the start of the line, erase it, show the cursor.
+    """Print lines to stderr; on a terminal they replace a progress bar that a killed rank may have left."""
+    # Return to the start of the line, erase it, show the cursor.
     left = "\r\x1b[K\x1b[?25h" if takes_escapes(sys.stderr) else ""
     text = "\n".join(painted(printable(line)) for line in lines)
     print(left + text, end="\n" if lines else "", file=sys.stderr, flush=True)
 
 
 def show(*lines: str) -> None:
-    """Print lines to standard output. Here and in `say` no text of a model, a file or a name steers a terminal."""
+    """Print lines to standard output; as in `say`, control characters of models, files and names are escaped."""
     print(*map(printable, lines), sep="\n", end="\n" if lines else "", flush=True)
 
 
@@ -123,8 +123,8 @@ def dashed(name: str) -> str:
 def nearest(name: str, valid: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """Return `; did you mean X?` for the valid name that is nearest to `name`, or an empty string.
 
-    Names that hold all words of `name`, where it has several, are nearer than all others. At the cutoff of two thirds
-    at least half of the longer name's letters are in both. `spell`: how X is written.
+    Names that contain all parts of `name`, if it has several, rank before all others. At the cutoff of two thirds, at
+    least half of the longer name's letters match. `spell`: how X is written.
     """
     names, words = list(valid), set(re.findall(r"[a-z0-9]+", name))
     with_all = [right for right in names if len(words) > 1 and words <= set(re.findall(r"[a-z0-9]+", right))]

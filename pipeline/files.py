@@ -1,6 +1,6 @@
 """Atomic writing of files and folders, hashes of files, and errors of the disk.
 
-A file or folder is written under a temporary name, flushed to disk and renamed, so that it is whole or missing.
+Each file or folder is written under a temporary name, flushed to disk and renamed: it is complete or missing.
 """
 
 import functools
@@ -36,7 +36,7 @@ def flush(path: Path) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically."""
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.unlink(missing_ok=True)  # a link or a FIFO would lead elsewhere
+    temporary.unlink(missing_ok=True)  # writing to a link or a FIFO would write elsewhere
     temporary.write_bytes(content)
     flush(temporary)
     temporary.replace(path)
@@ -53,20 +53,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, {} where there is none that can be read."""
+    """Return the object in a JSON file; {} if it is missing or unreadable."""
     content = read_json(path)
     return content if isinstance(content, dict) else {}
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, None where it cannot be read or is no file: opening a FIFO could wait."""
+    """Return the content of a JSON file; None if it is unreadable or no regular file: opening a FIFO could block."""
     with suppress(OSError, ValueError):
         return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None
     return None
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the content of a JSON text. Raises ValueError, also where it is nested deeper than Python can follow."""
+    """Return the content of a JSON text. Raises ValueError, also if it is nested too deeply for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -77,7 +77,7 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Write a model folder atomically: `fill` writes a temporary one, which is flushed to disk and renamed.
 
     Raises:
-        InputError: `folder` holds other files. EnvironmentFault: it cannot be written; an earlier one stays.
+        InputError: `folder` holds other files. EnvironmentFault: it cannot be written; an earlier folder stays.
     """
     folder = folder.resolve()  # a link to another disk stays a link
     check_replaceable(folder)
@@ -93,7 +93,7 @@ def with_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def replacing(folder: Path, fresh: Path) -> Iterator[None]:
     """Flush `fresh`, which the context fills, and rename it to `folder`; an earlier `folder` is deleted last.
 
-    Its files get the permissions that the umask gives, as `fresh` has: safetensors writes them for their owner alone.
+    Its files get the permissions of `fresh`, by the umask: safetensors makes files readable by their owner only.
 
     Raises:
         EnvironmentFault: the disk refused; `fresh` is deleted, an earlier `folder` stays.
@@ -121,12 +121,12 @@ def replacing(folder: Path, fresh: Path) -> Iterator[None]:
 
 @contextmanager
 def tolerated(what: str) -> Iterator[None]:
-    """Log an OSError of the context once, and go on: the run is worth more than what is written here."""
+    """Log an OSError of the context once, and continue: a failed write here must not end the run."""
     try:
         yield
     except OSError as error:
         if what not in _warned:
-            log.warning("%s cannot be written, training goes on: %s", what, error.strerror or error)
+            log.warning("%s cannot be written, training continues: %s", what, error.strerror or error)
         _warned.add(what)
 
 
@@ -140,12 +140,12 @@ def refused_by_disk(path: Path) -> Iterator[None]:
 
 
 def is_disk_trouble(error: BaseException) -> bool:
-    """Return whether the file system refused: an OSError, or safetensors' error around one."""
+    """Return whether the file system caused an error: an OSError, or safetensors' error around one."""
     return isinstance(error, OSError) or (type(error).__name__ == "SafetensorError" and "os error" in str(error))
 
 
 def cannot_write(path: Path, error: BaseException | str, *, needed: int = 0) -> str:
-    """Return a line that tells where and why writing failed, the bytes needed and the bytes free."""
+    """Return a line that names the path and the reason of a failed write, the bytes needed and the bytes free."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     sizes = f"needs {needed / GIB:.3g} GiB, " if needed else ""
     return f"{path}: cannot be written: {reason} ({sizes}{free_bytes(path) / GIB:.3g} GiB free)"
@@ -162,7 +162,7 @@ def existing(path: Path) -> Path:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise InputError for a folder that is not empty and was not written by this project: saving replaces folders."""
+    """Raise InputError for a non-empty folder that this project did not write: saving replaces whole folders."""
     if not folder.is_dir() or not any(folder.iterdir()) or is_origin(read_json(folder / OURS)):
         return
     others = f"other files ({min(path.name for path in folder.iterdir())}) and no {OURS}"
@@ -172,7 +172,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def is_origin(content: Any) -> bool:
-    """Return whether the content of a file named OURS is ours: a run's, a conversion's, or {} of a merged adapter."""
+    """Return whether the content of a file named OURS was written by a run, by a conversion, or ({}) by a merge."""
     if not isinstance(content, dict):
         return False
     is_of_run = isinstance(content.get("stage"), str) and isinstance(content.get("data"), dict)
@@ -190,7 +190,8 @@ EDGE_BYTES = 1 << 20
 
 
 def model_fingerprint(name_or_path: str) -> str:
-    """Hash a model folder's configuration, and size, head and tail of each weights file; return a hub id as it is.
+    """Hash a model folder's configuration and the size, head and tail of each weights file; a hub id is returned as it
+    is.
 
     Whole weights are not read: 7B parameters would take minutes on every start.
     """
@@ -212,9 +213,9 @@ def model_fingerprint(name_or_path: str) -> str:
 
 @functools.cache
 def warn_of_links(folder: Path) -> None:
-    """Warn once of links below a folder that lead out of it: what they name is read, and may be copied into outputs.
+    """Warn once of links in a folder that lead out of it: their targets are read, and may be copied into outputs.
 
-    Those of a hub's cache lead from a snapshot to its blobs, beside the snapshots.
+    Links of a hub's cache are fine: they lead from a snapshot to its blobs, beside the snapshots.
     """
     top = Path(os.path.realpath(folder))
     own = (top, top.parent.parent / "blobs")
@@ -225,7 +226,7 @@ def warn_of_links(folder: Path) -> None:
 
 
 def has_config(folder: Path) -> bool:
-    """Return True for a model's folder, False also for one that may not be read."""
+    """Return True for a model's folder; False also for a folder without read permission."""
     try:
         return any((folder / name).is_file() for name in CONFIG_FILES)
     except OSError:
@@ -233,7 +234,7 @@ def has_config(folder: Path) -> bool:
 
 
 def own_version() -> str:
-    """Return the version of this project: of the checkout that this runs from, else the installed one."""
+    """Return the version of this project: that of the checkout that runs, else the installed one."""
     import tomllib  # here, since every command imports this file
     from importlib import metadata
 
@@ -242,7 +243,7 @@ def own_version() -> str:
         return str(tomllib.loads(settings.read_text(encoding="utf-8"))["project"]["version"])
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(PROJECT)
-    return "unknown"  # a copy of the packages alone
+    return "unknown"  # only the packages were copied
 
 
 def cache_path(cache_dir: str | None) -> Path:

@@ -1,6 +1,6 @@
-"""Heartbeat of a rank: phase and step in a small file, from which the supervisor recognises a rank that hangs.
+"""Heartbeat of a rank: phase and step in a small file, by which the supervisor detects a rank that hangs.
 
-The loops call `beat`, waiting calls `beat_again`, and work on many rows goes through `RowProgress`, which also logs.
+Loops call `beat`, waiting code calls `beat_again`, and work on many rows goes through `RowProgress`, which also logs.
 Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
 """
 
@@ -63,7 +63,8 @@ def end() -> None:
 
 
 def beat(phase: Phase, step: int) -> None:
-    """Say that this rank lives, in `phase` of `step`; written when the phase changes, else at most twice a second."""
+    """Record that this rank is alive, in `phase` of `step`; written when the phase changes, else at most twice a
+    second."""
     if _heart is None:
         return
     changed = phase != _heart.phase
@@ -73,7 +74,7 @@ def beat(phase: Phase, step: int) -> None:
 
 
 def beat_again() -> None:
-    """Beat in the phase and step of the last beat, from work and waiting that know neither."""
+    """Beat with the phase and step of the last beat, for code that does not know them."""
     if _heart:
         beat(_heart.phase, _heart.step)
 
@@ -95,7 +96,7 @@ def current_phase() -> Phase:
 
 
 def write(heart: Heart) -> None:
-    """Write a beat. A full disk must not end a run: then the beat is lost, and the next one may be written."""
+    """Write a beat. On a full disk the beat is lost and the run continues."""
     heart.written = time.monotonic()
     with suppress(OSError):
         replace_json(heart.file, asdict(Beat(heart.phase, heart.step, time.time())))
@@ -115,16 +116,16 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text beside `file` and rename it, not flushed to disk: a reader finds the old content or the new."""
+    """Write a text beside `file` and rename it, without a flush to disk: a reader gets the old or the new content."""
     beside = file.with_name(f".{file.name}.writing")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)
 
 
 class RowProgress:
-    """Rows that are done, of `total` where it is known; every PROGRESS_INTERVAL_S a line tells number and rate.
+    """Count of finished rows, of `total` if it is known; every PROGRESS_INTERVAL_S it logs their number and rate.
 
-    Where there was such a line, the last row has one, too.
+    If it has logged at all, it logs again after the last row.
     """
 
     def __init__(self, what: str, total: int | None = None) -> None:
@@ -144,7 +145,7 @@ class RowProgress:
             log.info("%s: %s%s rows, %s rows/s", self._what, f"{self._done:,}", self._of, f"{rate:,.0f}")
 
     def counted(self, rows: Iterable[T]) -> Iterator[T]:
-        """Yield `rows`, each of which is done when the next one is asked for."""
+        """Yield `rows`, each of which counts as done when the next one is requested."""
         for row in rows:
             yield row
             self.add(1)

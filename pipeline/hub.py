@@ -1,4 +1,4 @@
-"""Repositories of the hub: ids with revisions, commits that were read, the client's offline mode, uploads of models."""
+"""Repositories of the hub: ids with revisions, commits that were read, offline mode, uploads of models."""
 
 import functools
 import os
@@ -17,14 +17,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONNECT_TIMEOUT_S = 5.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
-# The commit that this process has read of each hub path of data or a model, for the documents of its outputs.
+# Hub path of data or a model -> the commit that this process has read, for the documents of its outputs.
 commits_read: dict[str, str] = {}
 
 
 def split_revision(path: str) -> tuple[str, str | None]:
-    """Split 'org/name@revision' into a hub id and the branch, tag or commit to read; None for a path that names none.
+    """Split 'org/name@revision' into a hub id and the branch, tag or commit to read; None if the path names none.
 
-    An existing path of this machine has no revision, whatever its name.
+    An existing path on this machine has no revision, whatever its name.
     """
     name, _, revision = path.partition("@")
     if not revision or not HUB_ID.fullmatch(name) or Path(path).exists():
@@ -34,7 +34,7 @@ def split_revision(path: str) -> tuple[str, str | None]:
 
 @functools.cache
 def is_reachable() -> bool:
-    """Return True if the hub can be reached, by a proxy perhaps, and the client is not in offline mode."""
+    """Return True if the hub can be reached, directly or by a proxy, and the client is not in offline mode."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in PROXIES):
@@ -50,7 +50,7 @@ def is_reachable() -> bool:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keep the hub's client in offline mode in the body: it reads its cache or fails at once."""
+    """Put the hub's client in offline mode inside the context: it reads its cache or fails at once."""
     import datasets
     from huggingface_hub import constants
 
@@ -63,7 +63,7 @@ def offline() -> Iterator[None]:
 
 
 def go_offline_without_network() -> None:
-    """Switch the hub's client to offline mode where the hub cannot be reached: it reads its cache or fails at once."""
+    """Put the hub's client in offline mode if the hub cannot be reached: it reads its cache or fails at once."""
     import datasets
     from huggingface_hub import constants
 
@@ -73,7 +73,7 @@ def go_offline_without_network() -> None:
 
 
 def check_push(repository: str) -> None:
-    """Raise EnvironmentFault where --push-to-hub could not upload to a `repository`; an empty one asks for nothing."""
+    """Raise EnvironmentFault if --push-to-hub could not upload to `repository`; an empty name requests no upload."""
     from huggingface_hub import constants, get_token
 
     if not repository:
@@ -87,9 +87,9 @@ def check_push(repository: str) -> None:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload a model folder to a `repository`, which is made private where there is none; return its address.
+    """Upload a model folder to `repository`, which is created as private if it is missing; return its address.
 
-    Raises EnvironmentFault, with the command that uploads it by hand, for whatever the client or the hub refuses.
+    Raises EnvironmentFault, with the command to upload by hand, for any error of the client or the hub.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -103,7 +103,7 @@ def push(folder: Path, repository: str) -> str:
             client.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, run_as_future=True)
         )
     except Exception as error:  # the client's, its HTTP library's, or the disk's
-        reason = re.sub("[^ -~]+", " ", f"{type(error).__name__}: {error}")[:300]  # the hub's words, for a terminal
+        reason = re.sub("[^ -~]+", " ", f"{type(error).__name__}: {error}")[:300]  # safe for a terminal
         by_hand = shlex.join(["hf", "upload", repository, str(folder), ".", "--private"])
         raise EnvironmentFault(
             f"--push-to-hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"

@@ -1,6 +1,6 @@
-"""Names of the files by which folders of this project are recognised.
+"""Names of the files that identify folders of this project.
 
-Whoever looks at a folder (data sources, checks of inputs and outputs) finds them here. Imports nothing.
+Data sources and checks of inputs and outputs read them here. Imports nothing.
 """
 
 OURS = "training_config.json"  # every model folder of this project has one

@@ -61,7 +61,7 @@ def batches_in_words(halved: Halved, *phases: str) -> str:
 
 def batch_in_words(phase: str, requested: int, size: int) -> str:
     if phase == KEPT_CACHE:
-        return "the KV cache given back after each rollout"
+        return "the KV cache freed after each rollout"
     name = dashed(BATCH_FLAGS[phase]) if phase in BATCH_FLAGS else f"tokens at once ({phase})"
     return f"{name} {size} instead of {requested}"
 

@@ -24,17 +24,17 @@ LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}
 # Counters of out-of-memory kills: this container's, else the machine's.
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
-PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`, at whose death the supervisor stops
+PARENT = "RLHF_TRAIN_PID"  # variable with the process id of an `rlhf train`; the supervisor stops when that dies
 WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose standard input is a pipe; see `wait_for_go`
-# Variable of the ranks of `rlhf train`: `2/3 340`, the stage's place among those that it runs, and the seconds that the
-# later ones took when they last ran, where all have.
+# Variable of the ranks of `rlhf train`, such as `2/3 340`: the index of the stage among those that run, and the seconds
+# that the later stages took last time, if all are known.
 PIPELINE = "RLHF_PIPELINE"
-REPEAT_S = 2.0  # a signal within this time of the first is the same one: terminals and schedulers send several
+REPEAT_S = 2.0  # a signal this soon after the first is a repeat: terminals and schedulers send several
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as last seen.
+    """A process at the time of the last read.
 
     pid: id of the process.
     status: psutil's word for its state.
@@ -56,13 +56,13 @@ class Process:
 
 
 def python_environment() -> dict[str, str]:
-    """Return the environment of this process for another Python, which imports this project first of all."""
+    """Return the environment for a child Python process that imports this project before any other."""
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def read_process(pid: int) -> Process | None:
-    """Return the process of this number; None if there is none, or only one that its parent has not collected yet."""
+    """Return the process with this id; None if there is none, or if it is a zombie."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
         with process.oneshot():
@@ -77,7 +77,7 @@ def is_alive(pid: int) -> bool:
 
 
 def in_sessions(sessions: Collection[int]) -> Iterator[Process]:
-    """Yield the processes that the leaders of these sessions started, directly or not, and that did not leave them."""
+    """Yield all descendants of these session leaders that are still in the sessions."""
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) in sessions and (process := read_process(pid)):
@@ -85,7 +85,7 @@ def in_sessions(sessions: Collection[int]) -> Iterator[Process]:
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
-    """Send SIGKILL to all of the sessions, until only processes are left that the kernel holds back (a dead disk)."""
+    """Send SIGKILL to the sessions until only processes remain that the kernel blocks (on a dead disk)."""
     end = time.monotonic() + 5.0
     while (members := list(in_sessions(sessions))) and time.monotonic() < end:
         for process in members:
@@ -94,13 +94,13 @@ def kill_sessions(sessions: Collection[int]) -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process that may be gone already."""
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def is_of_train() -> bool:
-    """Tell whether an `rlhf train` started this process."""
+    """Return whether an `rlhf train` started this process."""
     return os.environ.get(PARENT) == str(os.getppid())
 
 
@@ -148,7 +148,7 @@ def memory_of_machine() -> int:
 def memory_limits() -> Iterator[int]:
     """Yield the memory limits in bytes of this process's cgroups and of their parents, in versions 1 and 2.
 
-    In a container the path may be that of the host, and only the top folder may exist: it is the container's own.
+    In a container the path may be the host's, and only the top folder may exist: that is the container's own.
     """
     lines = []
     with suppress(OSError):
@@ -165,9 +165,9 @@ def memory_limits() -> Iterator[int]:
 
 
 def peak_memory() -> int:
-    """Return the largest resident memory of this process so far in bytes; 0 if the kernel does not tell.
+    """Return the largest resident memory of this process so far in bytes; 0 if the kernel does not report it.
 
-    Not getrusage's, which a process keeps of the one that it was forked from.
+    getrusage is not used: its value is inherited from the process that forked this one.
     """
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
@@ -177,7 +177,7 @@ def peak_memory() -> int:
 
 
 def num_oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for memory so far; 0 if it does not tell."""
+    """Return the number of processes that the kernel has killed for memory so far; 0 if it does not report it."""
     for file in OOM_COUNTERS:
         with suppress(OSError, ValueError):
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -186,16 +186,16 @@ def num_oom_kills() -> int:
     return 0
 
 
-REPEAT_LIMIT_S = 1.0  # after a time limit: an exception is lost where Python calls it from a finalizer
+REPEAT_LIMIT_S = 1.0  # interval of repeated alarms: Python drops an exception that is raised in a finalizer
 
 
 class TimeLimitError(BaseException):
-    """The time limit of a call is over. No Exception: a library that goes on after one, as jinja does, would eat it."""
+    """The time limit of a call is over. Not an Exception: libraries such as jinja catch those and continue."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body after `seconds`. Without effect outside the main thread, which gets signals."""
+    """Raise TimeLimitError in the body after `seconds`. Does nothing outside the main thread, which gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -226,13 +226,13 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 class Signals:
-    """The first and second SIGINT, SIGTERM or SIGHUP to this process, kept until the job's loop asks."""
+    """The first and second SIGINT, SIGTERM or SIGHUP to this process, stored until the job's loop reads them."""
 
     def __init__(self) -> None:
         self.first: float | None = None
         self.second: int | None = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored, and means it.
+            # nohup makes the process ignore SIGHUP; that stays.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
 

@@ -1,6 +1,6 @@
-"""Counter-based random numbers: every number is a pure function of what it is for; there is no generator state.
+"""Counter-based random numbers: each number is a pure function of its purpose; there is no generator state.
 
-So a rollout's numbers do not depend on the number of ranks, the batch a prompt lands in, or a restart.
+So the numbers of a rollout do not depend on the number of ranks, the batch of a prompt, or a restart.
 
 The function is Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), which maps four
 32-bit counter words and two 32-bit key words to four random words. The layout is a contract with any kernel:
@@ -49,8 +49,8 @@ def uniforms(
     """Return float64 numbers in the open interval (0, 1), one for each (prompt id, sample index, position).
 
     The three are int64 and broadcast: (N,) with an int position gives (N,); (N, 1) with positions (T,) gives (N, T),
-    which draws a block of decode steps in one call. That is worth doing on a GPU, where the range check waits for the
-    device. Numbers of different purposes ("rollout", "eval", ...) are independent. Raises ValueError out of range.
+    which draws a block of decode steps in one call (on a GPU, one range check waits for the device, not T). Numbers of
+    different purposes ("rollout", "eval", ...) are independent. Raises ValueError out of range.
     """
     if not isinstance(position, Tensor):
         position = torch.tensor(position, device=prompt_ids.device)
@@ -82,7 +82,7 @@ def key_and_stream(seed: int, purpose: str, epoch: int, prompt_id: int, sample_i
 def permutation(n: int, *, seed: int, purpose: str, epoch: int) -> Tensor:
     """Return a random order of 0..n-1, (n,) int64 on the CPU: indices sorted by their uniform, ties by index.
 
-    Index i takes the place of the prompt id, so a purpose of its own ("shuffle") keeps it apart from `uniforms`.
+    Index i is used as the prompt id; a separate purpose ("shuffle") makes the numbers independent of `uniforms`.
     """
     drawn = uniforms(
         seed=seed, purpose=purpose, epoch=epoch, prompt_ids=torch.arange(n), sample_index=torch.tensor(0), position=0
@@ -91,12 +91,12 @@ def permutation(n: int, *, seed: int, purpose: str, epoch: int) -> Tensor:
 
 
 def derive_key(seed: int, purpose: str) -> int:
-    """Return the 64-bit Philox key of (seed, purpose); a hash, so that neighbouring seeds share nothing."""
+    """Return the 64-bit Philox key of (seed, purpose); a hash, so that neighbouring seeds are independent."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest(), "little")
 
 
 def words_to_uniform(first: Tensor, second: Tensor) -> Tensor:
-    """Map 52 random bits to a float64 in (0, 1), the centre of one of 2**52 cells; a 53rd bit would round up to 1."""
+    """Map 52 random bits to a float64 in (0, 1), the centre of one of 2**52 cells; 53 bits could round up to 1."""
     bits = (first >> 6 << 26) | (second >> 6)
     return (bits.double() + 0.5) * 2.0**-52
 

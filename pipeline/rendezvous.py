@@ -1,7 +1,7 @@
-"""The launcher's variables of a rank, and the wait for the other ranks before a process group is made.
+"""The launcher's variables of a rank, and the wait for the other ranks before the process group is created.
 
-The wait is in Python: torch's own is silent and deaf to signals. Ranks are counted in the rendezvous store, and lines
-tell who is missing, ever more rarely. Imports no torch.
+The wait is in Python, since torch's own logs nothing and ignores signals. Ranks are counted in the rendezvous store;
+log lines name missing ranks, at doubling intervals. Imports no torch.
 """
 
 import logging
@@ -18,25 +18,25 @@ from pipeline.heartbeat import beat_again
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-HERE = "rlhf/here"  # a counter in the store: the ranks that have come. Each has a counter of its own, too
-FIRST_LINE_S = 10.0  # each later line takes twice as long as the one before
+HERE = "rlhf/here"  # counter in the store: ranks that have arrived; each rank has its own counter too
+FIRST_LINE_S = 10.0  # each later line waits twice as long as the one before
 POLL_S = 0.2
 CONNECT_S = 5.0
-NAMED = 8  # most missing ranks that are named
-# Variables of launchers that are numbers -> the least that each may be.
+NAMED = 8  # maximum number of missing ranks that a line names
+# Numeric variables of launchers -> the least value of each.
 NUMBERS = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "SLURM_NTASKS": 1}
 NUMBERS |= {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 0}
-LEAST_FILES = 64  # that a process may hold open: fewer do not suffice for libraries and a group of ranks
+LEAST_FILES = 64  # minimum of open files: libraries and a process group need this many
 SET_BY = "the launcher of the ranks sets it; unset it for a run of one rank"
 OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment() -> None:
-    """Raise EnvironmentFault for variables of launchers that cannot be, alone or together, and for too few files."""
+    """Raise EnvironmentFault for invalid or contradictory launcher variables, and for too few open files."""
     if 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < LEAST_FILES:  # RLIM_INFINITY is -1
-        raise EnvironmentFault(f"{limit} open files are allowed, a run needs {LEAST_FILES}; give `ulimit -n 1024`")
+        raise EnvironmentFault(f"{limit} open files are allowed, expected {LEAST_FILES} or more; run `ulimit -n 1024`")
     if (name := os.environ.get("DS_ACCELERATOR", "cpu")) not in ("cpu", "cuda"):
-        raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, expected cpu or cuda; unset, it is what the machine has")
+        raise EnvironmentFault(f"DS_ACCELERATOR is {name!r}, expected cpu or cuda; unset, the machine decides")
     for name, least in NUMBERS.items():
         text = os.environ.get(name, "1")
         if not (text.isascii() and text.isdecimal() and len(text) <= 5 and least <= int(text) <= 65535):
@@ -48,12 +48,12 @@ def check_environment() -> None:
 
 
 def is_alone() -> bool:
-    """Return True for a run that no launcher has started."""
+    """Return True if no launcher started this run."""
     return "RANK" not in os.environ and num_ranks() == 1
 
 
 def check_launched() -> None:
-    """Raise EnvironmentFault where only some of the variables of a rank are set."""
+    """Raise EnvironmentFault if only some of a rank's variables are set."""
     missing = [name for name in OF_A_RANK if name not in os.environ]
     if missing and not is_alone():
         names = ", ".join(name for name in OF_A_RANK if name not in missing)
@@ -63,7 +63,7 @@ def check_launched() -> None:
 def read_environment() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) of the launcher's environment; else a world of one."""
     if is_alone():
-        # Port 0 is any free one, taken as it is found: another process cannot take it in between.
+        # Port 0 is any free port, bound at once, so that no other process can take it.
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT="0")
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -79,7 +79,7 @@ def local_size() -> int:
 
 
 def own_slots() -> list[int]:
-    """Return the ranks of each machine of this run, as if the others had as many as this one."""
+    """Return the number of ranks on each machine of this run, if all have as many as this one."""
     ranks, here = num_ranks(), local_size()
     hosts, rest = divmod(ranks, here)
     return [here] * hosts + [rest] * bool(rest)
@@ -102,8 +102,8 @@ def wait_for_port(host: str, port: int, timeout_s: float) -> None:
 
 
 def wait_for_ranks(store: Any, rank: int, size: int, *, address: str, timeout_s: float) -> None:
-    """Wait until all ranks have come to the rendezvous store `store`. Raises EnvironmentFault after `timeout_s`."""
-    if store.add(f"{HERE}/{rank}", 1) == 1:  # one that was started again is counted once
+    """Wait until all ranks have joined the rendezvous store. Raises EnvironmentFault after `timeout_s`."""
+    if store.add(f"{HERE}/{rank}", 1) == 1:  # a restarted rank is counted once
         store.add(HERE, 1)
 
     def missing() -> str:
@@ -115,9 +115,9 @@ def wait_for_ranks(store: Any, rank: int, size: int, *, address: str, timeout_s:
 
 
 def wait(is_there: Callable[[], bool], missing: Callable[[], str], timeout_s: float) -> None:
-    """Poll and beat until `is_there`; lines say what is `missing`. Raises EnvironmentFault after `timeout_s`."""
+    """Poll and beat until `is_there`; log what is `missing`. Raises EnvironmentFault after `timeout_s`."""
     start, pause_s, line_s = time.monotonic(), 0.001, FIRST_LINE_S
-    # The first rank of each machine speaks to its user.
+    # The first rank of each machine logs for its user.
     level = logging.INFO if os.environ.get("LOCAL_RANK", "0") != "0" else logging.WARNING
     while not is_there():
         waited_s = time.monotonic() - start

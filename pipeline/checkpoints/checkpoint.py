@@ -191,7 +191,7 @@ def attempt(write: Callable[[], None]) -> bool:
     try:
         write()
     except EnvironmentFault as error:
-        log.warning("not saved, training goes on: %s", error)
+        log.warning("not saved, training continues: %s", error)
         return False
     return True
 

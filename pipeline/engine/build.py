@@ -38,9 +38,9 @@ from pipeline.tensor_ops import gather_log_probs
 log = logging.getLogger(__name__)
 
 Trained = CausalLM | Seq2SeqLM | TokenValueModel
-# peft's names of what a model is for.
+# peft's names of a model's task.
 TASKS = {CausalLM: "CAUSAL_LM", Seq2SeqLM: "SEQ_2_SEQ_LM", TokenValueModel: "SEQ_CLS"}
-# Tokens whose log-probabilities are compared with transformers' own.
+# Number of tokens whose log-probabilities are compared with transformers' own.
 NUM_PROBED = 4
 
 
@@ -65,7 +65,7 @@ def placement(run: Run) -> Placement:
 
 
 def engine_jsons(run: Run) -> dict[str, Json]:
-    """Return the DeepSpeed JSON of each engine of a run, made at the first call.
+    """Return the DeepSpeed JSON of each engine of a run, created at the first call.
 
     Raises:
         InputError: settings that contradict each other.
@@ -76,7 +76,7 @@ def engine_jsons(run: Run) -> dict[str, Json]:
 
 
 def start_engines(run: Run) -> None:
-    """Start DeepSpeed in the memory that the run may take, before any data are read.
+    """Start DeepSpeed, within the run's limit of GPU memory, before any data are read.
 
     Raises:
         InputError: engine settings that contradict each other.
@@ -91,7 +91,7 @@ def start_engines(run: Run) -> None:
 def language_model_engine(run: Run, source: ModelSource, model: ModelConfig, *, name: str = "model") -> TrainingEngine:
     """Load a decoder or an encoder-decoder model and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
 
-    `name` is the engine's in `engine_jsons`.
+    `name` is the engine's key in `engine_jsons`.
     """
     ds_json = engine_jsons(run)[name]
     with partitioned_loading(ds_json, source):
@@ -100,7 +100,7 @@ def language_model_engine(run: Run, source: ModelSource, model: ModelConfig, *, 
 
 
 def start_language_model(source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
-    """Load the language model that training starts from; with LoRA, the adapter in its folder goes on."""
+    """Load the language model that training starts from; with LoRA, training continues the adapter in its folder."""
     loaded = load_language_model(source, **load_settings(model, dtype), merged=not model.lora_dim)
     return (Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM)(loaded)
 
@@ -118,9 +118,9 @@ def value_model_engine(
     """Load a model with a scalar head and put it under DeepSpeed, with LoRA if `lora_dim` is not 0.
 
     Args:
-        name: the engine's in `engine_jsons`.
+        name: the engine's key in `engine_jsons`.
         new_head: start from a language model, with a head drawn from the run's seed.
-        head_std: of a new head's weights, as for `initialise_head`.
+        head_std: standard deviation of a new head's weights, as for `initialise_head`.
         normalised: as for `start_value_model`.
     """
     ds_json = engine_jsons(run)[name]
@@ -137,7 +137,8 @@ def start_value_model(
     """Load the model with a scalar head that training starts from; a new head is not drawn yet.
 
     Args:
-        normalised: values are on the scale of scores normalised by the constants that are saved with the model.
+        normalised: True if values are on the scale of normalised scores, by the constants that are saved with the
+        model.
     """
     merged = new_head or not model.lora_dim
     loaded = load_reward_model(source, **load_settings(model, dtype), new_head=new_head, merged=merged)
@@ -149,7 +150,7 @@ def start_value_model(
 def frozen_engine(
     run: Run, load: Callable[..., nn.Module], source: ModelSource, model: ModelConfig, *, name: str
 ) -> FrozenEngine:
-    """Load a model that is only read, with flags of its trained twin; `name` is the engine's in `engine_jsons`."""
+    """Load a frozen model with the flags of the model that is trained; `name` is the engine's key in `engine_jsons`."""
     ds_json, settings = engine_jsons(run)[name], run.resolved.config.deepspeed
     with partitioned_loading(ds_json, source):
         loaded = load(source, **load_settings(model, weights_dtype(run)))
@@ -189,7 +190,9 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
     gather = config.deepspeed.zero3_gather
     states = optimizer.optimizer_states
     if states == "8bit":
-        log.warning("AdamW's moments have 8 bits, those of embeddings too, which some models do not bear: see the loss")
+        log.warning(
+            "AdamW's moments have 8 bits, those of embeddings too, with which some models diverge; see the loss"
+        )
     engine = TrainingEngine(
         module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather, states=states
     )
@@ -201,11 +204,12 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
 
 @torch.no_grad()
 def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
-    """Refuse a decoder, loaded from `path`, whose log-probabilities are not those of transformers' own forward pass.
+    """Raise InputError for a decoder from `path` whose log-probabilities differ from those of transformers' forward
+    pass.
 
-    Its logits are made piece by piece from the backbone's output (`causal_lm.py`). An architecture may have more
-    between the two than its head and what `LogitScaling` knows. Types that the tests train are not looked at, nor
-    are weights on a disk. A collective under ZeRO-3.
+    `causal_lm.py` computes logits piece by piece from the backbone's output. Between the two, an architecture may have
+    more than its head and what `LogitScaling` knows. Types that the tests train are not checked, nor weights on a disk.
+    A collective under ZeRO-3.
     """
     module = engine.module
     if not isinstance(module, CausalLM) or module.config.model_type in TESTED_TYPES:
@@ -223,16 +227,16 @@ def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
     error = (found - gather_log_probs(logits, ids[:, 1:])).abs().max()
     if error > 1e-4 + 4 * torch.finfo(logits.dtype).eps * logits.abs().max():
         raise InputError(
-            f"{path}: {module.config.model_type} makes its logits in a way that is not known here (not by its head and "
+            f"{path}: {module.config.model_type} computes its logits in an unknown way (not by its head and "
             "a scale or soft cap in config.json alone); take another model"
         )
 
 
 def add_adapters(run: Run, module: Trained, model: ModelConfig) -> None:
-    """Put LoRA layers into `module` as configured; without them, all of its parameters are trained."""
+    """Add LoRA layers to `module` as configured; without LoRA, all of its parameters are trained."""
     config = run.resolved.config
     if is_lora(module.model):
-        log.info("%s: training goes on with its adapter, whatever --lora-dim says", model.model_name_or_path)
+        log.info("%s: training continues its adapter; --lora-dim has no effect", model.model_name_or_path)
         if not config.deepspeed.only_optimize_lora:
             unfreeze(module.model)
     elif model.lora_dim:

@@ -1,7 +1,8 @@
-"""AdamW of bitsandbytes, whose moments have 8 bits, and those moments as the fp32 tensors of a checkpoint.
+"""AdamW of bitsandbytes, whose moments have 8 bits, and its moments as fp32 tensors for checkpoints.
 
-256 neighbours of a flattened tensor share a scale, their largest absolute value; the codes index a table of 256 shares
-of it. A checkpoint holds the values and, for a resume that cuts tensors alike, the scales: with them the codes return.
+256 neighbours of a flattened tensor share a scale, their largest absolute value; the codes index a table of 256
+fractions of it. A checkpoint has the values, and the scales for a resume that shards tensors in the same way: with them
+the codes are restored exactly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ PLACES = {"exp_avg": "1", "exp_avg_sq": "2"}  # numbers of the moments in bitsan
 
 
 def adamw_8bit(groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """Make an AdamW with moments in 8 bits; those of tensors below 4,096 elements are in fp32."""
+    """Create an AdamW with moments in 8 bits; moments of tensors below 4,096 elements are in fp32."""
     from bitsandbytes.optim import AdamW8bit
 
     optimizer: torch.optim.Optimizer = AdamW8bit(list(groups), betas=betas, eps=eps)
@@ -24,7 +25,7 @@ def adamw_8bit(groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float
 
 
 def moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return AdamW's moments of a tensor in fp32, by their names: views, or on the CPU what 8 bits stand for."""
+    """Return AdamW's moments of a tensor in fp32, by their names: views, or values decoded from 8 bits on the CPU."""
     if "state1" not in state:
         return {kind: state[kind] for kind in PLACES if kind in state}
     return {kind: state[f"state{n}"] if f"qmap{n}" not in state else values_of(state, n) for kind, n in PLACES.items()}
@@ -37,7 +38,7 @@ def values_of(state: Mapping[str, Any], place: str) -> Tensor:
 
 
 def scales(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the scales of both moments, one for each block; {} where they are in fp32."""
+    """Return the scales of both moments, one for each block; {} if the moments are in fp32."""
     return {kind: state[f"absmax{n}"] for kind, n in PLACES.items() if f"absmax{n}" in state}
 
 
@@ -53,7 +54,7 @@ def start_state(optimizer: Any, master: Tensor, step: int) -> dict[str, Any]:
 
 
 def restore_moment(state: dict[str, Any], kind: str, values: Tensor, scales: Tensor | None) -> None:
-    """Set one moment to fp32 `values`, rounded to 8 bits by `scales`, or by those of the values themselves."""
+    """Set one moment to fp32 `values`, rounded to 8 bits by `scales`; None: by scales computed from the values."""
     place = PLACES[kind]
     if f"qmap{place}" not in state:
         state[f"state{place}"].view(-1).copy_(values)

@@ -1,7 +1,7 @@
 """Fragments of parameters on disk: each rank's part of a tensor, by the tensor's name and the part's position.
 
-A reader asks for a range of elements by name and position, for any number of ranks that wrote and any partitioning; so
-a checkpoint fits another number of ranks and another ZeRO stage. Files are safetensors: no pickle is read or written.
+A reader requests a range of elements by name and position, whatever the number of ranks and the partitioning that wrote
+it. So a checkpoint fits any number of ranks and any ZeRO stage. Files are safetensors: no pickle is read or written.
 """
 
 import json
@@ -22,7 +22,7 @@ PIECE = 2**24  # elements that are copied from a device at a time
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """`values` (n,) are the elements start, ..., start + n - 1 of the flattened tensor `name`; mostly a view."""
+    """`values` (n,) are the elements start, ..., start + n - 1 of the flattened tensor `name`; usually a view."""
 
     name: str
     start: int
@@ -30,9 +30,9 @@ class Fragment:
 
 
 def write_fragments(path: Path, fragments: list[Fragment]) -> None:
-    """Write this rank's fragments, at most one of each name, as one safetensors file, and empty the list meanwhile.
+    """Write this rank's fragments, at most one of each name, as one safetensors file; the list is emptied meanwhile.
 
-    Beside the fragments it takes memory for a piece of one of them: safetensors' own writer wants copies of all.
+    It needs memory for a piece of one fragment besides the fragments; safetensors' own writer needs copies of all.
 
     Raises:
         OSError: the file cannot be written.
@@ -54,7 +54,7 @@ def write_fragments(path: Path, fragments: list[Fragment]) -> None:
 
 
 class FragmentReader:
-    """Reader of any range of any tensor from the files that all ranks wrote."""
+    """A reader of any range of any tensor from the files that all ranks wrote."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
@@ -72,7 +72,7 @@ class FragmentReader:
         """Fill `out` (n,) with the elements start, ..., start + n - 1 of the flattened tensor `name`.
 
         Raises:
-            CheckpointError: the files do not hold all of them.
+            CheckpointError: the files lack some of them.
         """
         filled = 0
         for begin, numel, opened in self._parts.get(name, ()):

@@ -1,4 +1,4 @@
-"""Norms of parts of a step's gradient: a random projection of each part, since one buffer holds their sum alone."""
+"""Norms of parts of a step's gradient, by random projections: the gradient buffer has only the sum of the parts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ from torch.nn import functional
 from pipeline.dist import sum_over_ranks, world_size
 from pipeline.models.partitions import whole_numel
 
-# Numbers of a projection; the standard error of the norm is 1 / sqrt(2 * SIZE), 0.14 %.
+# Size of a projection; the standard error of the norm is 1 / sqrt(2 * SIZE), 0.14 %.
 SIZE = 1 << 18
 CHUNK = 1 << 24  # elements of a gradient that are projected at a time
 
 
 class GradientSketch:
-    """A random projection of the gradient that some backward passes make, whose norm estimates that gradient's.
+    """A random projection of the gradient of some backward passes; its norm estimates the norm of that gradient.
 
-    Every element is added with a random sign to one of SIZE numbers. So projections add up as gradients do, over
-    micro-batches and ranks, whatever ZeRO partitions: it needs no second backward pass, no copy of the gradients, and
-    only SIZE numbers are exchanged. It takes each micro-batch's gradients when they are made, before DeepSpeed does.
+    Every element is added with a random sign to one of SIZE numbers. So projections add up like gradients, over
+    micro-batches, ranks and ZeRO partitions. It needs no second backward pass and no copy of the gradients; ranks
+    exchange SIZE numbers. It reads each micro-batch's gradients before DeepSpeed does.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, device: torch.device, loss_scale: float) -> None:
@@ -32,7 +32,7 @@ class GradientSketch:
 
     @contextmanager
     def added(self) -> Iterator[None]:
-        """Add the gradients of the backward passes inside."""
+        """Add the gradients of the backward passes inside the context."""
         hooks = [one.register_hook(partial(self._add, number)) for number, one in enumerate(self._parameters)]
         try:
             yield
@@ -41,13 +41,13 @@ class GradientSketch:
                 hook.remove()
 
     def _add(self, number: int, gradient: Tensor) -> None:
-        """Add the gradient of a parameter, with signs that its number decides: the same on all ranks."""
+        """Add the gradient of a parameter; its number seeds the signs, so that they are the same on all ranks."""
         generator, own = torch.Generator(gradient.device).manual_seed(number), torch.zeros_like(self._sums)
         for part in gradient.detach().flatten().split(CHUNK):
             signs = torch.randint(2, part.shape, generator=generator, dtype=torch.int8, device=part.device)
             signed = functional.pad(part.float() * (2 * signs - 1), (0, -len(part) % SIZE))
             own += signed.view(-1, SIZE).sum(0)
-        self._sums += own.roll(self._starts[number])  # else all small parameters would share the first numbers
+        self._sums += own.roll(self._starts[number])  # else all small parameters would add to the first numbers
 
     def norm(self) -> float:
         """Return the estimate of the L2 norm of the gradient, averaged over ranks. A collective."""

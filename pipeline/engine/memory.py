@@ -1,6 +1,6 @@
 """Memory of a run: bytes of each model's states on this rank, and the peak of each phase of a step.
 
-Tensors share allocations (ZeRO keeps parameters as views of one buffer), so allocations are counted, each once.
+Tensors share allocations (under ZeRO, parameters are views of one buffer), so each allocation is counted once.
 """
 
 import time
@@ -33,8 +33,8 @@ class ModelMemory:
     weights: bytes of weights and buffers.
     gradients: bytes of gradients when a step begins.
     optimizer: bytes of fp32 weights and moments.
-    on_host: bytes of weights and optimizer in host memory, where the run has another device.
-    offloaded: bytes of the optimizer that are moved to host memory while a rollout is sampled and scored.
+    on_host: bytes of weights and optimizer in host memory, if the run's device is a GPU.
+    offloaded: bytes of the optimizer moved to host memory while a rollout is sampled and scored.
     """
 
     weights: int
@@ -45,7 +45,7 @@ class ModelMemory:
 
 
 def keep_to_limit(run: Run) -> None:
-    """Hold this process to `--gpu-memory-gib` of its GPU, if given; nothing on a CPU. Raises EnvironmentFault."""
+    """Limit this process to `--gpu-memory-gib` of its GPU, if given; do nothing on a CPU. Raises EnvironmentFault."""
     gib, world = run.resolved.config.run.gpu_memory_gib, run.world
     if gib and world.device.type == "cuda":
         limit_memory(gib, world.device, outside=bytes_of_cuda(kept_constants(), world.size)[0])
@@ -93,7 +93,7 @@ def gradient_bytes(engine: TrainingEngine) -> int:
 def model_memory(engine: TrainingEngine | FrozenEngine, device: torch.device) -> ModelMemory:
     """Return the bytes of a TrainingEngine or a FrozenEngine; gradients are those of the first step."""
     weights = storages(weight_tensors(engine.module))
-    # At stage 0 in fp32 the optimizer updates the weights themselves.
+    # At stage 0 in fp32 the optimizer updates the model's weights themselves.
     states = storages(optimizer_tensors(engine)) if isinstance(engine, TrainingEngine) else {}
     states = {address: storage for address, storage in states.items() if address not in weights}
     on_host = {address: held for address, held in (weights | states).items() if held.device.type != device.type}
@@ -107,7 +107,7 @@ def model_memory(engine: TrainingEngine | FrozenEngine, device: torch.device) ->
 
 
 class Peaks:
-    """Peak device memory by phase of a step: a phase lasts until the next one begins. A CPU reports none."""
+    """Peak device memory by phase of a step: a phase lasts until the next one begins. Empty on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

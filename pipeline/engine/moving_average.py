@@ -1,4 +1,4 @@
-"""An exponential moving average of a model, in fp32 and in ZeRO-3's own shards, so that no weight is gathered."""
+"""An exponential moving average of a model, in fp32, of each rank's ZeRO-3 shards, so that no weight is gathered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from pipeline.models.partitions import drop_whole_copy, is_partitioned, local_ra
 class MovingAverage:
     """Averages of the trainable parameters, each rank's share: average = decay * average + (1 - decay) * parameter.
 
-    In 16 bits such an average would hardly move: one step changes a weight by less than its rounding.
+    The average is in fp32: in 16 bits, an update of a weight is smaller than its rounding.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -29,7 +29,7 @@ class MovingAverage:
             self.averages[name].lerp_(local_share(parameter).float(), 1.0 - self.decay)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's fragments for a checkpoint; rank 0 writes parameters that are not partitioned."""
+        """Yield this rank's fragments for a checkpoint; rank 0 writes unpartitioned parameters."""
         for name, parameter in self.parameters.items():
             if is_partitioned(parameter) or dist.is_main():
                 start, numel = local_range(parameter)
@@ -44,7 +44,8 @@ class MovingAverage:
     @contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """Put the averaged weights into the model while the context lasts; its own return bit by bit."""
+        """Put the averaged weights into the model inside the context; afterwards its own weights are restored bit by
+        bit."""
         own = {name: local_share(parameter).clone() for name, parameter in self.parameters.items()}
         try:
             self._write(self.averages)

@@ -1,7 +1,7 @@
 """Offload of optimizer states to host memory during a rollout; they return bit by bit.
 
-DeepSpeed 0.19.8 (`offload_states`) gives tensors other storages and does not link all its views of them anew. Here an
-allocation is emptied and filled again under the tensors that view it: every view stays valid, at every ZeRO stage.
+DeepSpeed 0.19.8 (`offload_states`) allocates new storages and does not relink all its views of them. Here an allocation
+is emptied and filled again under the tensors that view it: every view stays valid, at every ZeRO stage.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +16,11 @@ from pipeline.out_of_memory import is_out_of_memory
 
 @contextmanager
 def optimizer_states_on_host(engines: Sequence[TrainingEngine]) -> Iterator[None]:
-    """Keep fp32 weights and moments of these TrainingEngines in host memory while the context lasts: take no step.
+    """Move fp32 weights and moments of these engines to host memory inside the context, which must take no step.
 
     States already in host memory, and weights that the model itself reads, are not moved. The host memory is
-    page-locked on a machine with a GPU, and kept by the engine for the next time. After an out-of-memory error the
-    states stay there until `return_from_host`: what failed still has the device's memory.
+    page-locked on a machine with a GPU, and the engine reuses it. After an out-of-memory error the states stay there
+    until `return_from_host`: the failed code still uses the device's memory.
     """
     has_memory = True
     try:
@@ -45,7 +45,7 @@ def return_from_host(engines: Iterable[TrainingEngine]) -> None:
 
 
 def move_to_host(engine: TrainingEngine) -> None:
-    """Copy each allocation to the host and empty it; `engine.states_on_host` says where each copy belongs."""
+    """Copy each allocation to the host and empty it; `engine.states_on_host` records where each copy belongs."""
     device = next(engine.module.parameters()).device
     read_by_model = storages(weight_tensors(engine.module))
     held = [
@@ -55,7 +55,7 @@ def move_to_host(engine: TrainingEngine) -> None:
     ]
     sizes, pinned = [storage.nbytes() for storage in held], device.type == "cuda"
     if [buffer.numel() for buffer in engine.host_buffers] != sizes:
-        # Once: page-locking 15 GiB takes seconds.
+        # Allocated once: page-locking 15 GiB takes seconds.
         engine.host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
     copies = list(zip(held, engine.host_buffers, strict=True))
     for storage, buffer in copies:

@@ -1,4 +1,4 @@
-"""The groups of an optimizer's parameters, by whether their weights decay; for engines, and for plans without one."""
+"""The parameter groups of an optimizer, with and without weight decay; engines and plans use them."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def parameter_groups(model: nn.Module, config: ModelConfig) -> list[dict[str, An
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Return the names of parameters without weight decay: biases, norms, embeddings (rare rows would only shrink).
+    """Return the names of parameters without weight decay: biases, norms, embeddings (decay would shrink rare rows).
 
-    Decided by module type and name: a ZeRO-3 parameter has lost its shape.
+    Module type and name decide, since a ZeRO-3 parameter has no shape.
     """
     names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
     for module_name, module in model.named_modules():

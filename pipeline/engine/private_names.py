@@ -1,7 +1,7 @@
 """The private names of DeepSpeed and torch that this project uses, compared with the installed versions.
 
-`start_deepspeed` makes the comparison, so that an unknown version ends a run at its start and not within a step. A
-test compares the lists with the source. Names that DeepSpeed or torch document are not listed.
+`start_deepspeed` makes the comparison, so that an unsupported version ends a run at its start and not within a step. A
+test compares the lists with the source. Documented names of DeepSpeed and torch are not listed.
 """
 
 import dis
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 TESTED = "torch 2.13.0 with deepspeed 0.19.8"
 
-# Attributes of torch; where one is missing, public functions compute the same, slower.
+# Attributes of torch; if one is missing, slower public functions compute the same.
 TORCH = ("_addmm_activation", "_foreach_norm", "ops.aten._flash_attention_forward")
-# The same, without which a dry run makes no plan.
+# Attributes of torch that a dry run needs for its plan.
 TORCH_OF_PLANS = (
     "ops.aten._scaled_dot_product_efficient_attention",
     "ops.aten._scaled_dot_product_flash_attention",
     "utils._python_dispatch.TorchDispatchMode",
 )
 
-# Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object. No public function
-# gives any of them.
+# Class or module of DeepSpeed -> attributes that it has, or that its methods set on some object; no public function
+# returns them.
 DEEPSPEED = {
     "utils.groups": "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
     "utils.nvtx": "enable_nvtx",
@@ -88,7 +88,7 @@ def check_private_names() -> None:
 
 
 def deepspeed_has(owner: str, name: str) -> bool:
-    """Return whether a class or module of DeepSpeed has the attribute `name`, or a method of it sets it."""
+    """Return whether a class or module of DeepSpeed has the attribute `name`, or one of its methods sets it."""
     try:
         place = attrgetter(owner)(deepspeed)
     except AttributeError:
@@ -104,7 +104,7 @@ def deepspeed_has(owner: str, name: str) -> bool:
 
 def sets_attribute(code: CodeType, name: str) -> bool:
     """Return whether a function, or one defined inside it, contains `x.name = ...`."""
-    here = name in code.co_names and name in attributes_set(code)  # disassembling all would take long
+    here = name in code.co_names and name in attributes_set(code)  # disassembling all functions would be slow
     return here or any(sets_attribute(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 

@@ -23,17 +23,18 @@ from pipeline.models.source import ModelSource, check_whole_experts
 
 
 def start_deepspeed(*, deterministic: bool = False, verbose: bool = False) -> None:
-    """Attach DeepSpeed to the existing process group, without compiling anything.
+    """Attach DeepSpeed to the existing process group, without compilation.
 
     Args:
         deterministic: choose kernels that give the same bits each time, where torch has such kernels.
-        verbose: let DeepSpeed log what it does, not its warnings alone.
+        verbose: let DeepSpeed log more than warnings.
 
     Raises:
         EnvironmentFault: the installed DeepSpeed lacks a private name that this project uses.
     """
     check_private_names()
-    # DeepSpeed, which compiles what writes to NVMe, cannot read 9.0a of images for Hopper; then it asks the GPU.
+    # DeepSpeed cannot parse the architecture 9.0a of images for Hopper when it compiles its NVMe writer; unset, it
+    # reads the GPU's.
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -42,15 +43,15 @@ def start_deepspeed(*, deterministic: bool = False, verbose: bool = False) -> No
     deepspeed_logger.setLevel(logging.INFO if verbose else logging.WARNING)
     for handler in deepspeed_logger.handlers:
         handler.setLevel(logging.NOTSET)
-    deepspeed.utils.nvtx.enable_nvtx = False  # ranges for a profiler, pushed and popped thousands of times a step
+    deepspeed.utils.nvtx.enable_nvtx = False  # profiler ranges, thousands of times a step
     if get_accelerator().device_name() == "cpu":
-        # Used by inference kernels only; building it takes a compiler and 50 s.
+        # Only inference kernels use it; building it needs a compiler and 50 s.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=verbose)
 
 
 def check_values(config: dict[str, Any]) -> None:
-    """Raise InputError where DeepSpeed itself refuses a value of the JSON of an engine, before a model is loaded."""
+    """Raise InputError if DeepSpeed itself refuses a value in the JSON of an engine, before a model is loaded."""
     try:
         deepspeed.DeepSpeedConfig(config)
     except ValidationError as error:
@@ -61,14 +62,15 @@ def check_values(config: dict[str, Any]) -> None:
 
 
 def has_asynchronous_files() -> bool:
-    """Tell whether libaio is installed with its headers, with which DeepSpeed compiles what offloads to NVMe."""
+    """Return whether libaio and its headers are installed, with which DeepSpeed compiles its NVMe offload."""
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False))
 
 
 def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
-    """Check that the weights of the model fit the buffers through which DeepSpeed swaps them with a disk.
+    """Check that the model's weights fit the buffers through which DeepSpeed swaps them with a disk.
 
-    A buffer holds one weight. One layer computes, the next one is read, and those within the reuse distance are kept.
+    A buffer has one weight. Buffers are needed for the layer that computes, the next one, and those within the reuse
+    distance.
 
     Raises:
         InputError: the buffers are too small or too few.
@@ -83,7 +85,7 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
     kept = 2 + -(-zero.max_reuse_distance // size)
     needed = {
         "buffer_size": max(weight.numel() for weight in model.parameters()),
-        "buffer_count": min(kept * count, matrices(model) + 1),  # and a head
+        "buffer_count": min(kept * count, matrices(model) + 1),  # and the head
     }
     advice = {"buffer_count": "; --stage3-max-reuse-distance 0 needs fewer"}
     if errors := [
@@ -96,16 +98,16 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
 
 
 def matrices(module: nn.Module) -> int:
-    """Return the number of weights but biases and norms, which are small enough to stay in memory."""
+    """Return the number of weight matrices: not biases and norms, which are small enough to stay in memory."""
     return sum(weight.dim() > 1 for weight in module.parameters())
 
 
 @contextmanager
 def partitioned_loading(config: dict[str, Any], source: ModelSource) -> Iterator[None]:
-    """Make `from_pretrained` put the weights at `source` straight into ZeRO-3 partitions; nothing below ZeRO stage 3.
+    """Make `from_pretrained` put the weights at `source` straight into ZeRO-3 partitions; below stage 3 do nothing.
 
     Raises:
-        InputError: it is a mixture of experts, or DeepSpeed refuses the JSON `config`.
+        InputError: the model is a mixture of experts, or DeepSpeed refuses the JSON `config`.
     """
     check_values(config)
     check_swap_buffers(config, source)
@@ -115,8 +117,8 @@ def partitioned_loading(config: dict[str, Any], source: ModelSource) -> Iterator
     check_whole_experts(source)
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of ZeRO++'s hpZ; each engine makes its own
-    dist.meet()  # loading makes collectives
+    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # of ZeRO++'s hpZ; each engine creates its own
+    dist.meet()  # loading runs collectives
     keep_alive = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
     try:
         yield

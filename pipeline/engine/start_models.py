@@ -1,7 +1,7 @@
-"""The models that a stage starts from, with every check that takes config.json, tokenizers and headers of weights only.
+"""The models that a stage starts from, with all checks that need only config.json, tokenizers and weight headers.
 
-A stage makes the checks before it reads data. The dry run and `rlhf train` make the same ones for all stages of a
-command, with the model that an earlier stage starts from in the place of the one that it will make.
+A stage runs the checks before it reads data. The dry run and `rlhf train` run them for all stages of a command. If an
+earlier stage will write a stage's model, they check the model that the earlier stage starts from.
 """
 
 import copy
@@ -41,8 +41,8 @@ from pipeline.models.source import (
 from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
 
 Check = Callable[[], object]
-LARGE = 10_000_000  # weights from which on a high learning rate is warned of
-# Programs with which DeepSpeed compiles its asynchronous files -> where they are from.
+LARGE = 10_000_000  # number of weights from which on a high learning rate causes a warning
+# Programs with which DeepSpeed compiles its asynchronous files -> how to install them.
 BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
 
 
@@ -52,10 +52,11 @@ class StartModel:
 
     flag: the flag that names it.
     path: the value of the flag.
-    source: its files, or those of the model from which an earlier stage will make it.
-    check_kind: takes (path, flag) of an existing folder or a hub id: the model is of the kind that the stage needs.
-    packages: checks that need no model.
-    fits: checks of the settings against the model; they may read the models before it too.
+    source: its files; if an earlier stage will write the model, the files of the model that stage starts from.
+    check_kind: takes (path, flag) of an existing folder or a hub id; checks that the model is of the kind that the
+    stage needs.
+    packages: checks of packages, which need no model.
+    fits: checks of the settings against the model; they may read the earlier models too.
     """
 
     flag: str
@@ -66,7 +67,7 @@ class StartModel:
     fits: Sequence[Check] = ()
 
     def warn_of_limits(self) -> None:
-        """Warn of a type or a field that no test trains, and of what is not trained in a mixture of experts."""
+        """Warn of an untested type or field, and of parts of a mixture of experts that are not trained."""
         warn_if_untested(self.path, self.source.config.model_type)
         for problem in fields_not_understood(self.source.config):
             warn_once(f"{self.path}: config.json: {problem}: left to transformers, and untested here")
@@ -76,13 +77,13 @@ class StartModel:
 
 
 def check_start_models(models: Sequence[StartModel]) -> list[ModelSource]:
-    """Make all checks of a stage's start models and return their files. Raises InputError, EnvironmentFault."""
+    """Run all checks of a stage's start models and return their files. Raises InputError, EnvironmentFault."""
     for model in models:
         model.check_kind(model.path, model.flag)
         model.source.check(model.flag)
         for check in (*model.packages, *model.fits):
             check()
-    for model in models:  # of models that nothing refuses
+    for model in models:  # no check refused one
         model.warn_of_limits()
     return [model.source for model in models]
 
@@ -122,7 +123,7 @@ def check_optimizer_states(states: str) -> None:
 
 
 def check_disk_offload(file: str) -> None:
-    """Look for what DeepSpeed compiles its asynchronous files with, where the user's JSON `file` offloads to NVMe.
+    """Check that DeepSpeed can compile its asynchronous files, if the user's JSON `file` offloads to NVMe.
 
     Raises:
         EnvironmentFault: something is missing; a line names its package.
@@ -154,10 +155,10 @@ def decoder_start(
     """Return the start model of a stage that trains one decoder on sequences of up to --max-seq-len tokens.
 
     Args:
-        base_of_output: folder of an earlier stage's output -> the model which that stage starts from.
+        base_of_output: folder of an earlier stage's output -> the model that that stage starts from.
         check_kind: see `StartModel`.
         length: --max-seq-len.
-        more: checks of its files before those of its flags.
+        more: checks of its files that run before those of its flags.
     """
     flag, path = "--model-name-or-path", config.model.model_name_or_path
     start = ModelSource(base_of_output.get(path, path))
@@ -173,9 +174,8 @@ def check_settings(
 ) -> None:
     """Raise InputError if the model cannot follow its flags, which begin with `prefix` (actor_).
 
-    Weights that are stored as int8 or nf4 are trained on as such, ZeRO-3 partitions no experts, the attention
-    implementation leaves no soft caps out, and LoRA's pattern matches a layer of the model, which is built without
-    memory.
+    Stored int8 or nf4 weights must be trained as such; ZeRO-3 must not partition experts; the attention implementation
+    must apply soft caps; LoRA's pattern must match a layer. To check that, the model is built without memory.
     """
     if settings.partitioned == "weights":
         check_whole_experts(source)
@@ -192,16 +192,16 @@ def check_settings(
 
 
 def without_memory(source: ModelSource) -> PreTrainedModel:
-    """Return the language model of a configuration, with weights of the meta device."""
+    """Return the language model of a configuration, with weights on the meta device."""
     auto_class = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
         return auto_class.from_config(copy.deepcopy(source.config))
 
 
 def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str, *, only_lora: bool) -> None:
-    """Warn of peak learning rates that are far above what models of LARGE weights or more bear.
+    """Warn of peak learning rates far above those with which models of LARGE weights or more are trained.
 
-    only_lora: LoRA, where there is any, leaves all other weights frozen.
+    only_lora: LoRA, if enabled, leaves all other weights frozen.
     """
     rates = {"lora_learning_rate": 1e-2} if settings.lora_dim else {}
     rates |= {} if settings.lora_dim and only_lora else {"learning_rate": 1e-3}
@@ -215,8 +215,8 @@ def warn_of_rate(source: ModelSource, settings: ModelConfig, prefix: str, *, onl
 def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:
     """Raise InputError if sequences that grow to `longest` tokens (the value of `flag`) change their first positions.
 
-    Longrope takes other frequencies for all tokens of a pass that is longer than the original length: keys that a
-    sampler has cached would keep the former ones, and a row's log-probabilities would depend on its micro-batch.
+    Longrope changes the frequencies of all tokens once a pass exceeds the original length. Keys that a sampler has
+    cached would keep the former ones, and a row's log-probabilities would depend on its micro-batch.
     """
     limit = longrope_limit(source.config.get_text_config())
     if limit is not None and longest > limit:
@@ -227,7 +227,7 @@ def check_rotary_length(source: ModelSource, longest: int, flag: str) -> None:
 
 
 def check_cache(source: ModelSource, flag: str) -> None:
-    """Raise InputError for a decoder that keeps no keys and values, from which stage 3 samples on."""
+    """Raise InputError for a decoder that keeps no keys and values, which stage 3 cannot sample from."""
     config = source.config
     if not has_key_value_cache(config):
         raise InputError(
@@ -237,7 +237,7 @@ def check_cache(source: ModelSource, flag: str) -> None:
 
 
 def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Tell whether two tokenizers map text to the same ids."""
+    """Return whether two tokenizers map text to the same ids."""
     return bool(first.get_vocab() == second.get_vocab())
 
 

@@ -1,7 +1,7 @@
 """The state of a training engine as fragments: fp32 weights and AdamW's moments, for every ZeRO stage.
 
-The 16-bit weights are the rounded fp32 ones, so they are computed again, not stored. DeepSpeed's own checkpoints are
-pickles, are not written atomically, and a flipped bit in them is not noticed; none of them is read or written here.
+The 16-bit weights are not stored, since they are the rounded fp32 ones. DeepSpeed's own checkpoints are not used: they
+are pickles, are not written atomically, and do not detect a flipped bit.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ ENGINE_FIELDS = ("global_steps", "global_samples", "micro_steps", "skipped_steps
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements of the parameter `name` from `start` on that are at `place` of a flattened fp32 tensor."""
+    """The elements of the parameter `name` from `start` on; `place` is their range in a flattened fp32 tensor."""
 
     name: str
     start: int
@@ -47,13 +47,13 @@ def masters(engine: TrainingEngine) -> list[tuple[Any, list[Piece]]]:
 
 
 def is_on_disk(engine: TrainingEngine, number: int) -> bool:
-    """Tell whether the `number`-th of `masters` and its moments are in a file between steps (offload to NVMe)."""
+    """Return whether the `number`-th of `masters` and its moments are in a file between steps (offload to NVMe)."""
     return engine.partitions_weights and engine.optimizer._swappable_optimizer_subgroup(number)
 
 
 @contextmanager
 def in_memory(engine: TrainingEngine, number: int) -> Iterator[None]:
-    """Keep the `number`-th of `masters` and its moments in memory; changes go back to the file they came from."""
+    """Keep the `number`-th of `masters` and its moments in memory; changes are written back to their file."""
     if not is_on_disk(engine, number):
         yield
         return
@@ -65,13 +65,13 @@ def in_memory(engine: TrainingEngine, number: int) -> Iterator[None]:
 
 
 def swap_files(engine: TrainingEngine, master: Any) -> dict[int, str]:
-    """Return the file of each tensor, by its id, that DeepSpeed keeps on NVMe of one of `masters` between steps."""
+    """Return the file, by the tensor's id, of each tensor of one of `masters` that DeepSpeed keeps on NVMe."""
     kept = engine.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
     return dict(zip(map(id, kept.get_compute_tensors()), kept.get_swap_paths(), strict=True))
 
 
 def mapped(file: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Map the first elements of a file, which takes memory for those that are read, until the tensor is released."""
+    """Map the first elements of a file; only elements that are read take memory, until the tensor is released."""
     return torch.from_file(file, shared=False, size=numel, dtype=dtype)
 
 
@@ -97,7 +97,7 @@ def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
 
 
 def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
-    """Return the pieces for ZeRO stage 3: each parameter is cut into equal shards, the last may end in padding."""
+    """Return the pieces for ZeRO stage 3: each parameter is sharded equally; the last shard may end in padding."""
     pieces, offset = [], 0
     for parameter in group:
         start, numel = local_range(parameter)
@@ -110,7 +110,7 @@ def stage_3_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
 def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     """Yield the fragments of this rank: `<kind>/<parameter>` with kinds weights, exp_avg, exp_avg_sq, step."""
     if not engine.partitions_optimizer and not dist.is_main():
-        return  # all ranks hold equal states
+        return  # all ranks have equal states
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for number, (master, pieces) in enumerate(masters(engine)):
         state = inner.state.get(master, {})
@@ -140,10 +140,10 @@ def restore_fragments(engine: TrainingEngine, reader: FragmentReader) -> None:
 
 
 def read_weights(module: nn.Module, reader: FragmentReader, *, prefix: str = "weights/") -> None:
-    """Read the trained weights of a checkpoint into a module that is under no engine, rounded to its data type.
+    """Read the trained weights of a checkpoint into a module without an engine, rounded to its data type.
 
     Args:
-        prefix: of the tensors' names: "weights/" for an engine's, "" for those of a moving average.
+        prefix: prefix of the tensors' names: "weights/" for an engine's, "" for a moving average's.
 
     Raises:
         CheckpointError: the files lack a part of a parameter.
@@ -154,7 +154,7 @@ def read_weights(module: nn.Module, reader: FragmentReader, *, prefix: str = "we
 
 
 def scales_name(engine: TrainingEngine, kind: str, number: int, master: Any) -> str:
-    """Return the name of the scales of a moment in 8 bits: they belong to one cut of the parameters over ranks."""
+    """Return the name of the scales of a moment in 8 bits: they belong to one sharding of the parameters."""
     return f"{kind}_scales/{dist.rank() if engine.partitions_optimizer else 0}/{number}/{master.numel()}"
 
 
@@ -192,14 +192,14 @@ def restore_master(
 
 @torch.no_grad()
 def refresh_weights(engine: TrainingEngine) -> None:
-    """Round the fp32 weights into the model's own. A collective."""
+    """Copy the rounded fp32 weights into the model. A collective."""
     optimizer = engine.optimizer
     if engine.partitions_weights:
-        # The shards, in memory or in their files, then small parameters, which every rank keeps whole.
+        # The shards, in memory or in their files; then small parameters, which every rank has whole.
         for number in range(len(optimizer.fp32_partitioned_groups_flat)):
             with in_memory(engine, number):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        optimizer.invalidate_secondary_tensor()  # of ZeRO++'s hpZ, which is read in place of the shards
+        optimizer.invalidate_secondary_tensor()  # ZeRO++'s hpZ would be read instead of the shards
         if persistent := optimizer.persistent_parameters:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
@@ -221,7 +221,7 @@ def counters(engine: TrainingEngine) -> dict[str, Any]:
 
 
 def restore_counters(engine: TrainingEngine, saved: dict[str, Any]) -> None:
-    """Set what `counters` returned, as far as this engine has it: ZeRO stage 0 has a loss scaler in fp16 only."""
+    """Set what `counters` returned, for counters that this engine has: ZeRO stage 0 has a loss scaler in fp16 only."""
     scaler = loss_scaler(engine.optimizer)
     for name, value in saved["scaler"].items():
         if hasattr(scaler, name):

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 Gather = Literal["auto", "once", "layers"]
 
-# Elements gathered in one collective: DeepSpeed holds them twice meanwhile.
+# Elements gathered in one collective, during which DeepSpeed has them in memory twice.
 BUCKET_NUMEL = 200_000_000
 
 
 class Zero3Weights:
     """The ZeRO-3 weights of `module`, which DeepSpeed has partitioned and put its hooks on (`offload`).
 
-    once: they are gathered by `gather` and released by `release_gathered`; else DeepSpeed's hooks do it for each layer.
+    once: `gather` gathers them and `release_gathered` releases them; False: DeepSpeed's hooks do both for each layer.
     """
 
     def __init__(self, module: nn.Module, offload: Any, *, once: bool) -> None:
@@ -51,7 +51,7 @@ class Zero3Weights:
         """Gather all weights if `once`; a collective the first time in a phase."""
         if self.once:
             released = [parameter for parameter in self._parameters if is_released(parameter)]
-            # One collective reads either the shards or ZeRO++'s second partition, which weights have after a gather.
+            # One collective must not read both shards and ZeRO++'s second partition, which weights have after a gather.
             for second in (False, True):
                 for bucket in buckets(p for p in released if (p.ds_secondary_tensor is not None) == second):
                     bucket[0].all_gather_coalesced(bucket).wait()
@@ -62,10 +62,10 @@ class Zero3Weights:
             whole[0].partition(param_list=whole)
 
     def _end_forward(self, *_: Any) -> None:
-        """Release what DeepSpeed gathers ahead for the backward pass, where none follows.
+        """Release what DeepSpeed gathers ahead for the backward pass, if none follows.
 
-        DeepSpeed does it at the next forward pass only. Until then such a weight is in flight: a `gathered` context
-        would read it before its values have arrived, and could not release it.
+        DeepSpeed does it only at the next forward pass. Until then a gather of such a weight is in flight: a `gathered`
+        context would read it before its values have arrived, and could not release it.
         """
         if not torch.is_grad_enabled():
             self._offload.get_param_coordinator()._clean_inflight_param_registry()
@@ -76,7 +76,7 @@ class Zero3Weights:
 
 
 def is_released(parameter: Any) -> bool:
-    """Return whether only the shard of this ZeRO-3 parameter is on this rank."""
+    """Return whether this rank has only the shard of this ZeRO-3 parameter."""
     return parameter.ds_status.name == "NOT_AVAILABLE"
 
 
@@ -102,7 +102,7 @@ def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) 
     """
     if gathers_once(module, config, requested):
         return True
-    # Decoder layers are gathered as wholes: hooks at every linear layer cost more time than the gathering.
+    # Decoder layers are gathered as wholes: hooks at every linear layer take more time than gathering.
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     if classes := {type(part).__name__ for part in module.modules()} & names:
         deepspeed.utils.set_z3_leaf_modules(module, sorted(classes))
@@ -115,7 +115,7 @@ def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) 
 def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -> bool:
     """Return whether the weights are gathered once a phase; `auto` compares their size with the device and logs it.
 
-    Args:
+    config: the engine's JSON. If it puts shards in host memory, whole weights do not fit on the device.
         config: the engine's JSON. Where it puts shards in host memory, the device has no memory for whole weights.
 
     Raises:
@@ -123,7 +123,7 @@ def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -
     """
     on_host = device_of(config["zero_optimization"], "offload_param") != "none"
     if on_host and requested == "once":
-        raise InputError("--zero3-gather once: needs weights on the device, found them offloaded; use auto or layers")
+        raise InputError("--zero3-gather once: got offloaded weights, expected them on the device; use auto or layers")
     if requested != "auto" or on_host:
         return requested == "once"
     if not torch.cuda.is_available():
@@ -147,17 +147,16 @@ def remove_hooks(offload: Any, parameters: Iterable[Any]) -> None:
     offload.forward_hooks, offload.backward_hooks = [], []
 
 
-# torch's F.linear, and the one that DeepSpeed puts in its place once anything is partitioned.
+# torch's F.linear, and DeepSpeed's replacement once anything is partitioned.
 _torch_linear: Any = torch.nn.functional.linear
 _deepspeed_linear: Any = None
 
 
 def _replace_deepspeed_linear() -> None:
-    """Make F.linear choose between DeepSpeed's version and torch's by the weight.
+    """Make F.linear choose, by the weight, between DeepSpeed's version and torch's.
 
-    DeepSpeed replaces F.linear by a version that re-reads the weight in the backward pass. Only weights that are
-    gathered layer by layer need it; for all others torch's is faster: no Python function in each pass, and one kernel
-    less for the bias.
+    DeepSpeed's replacement reads the weight again in the backward pass. Only weights that are gathered layer by layer
+    need that. For all others torch's is faster: no Python function in each pass, and one kernel less for the bias.
     """
     global _deepspeed_linear
     if torch.nn.functional.linear is not _linear:

@@ -39,7 +39,7 @@ def test_other_logits_than_the_models_own_are_refused(kind: str) -> None:
     if is_known:
         check_function(engine, "model")
         return
-    with pytest.raises(InputError, match=f"model: {kind} makes its logits in a way that is not known here"):
+    with pytest.raises(InputError, match=f"model: {kind} computes its logits in an unknown way"):
         check_function(engine, "model")
 
 

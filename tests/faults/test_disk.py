@@ -43,7 +43,7 @@ def test_training_goes_on_without_a_checkpoint_and_the_run_is_not_done(folder):
     assert run(story, "narrow", first=partial(limit_files, 2 * model_bytes(folder))) == 3
     assert not (story.run_dir("narrow") / "done.json").exists()
     log = (story.run_dir("narrow") / "log.txt").read_text()
-    assert log.count("not saved, training goes on: ") == 2, "after the last step no training goes on"
+    assert log.count("not saved, training continues: ") == 2, "after the last step no training goes on"
     assert "step-1" in log and "cannot be written: " in log and "GiB free)" in log
     assert not any((story.run_dir("narrow") / "checkpoints").iterdir()), "no stump stays"
     numbers, expected = (

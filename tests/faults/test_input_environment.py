@@ -37,7 +37,7 @@ WRONG = [
     ({"WORLD_SIZE": "2"}, "RANK is not set beside WORLD_SIZE; start the ranks by torchrun, or unset all"),
     (
         {"DS_ACCELERATOR": "banana"},
-        "DS_ACCELERATOR is 'banana', expected cpu or cuda; unset, it is what the machine has",
+        "DS_ACCELERATOR is 'banana', expected cpu or cuda; unset, the machine decides",
     ),
     ({"RANK": "0"}, "WORLD_SIZE is not set beside RANK"),
     ({"RANK": "3"}, "WORLD_SIZE is not set beside RANK"),  # also of a rank whose errors another one would print
@@ -79,7 +79,7 @@ def test_too_few_open_files(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with stopped_at_the_models(monkeypatch):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out"))
     assert ending.code == 3 and ending.errors == [
-        "error: 24 open files are allowed, a run needs 64; give `ulimit -n 1024`"
+        "error: 24 open files are allowed, expected 64 or more; run `ulimit -n 1024`"
     ]
 
 

@@ -110,5 +110,5 @@ def test_the_cache_is_given_back_before_an_update_is_halved(folder: Path, tmp_pa
     phases.stand_in(monkeypatch)
     lines, log = steps_of(folder, tmp_path / "out")
     again = re.findall(r"step (\d), phase (\w+): out of memory: .*: done again with (.*)", log)
-    assert again == [("3", "train", "the KV cache given back after each rollout")], (phases.taken, log)
+    assert again == [("3", "train", "the KV cache freed after each rollout")], (phases.taken, log)
     assert [line["micro_batch_size"] for line in lines] == [ROWS] * 3

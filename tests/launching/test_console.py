@@ -89,7 +89,7 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
 
 LEADS = {
     ">/dev/full": "error: standard output cannot be written: No space left on device\n",
-    ">&-": "error: standard output is closed; lead it to /dev/null where nobody needs it\n",
+    ">&-": "error: standard output is closed; redirect it to /dev/null if it is not needed\n",
     "| head -c 0": "",  # a reader that goes at once
 }
 NAMES = ("chat", "rlhf chat", "compare", "evaluation", "export", "rlhf --help")

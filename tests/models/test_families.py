@@ -144,7 +144,7 @@ def test_a_model_whose_logits_are_made_in_another_way_is_refused_before_it_is_tr
     folder = make_folder(tmp_path, num_train=8, num_test=2)
     save_family("modernbert", folder / "base")
     ended = run(folder, "step1_sft", model_name_or_path="base", max_seq_len=96, output_dir="out")
-    assert ended.code == 2 and "error: base: modernbert-decoder makes its logits in a way" in ended.stderr
+    assert ended.code == 2 and "error: base: modernbert-decoder computes its logits in an unknown way" in ended.stderr
     assert not (folder / "out").exists()
 
 

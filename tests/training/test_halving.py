@@ -244,7 +244,7 @@ def test_ranks_start_again_without_the_buffers(monkeypatch):
         assert halving.batch_size(state, "train", 4) == 4
         raise torch.OutOfMemoryError(CUDA)
     assert error.value.halved == {"cache": [1, 0]}
-    assert batches_in_words(error.value.halved) == "the KV cache given back after each rollout"
+    assert batches_in_words(error.value.halved) == "the KV cache freed after each rollout"
     monkeypatch.setenv(HALVED, halved_as_text(error.value.halved))
     assert halved_before() == error.value.halved
 
