@@ -190,9 +190,7 @@ def training_engine(run: Run, module: Trained, model: ModelConfig, ds_json: dict
     gather = config.deepspeed.zero3_gather
     states = optimizer.optimizer_states
     if states == "8bit":
-        log.warning(
-            "AdamW's moments have 8 bits, those of embeddings too, with which some models diverge; see the loss"
-        )
+        log.warning("AdamW's moments have 8 bits, those of embeddings too: some models diverge; see the loss")
     engine = TrainingEngine(
         module.train(), groups, ds_json, betas=betas, eps=optimizer.adam_eps, gather=gather, states=states
     )

@@ -1,4 +1,4 @@
-"""Score answers given as text with a reward model. B rows, S tokens of the longest."""
+"""Score answers given as text with a reward model, for `rlhf chat`, `compare` and `sample`. B rows, S tokens."""
 
 import math
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from pipeline.tensor_ops import lengths_to_mask, pad_rows
 class Judge:
     """A reward model with its tokenizer.
 
-    path: its folder or hub id.
+    path: folder or hub id of the model.
     model: the model, with raw scores.
     tokenizer: its own, with a chat template.
     pad_id: the id that pads its rows.
-    weight: factor of its scores where several rewards are added.
+    weight: factor of its scores in the sum of several rewards.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Judge:
 
 
 def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:
-    """Load a reward model onto the devices that hold it. Raises InputError if `path` contains none."""
+    """Load a reward model onto the devices that it fits on. Raises InputError if `path` contains none."""
     source = ModelSource(path)
     source.check("--reward-model")
     tokenizer = load_chat_tokenizer(source)
@@ -59,23 +59,23 @@ def load_judge(path: str, *, dtype: torch.dtype, weight: float = 1.0) -> Judge:
 
 
 def score_answers(judge: Judge, answers: Sequence[tuple[Turns, str, bool]], *, batch_size: int) -> list[float]:
-    """Return the raw scores of answers: each a prompt, a text, and whether it ended by itself.
+    """Return the raw scores of answers: each a prompt, a text, and whether the model ended it.
 
     Rows of like lengths are scored together.
 
     Raises:
-        InputError: scores that are no finite numbers.
+        InputError: a score is not finite.
     """
     rows = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
     order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
     found = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
     if not all(map(math.isfinite, found)):
-        raise InputError(f"--reward-model: {judge.path} gives scores that are no finite numbers")
+        raise InputError(f"--reward-model: {judge.path} got scores that are not finite")
     return [score for _, score in sorted(zip(order, found, strict=True))]
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:
-    """Encode prompt and answer for the reward model, as a text of a rollout is."""
+    """Encode prompt and answer for the reward model, in the same way as responses of a rollout."""
     return scored_ids(judge.tokenizer, prompt, text, finished, num_positions=num_positions(judge.model.config))
 
 

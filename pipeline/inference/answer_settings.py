@@ -18,7 +18,7 @@ class DrawSettings(Group):
         other_tools="max_tokens max_completion_length max_length max_answer_seq_len",
         refused={
             "chat_template": OTHER_TRAINERS["chat_template"],
-            "use_vllm": "leave it out: answers are sampled by this program; docs/guides/chat_and_serve.md shows vLLM",
+            "use_vllm": "omit it: this program samples answers; docs/guides/chat_and_serve.md shows vLLM",
         },
     )  # fmt: skip
     temperature: float = flag(0.0, "Divides the logits; 0: greedy, the most likely token each time", ge=0)

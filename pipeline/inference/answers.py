@@ -1,8 +1,8 @@
 """Generate answers of a language model with every sampling setting explicit.
 
-For `rlhf chat`, `rlhf compare` and the evaluation of stage 1, by the sampler of PPO's rollouts (`pipeline.generation`),
-and by transformers' `generate` for what that alone can (`only_transformers`). B prompts, P positions of the longest
-one, T new positions.
+`rlhf chat`, `rlhf compare` and the evaluation of stage 1 call it. The sampler of PPO's rollouts (`pipeline.generation`)
+draws the tokens; transformers' `generate` does what the sampler cannot (`only_transformers`). B prompts, P positions of
+the longest prompt, T new positions.
 """
 
 import sys
@@ -32,7 +32,7 @@ from pipeline.models.source import ModelSource, check_vocabulary, has_key_value_
 from pipeline.models.tokenizers import load_tokenizer
 from pipeline.tensor_ops import pad_rows, round_up
 
-# Room for the tokens of a prompt and its answers is a multiple of this. Chosen by hand.
+# Granularity of the positions for a prompt and its answers. Chosen by hand.
 ROOM_MULTIPLE = 1024
 
 
@@ -43,8 +43,8 @@ class ChatModel:
     path: folder or hub id of the model.
     model: the model.
     tokenizer: its tokenizer.
-    vocabulary: ids that end an answer or pad it, and those that can be drawn.
-    sessions: gives the source of its generation sessions, the same one each time.
+    vocabulary: ids that end an answer or pad it, and ids that can be drawn.
+    sessions: returns the source of its generation sessions, the same one each time.
     """
 
     path: str
@@ -60,7 +60,7 @@ class ChatModel:
 
     @property
     def num_embeddings(self) -> int:
-        """The number of rows of the embedding, which a padded vocabulary makes larger than the tokenizer's."""
+        """The number of rows of the embedding; in a padded vocabulary more than the tokenizer has ids."""
         embeddings: Any = self.model.get_input_embeddings()
         return whole_shape(embeddings.weight)[0]
 
@@ -71,7 +71,7 @@ class Answer:
 
     ids: as sampled, with the end token, or the token that completes a stop string, if there is one.
     text: the decoded ids without special tokens, stripped.
-    finished: True = ended by the model or a stop string; False = cut at max_new_tokens.
+    finished: True = ended by the model or a stop string; False = truncated at max_new_tokens.
     """
 
     ids: tuple[int, ...]
@@ -84,7 +84,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
-    """Load a model (hub id, folder or adapter folder) onto the devices that hold it, with its tokenizer.
+    """Load a model (hub id, folder or adapter folder) onto the devices that it fits on, with its tokenizer.
 
     The chat template is the one that training saved with the tokenizer; a tokenizer without one gets Human/Assistant.
     """
@@ -95,7 +95,7 @@ def load_chat_model(path: str, *, dtype: torch.dtype) -> ChatModel:
     tokenizer = load_chat_tokenizer(source)
     model = on_devices(load_language_model(source, dtype=dtype), path)
     loaded = as_chat_model(path, model, tokenizer)
-    # generate() takes settings that are not passed from here: published models set temperatures and top_k of their own.
+    # Published models set their own temperature and top_k, which `generate` would use for settings that are not passed.
     model.generation_config = GenerationConfig()
     return loaded
 
@@ -108,14 +108,14 @@ def as_chat_model(
 ) -> ChatModel:
     """Return a model that ends its answers at each id that its tokenizer, template or generation_config names.
 
-    make_source: makes the source of its sessions, when the first answer is asked for.
+    make_source: creates the source of its sessions, when the first answer is requested.
     """
     vocabulary = Vocabulary.of(tokenizer, model.generation_config)
     return ChatModel(path, model, tokenizer, vocabulary, cache(lambda: make_source(model, vocabulary)))
 
 
 def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model with its template, and check that they fit. Reads no weight."""
+    """Load the tokenizer of a model with its template, and check that they fit the model. Reads no weight."""
     source.check()
     path, base = source.path, source.base
     # An adapter without a tokenizer uses its merged model's, else its base's.
@@ -127,9 +127,9 @@ def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int, *, may_shorten: bool) -> int:
-    """Return the new tokens that the model at `path` has room for behind each of the prompts. Reads no weight.
+    """Return the number of new tokens that fit behind each prompt in the positions of the model. Reads no weight.
 
-    They are `max_new_tokens`, or fewer with `may_shorten`. Raises InputError if they or a prompt do not fit.
+    This is `max_new_tokens`, or less with `may_shorten`. Raises InputError if they or a prompt do not fit.
     """
     source = ModelSource(path)
     tokenizer, positions = load_chat_tokenizer(source), num_positions(source.config)
@@ -152,13 +152,13 @@ def generate_answers(
 ) -> list[list[Answer]]:
     """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
-    Sampled answers are a function of the seed and their prompt, up to rounding, greedy ones of their prompt. Answers of
-    transformers' `generate` (`only_transformers`) that are sampled depend on all prompts of this call. The global
-    random generators are left unchanged.
+    Sampled answers depend only on the seed and their prompt, up to rounding; greedy ones only on the prompt. Sampled
+    answers of transformers' `generate` (`only_transformers`) depend on all prompts of the call. The global random
+    generators are unchanged.
 
     Args:
-        streamer: receives the tokens of a single prompt's single answer as they are generated.
-        lockstep: ranks go on until the last of them has finished, because ZeRO-3 gathers weights in each pass.
+        streamer: receives the tokens as they are generated, for one answer to one prompt.
+        lockstep: ranks continue until the last one has finished, because ZeRO-3 gathers weights in each pass.
 
     Raises:
         InputError: a prompt has ids that the model does not have, or is too long for its positions.
@@ -176,10 +176,10 @@ def generate_answers(
 
 
 def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:
-    """Tell whether only transformers' `generate` can answer so.
+    """Return True if only transformers' `generate` supports these settings or this model.
 
-    It alone searches with beams, penalises repetition, and decodes with encoder-decoder models and with decoders that
-    keep no keys and values.
+    It alone has beam search and repetition penalty, and supports encoder-decoder models and decoders without a cache of
+    keys and values.
     """
     config, num_beams = chat_model.model.config, getattr(settings, "num_beams", 1)
     other = num_beams > 1 or settings.repetition_penalty != 1.0
@@ -193,12 +193,12 @@ def answers_by_session(
     seed: int,
     streamer: "AnswerStreamer | None",
 ) -> list[list[int]]:
-    """Return the new ids of each answer, those of the first prompt first, from the sampler of PPO's rollouts."""
+    """Return the new ids of each answer, in the order of the prompts, drawn by the sampler of PPO's rollouts."""
     num_samples = getattr(settings, "num_return_sequences", 1)
     drawn_with, stop = (settings.temperature, settings.top_p, settings.top_k), tuple(settings.stop_strings)
     sampling = Sampling(settings.max_new_tokens, *drawn_with, stop)
     longest = max(map(len, prompts)) + sampling.max_new_tokens
-    # Buffers of a few lengths alone: a conversation that grows keeps those that it has.
+    # Lengths are rounded up, so that a growing conversation mostly reuses its buffers.
     roomy = min(round_up(longest, ROOM_MULTIPLE), chat_model.num_positions or sys.maxsize)
     session = chat_model.sessions().session(Capacity(len(prompts) * num_samples, sampling.max_new_tokens, roomy))
     for prompt in (Prompt.of(ids) for ids in prompts):
@@ -208,7 +208,7 @@ def answers_by_session(
     if streamer is not None:
         streamer.end()
     if not all(response.log_probs.isfinite().all() for response in responses):
-        raise InputError(f"{chat_model.path}: its logits are no finite numbers; give another --temperature or --dtype")
+        raise InputError(f"{chat_model.path}: its logits are not finite; give another --temperature or --dtype")
     return [response.ids.tolist() for response in responses]
 
 
@@ -222,14 +222,14 @@ def answers_by_transformers(
     *,
     lockstep: bool,
 ) -> list[list[int]]:
-    """Return the new ids of each answer, with padding behind its end, from `generate` of transformers."""
+    """Return the new ids of each answer, padded behind its end, from transformers' `generate`."""
     device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
     seq2seq = chat_model.model.config.is_encoder_decoder
     side: Literal["left", "right"] = "right" if seq2seq else "left"
     input_ids = pad_rows(rows, chat_model.vocabulary.pad_id, side=side).to(device)  # (B, P)
     mask = pad_rows([torch.ones_like(row) for row in rows], 0, side=side).to(device)  # (B, P)
-    num_known = 1 if seq2seq else input_ids.shape[1]  # a decoder of its own begins with its start token
+    num_known = 1 if seq2seq else input_ids.shape[1]  # the decoder begins with its start token
     stop = [StopStrings(settings.stop_strings, chat_model.vocabulary, num_known)] if settings.stop_strings else []
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -246,7 +246,7 @@ def answers_by_transformers(
         if "probability tensor" not in str(error):
             raise
         how = f"--temperature {settings.temperature:g} and --repetition-penalty {settings.repetition_penalty:g}"
-        raise InputError(f"{chat_model.path}: its logits are no finite numbers at {how}; give others") from error
+        raise InputError(f"{chat_model.path}: its logits are not finite at {how}; give others") from error
     ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
     return ids
 
@@ -254,9 +254,9 @@ def answers_by_transformers(
 def check_ids(
     path: str, prompt: Sequence[int], max_new_tokens: int, *, num_positions: int | None, num_embeddings: int | None
 ) -> None:
-    """Raise InputError for prompt ids that do not fit into a model of these sizes (None: unknown, or no limit)."""
+    """Raise InputError for prompt ids that do not fit a model of these sizes (None: unknown, or no limit)."""
     if not prompt:
-        raise InputError(f"{path}: its template turns this prompt into no token at all")
+        raise InputError(f"{path}: its template renders this prompt as no token")
     if num_embeddings is not None and max(prompt) >= num_embeddings:
         raise InputError(
             f"{path}: its tokenizer gives id {max(prompt)}, but the model's vocabulary has "
@@ -274,7 +274,7 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
     passed = settings.model_dump(include={"max_new_tokens", "repetition_penalty", "num_beams", "num_return_sequences"})
     if settings.temperature > 0:
         passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
-    # Rows that pad a vocabulary belong to no token, and their logits are arbitrary.
+    # Rows that only pad the vocabulary belong to no token; their logits are arbitrary.
     unused = list(range(chat_model.vocabulary.num_tokens or 0, chat_model.num_embeddings))
     return GenerationConfig(
         do_sample=settings.temperature > 0,
@@ -287,7 +287,7 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
 
 
 def finished_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str] = ()) -> Answer:
-    """Cut an answer out of a row of new ids (T,): up to its first end token or stop string, without padding."""
+    """Return the answer in a row of new ids (T,): truncated at its first end token or stop string, without padding."""
     end = next((position for position, token in enumerate(ids) if token in chat_model.vocabulary.eos_ids), None)
     kept = tuple(ids if end is None else ids[: end + 1])
     if (stopped := stopped_length(stop, ids[:end], chat_model.vocabulary)) is not None:
@@ -300,10 +300,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 class AnswerStreamer(BaseStreamer):
-    """A streamer that emits the text of one answer piece by piece, each as soon as its characters are complete.
+    """A streamer that emits the text of one answer piece by piece, as soon as characters are complete.
 
-    A token may be only a part of a character, and decoders may treat a first token specially. So a short window of
-    tokens is decoded, and the growth of its text is emitted.
+    A token may be a part of a character, and decoders may treat a first token specially. So a short window of tokens is
+    decoded, and what its text gained is emitted.
     """
 
     def __init__(self, chat_model: ChatModel, emit: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
-"""Hold a conversation with a model: keep its turns, fit them into the model's positions, generate one reply at a time.
+"""A conversation with a model: its turns, fitted into the model's positions, and one reply at a time.
 
-For every reply the whole conversation is rendered by the tokenizer's template and encoded again. Sampled ids of earlier
-replies are not reused: where they differ from the encoded text (a reply that was cut off has no end token; tokenizers
-may split a text otherwise), training has seen the encoded text. The terminal is in `rlhf/chat.py`.
+Each reply renders the whole conversation by the tokenizer's template and encodes it again. The ids of earlier replies
+are not reused, since training has seen encoded text, which may differ: a truncated reply has no end token, and
+tokenizers may split the text differently. The terminal is in `rlhf/chat.py`.
 """
 
 import sys
@@ -63,13 +63,13 @@ class Conversation:
         self.turns = []
 
     def take_back(self) -> str:
-        """Remove the last question and its reply; returns the question, '' if there is none."""
+        """Remove the last question and its reply; return the question, or '' without one."""
         question = self.turns[-2].content if self.turns else ""
         self.turns = self.turns[:-2]
         return question
 
     def say(self, text: str, emit: Emit) -> Reply:
-        """Generate the reply to `text`, calling `emit` with pieces of it as they are complete.
+        """Generate the reply to `text`; call `emit` with each piece as soon as it is complete.
 
         A KeyboardInterrupt stops the reply and keeps its text so far. An empty reply adds no turns: templates and
         training have no empty turns. The n-th reply is drawn with the seed + n, so that a second try differs.
@@ -95,10 +95,10 @@ class Conversation:
         return Reply(answer, len(streamer.ids), ending, num_forgotten, time_s)
 
     def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[list[int], int]:
-        """Encode the prompt; returns its ids and how many of the oldest turns had to be dropped.
+        """Encode the prompt; return its ids and how many of the oldest turns had to be dropped."
 
-        Questions are dropped together with their replies; the system prompt stays. max_new_tokens positions are kept
-        free for the reply, but at most half of all; the last question may use them too.
+        Questions are dropped together with their replies; the system prompt stays. max_new_tokens positions, but at
+        most half of all, are reserved for the reply; the last question may use them too.
         """
         reserved = min(self.settings.max_new_tokens, self._positions // 2)
         for start in range(0, len(turns), 2):

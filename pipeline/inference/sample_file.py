@@ -1,6 +1,6 @@
-"""The file of `rlhf sample`: JSON lines that a later call goes on with, or standard output.
+"""The output of `rlhf sample`: standard output, or a file of JSON lines that a later call can complete.
 
-Each of several ranks writes a part beside the file; the rank that ends last joins them.
+With several ranks, each writes a part beside the file; the rank that ends last joins the parts.
 """
 
 import heapq
@@ -18,10 +18,10 @@ from pipeline.files import flush, read_object, refused_by_disk, write_json
 from pipeline.run.lock import lock_held
 from pipeline.run.output_checks import clashes
 
-NUMBER = "number"  # column of a row: which of the prompts it is of, from 1
-IS_WHOLE = "is_whole"  # of the settings of a file that several ranks have written
+NUMBER = "number"  # column of a row: number of its prompt, from 1
+IS_WHOLE = "is_whole"  # a setting of files that several ranks wrote: all parts are joined
 JOINING_S = 600.0  # chosen by hand: joining copies the parts once
-ANEW = "name another --output, or give --overwrite to begin anew"
+ANEW = "name another --output, or give --overwrite to start again"
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class SampleFile:
 
     path: the file; None = standard output.
     num_rows: rows that it has.
-    last: number of the prompt of the last row; 0 = it has none.
+    last: number of the prompt of the last row; 0 = there is none.
     """
 
     path: Path | None
@@ -38,8 +38,8 @@ class SampleFile:
     last: int = 0
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Write the row of prompt `number`. Raises EnvironmentFault where the disk refuses."""
-        # On a terminal no character of a text is as it is: some steer it.
+        """Write the row of prompt `number`. Raises EnvironmentFault if the disk refuses."""
+        # On a terminal control characters are escaped, since some control it.
         is_shown = self.path is None and sys.stdout.isatty()
         line = json.dumps({NUMBER: number, **row}, ensure_ascii=is_shown)
         if self.path is None:
@@ -51,7 +51,7 @@ class SampleFile:
 
 
 def check_output(file: Path, inputs: Mapping[str, Iterable[str]]) -> None:
-    """Raise InputError for a file of rows that the command reads itself: one of its inputs, or in the folder of one.
+    """Raise InputError for an output file that the command also reads: one of its inputs, or in the folder of one.
 
     inputs: flag -> files, folders and hub ids.
     """
@@ -62,12 +62,12 @@ def check_output(file: Path, inputs: Mapping[str, Iterable[str]]) -> None:
 
 
 def open_samples(file: Path | None, settings: Mapping[str, Any], *, overwrite: bool) -> SampleFile:
-    """Return a file to write behind its last whole row, or a new one; None: standard output.
+    """Return a file that continues after its last whole row, or a new one; None: standard output.
 
-    `<file>.settings.json` has the settings that it was begun with.
+    `<file>.settings.json` has the settings with which it was started.
 
     Raises:
-        InputError: the file was begun with other settings, or is none of this command.
+        InputError: the file was started with other settings, or another program wrote it.
         EnvironmentFault: it cannot be written.
     """
     if file is None:
@@ -85,12 +85,12 @@ def open_samples(file: Path | None, settings: Mapping[str, Any], *, overwrite: b
 
 
 def settings_of(file: Path) -> Path:
-    """Return the file of the settings that a file was begun with."""
+    """Return the file with the settings of a file of samples."""
     return file.with_name(f"{file.name}.settings.json")
 
 
 def output_held(file: Path, *, wait_s: float = 0.0) -> AbstractContextManager[None]:
-    """Hold a file for this process alone. Raises EnvironmentFault where another one still writes it after `wait_s`."""
+    """Lock a file for this process. Raises EnvironmentFault if another process still has it after `wait_s`."""
     return lock_held(file, file.with_name(f".{file.name}.lock"), "--output", wait_s=wait_s)
 
 
@@ -100,7 +100,7 @@ def part_of(file: Path, rank: int, size: int) -> Path:
 
 
 def is_joined(file: Path, settings: Mapping[str, Any]) -> bool:
-    """Tell whether ranks have written all of a file before. Raises InputError where it was begun in another way."""
+    """Return True if ranks have completed the file already. Raises InputError if it was started with other settings."""
     if not file.exists():
         return False
     check_settings(file, settings_of(file), settings)
@@ -108,18 +108,18 @@ def is_joined(file: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int) -> int:
-    """Note that a rank's part is whole; join all where it is the last one. Returns the number of rows then, else 0.
+    """Mark a rank's part as complete; if it is the last one, join all. Return the number of rows, or 0 without a join.
 
-    Raises EnvironmentFault where the disk refuses, or another process holds the file for JOINING_S.
+    Raises EnvironmentFault if the disk refuses, or if another process locks the file for JOINING_S.
     """
     parts, whole = [part_of(file, one, size) for one in range(size)], {**settings, IS_WHOLE: True}
     with refused_by_disk(file), ExitStack() as stack:
         flush(parts[rank])
         write_json(settings_of(parts[rank]), whole)
-        # A rank that ends at the same time may have looked before this part was whole: so this one looks after it.
+        # Another rank that ends now may have checked before this part was complete, so this rank checks afterwards.
         stack.enter_context(output_held(file, wait_s=JOINING_S))
         mine = read_object(settings_of(parts[rank]))
-        # Joined by another rank; or a part is not whole, or of an earlier command.
+        # Another rank has joined them; or a part is incomplete, or from an earlier command.
         if not mine or any(read_object(settings_of(part)) != mine for part in parts):
             return 0
         lines = [stack.enter_context(part.open("rb")) for part in parts]
@@ -137,17 +137,17 @@ def join_parts(file: Path, settings: Mapping[str, Any], *, rank: int, size: int)
 
 
 def check_settings(file: Path, settings_file: Path, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless a file was begun with these settings."""
+    """Raise InputError unless a file was started with these settings."""
     before, now = masked(read_object(settings_file)), json.loads(json.dumps(settings))
     if not before:
         raise InputError(f"--output: {file} exists, and {settings_file.name} with its settings does not; {ANEW}")
     if other := [name for name in now if before.get(name) != now[name]]:
         values = " and ".join(f"{name} {before.get(name)}, now {now[name]}" for name in other)
-        raise InputError(f"--output: {file} was begun with {values}; give the same, {ANEW}")
+        raise InputError(f"--output: {file} was started with {values}; give the same, {ANEW}")
 
 
 def without_torn_row(file: Path) -> SampleFile:
-    """Cut off a torn last row, and return the file with what it has. Raises InputError for lines that are no rows."""
+    """Truncate a torn last row, and return the file with its state. Raises InputError for lines that are no rows."""
     samples, end = SampleFile(file), 0
     with file.open("r+b") as stream:
         for line in stream:
@@ -155,7 +155,7 @@ def without_torn_row(file: Path) -> SampleFile:
                 break
             if (number := number_of(line)) <= samples.last:
                 place = f"{file}:{samples.num_rows + 1}"
-                raise InputError(f"--output: {place}: no row of `rlhf sample` behind that before; {ANEW}")
+                raise InputError(f"--output: {place}: expected the next row of `rlhf sample`; {ANEW}")
             samples.num_rows, samples.last, end = samples.num_rows + 1, number, end + len(line)
         stream.truncate(end)
     return samples

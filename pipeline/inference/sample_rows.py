@@ -17,9 +17,9 @@ class SampledAnswer:
 
     text: without special tokens, and without white space around it.
     num_tokens: tokens that were sampled, the end token included.
-    log_prob: sum of their log-probabilities at the temperature, before top_p and top_k; of greedy ones at 1.
-    finish_reason: "end" = ended by the model, "stop" by a stop string, "limit" = cut at the number of new tokens.
-    scores: name of a reward function or model -> what it gave, of tokens their sum; None = it failed or does not apply.
+    log_prob: sum of their log-probabilities at the temperature, before top_p and top_k; for greedy answers at 1.
+    finish_reason: "end" = ended by the model, "stop" by a stop string, "limit" = truncated at the number of new tokens.
+    scores: name of a reward function or model -> its value, summed if per token; None = it failed or does not apply.
     reward: the weighted sum of the scores; None = a function failed, or none applies.
     """
 
@@ -34,7 +34,7 @@ class SampledAnswer:
 def scores_of(
     values: Mapping[str, Value], weights: Mapping[str, float]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Return the scores of an answer by name, and its reward, as `SampledAnswer` has them."""
+    """Return the scores of an answer by name, and its reward, as in `SampledAnswer`."""
     scores = {name: float(sum(value)) if isinstance(value, list) else value for name, value in values.items()}
     kept = {name: value for name, value in scores.items() if isinstance(value, float)}
     is_known = bool(kept) and not any(isinstance(value, Failure) for value in values.values())
@@ -43,7 +43,7 @@ def scores_of(
 
 
 def prompt_columns(messages: Turns, *, is_conversation: bool) -> dict[str, Any]:
-    """Return `prompt`, and `tools` where it has any: text where the data has texts, if it is read back as these turns.
+    """Return `prompt`, and `tools` if there are any: as text if the data has texts and it parses to the same turns.
 
     Args:
         is_conversation: the data has lists of messages.
@@ -58,12 +58,12 @@ def prompt_columns(messages: Turns, *, is_conversation: bool) -> dict[str, Any]:
 
 
 def row_of(layout: RowLayout, prompt: Mapping[str, Any], answers: Sequence[SampledAnswer]) -> dict[str, Any] | str:
-    """Return the row of a prompt's answers, or in words why they give none.
+    """Return the row of a prompt's answers, or the reason why there is none.
 
-    A chosen answer has ended by itself: what trains on it would learn to end where another one was cut.
+    A chosen answer must have ended by itself: a truncated one would teach models to end there.
 
     Args:
-        prompt: columns of the row that say what the answers are to.
+        prompt: columns of the row with the prompt.
     """
     if layout == "answers":
         return {**prompt, "answers": [asdict(answer) for answer in answers]}
@@ -89,5 +89,5 @@ def _reward(answer: SampledAnswer) -> float:
 
 
 def _side(text: str) -> str | list[dict[str, str]]:
-    """Return a side of a pair as its column has it; a text that looks like a transcript would be read as one."""
+    """Return one side of a pair as its column stores it; text that looks like a transcript would be parsed as one."""
     return [{"role": "assistant", "content": text}] if is_transcript(text) else text

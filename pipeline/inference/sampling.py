@@ -1,4 +1,4 @@
-"""Answers to the prompts of files: read, sampled in one session, and scored while others are sampled."""
+"""Sample answers to the prompts of files in one session, and score finished ones meanwhile. `rlhf sample` calls it."""
 
 import hashlib
 import json
@@ -30,11 +30,11 @@ from pipeline.rewards.pool import Responses, RewardPool, Value
 class SamplePrompt:
     """A prompt of the data.
 
-    number: which of the prompts it is, from 1.
-    row: its place, as messages name it.
+    number: number of the prompt, from 1.
+    row: file and row number, as messages name it.
     messages: its turns.
-    tokens: its tokens, which key its random numbers.
-    copy: number of prompts before it that have the same tokens: each gets random numbers of its own.
+    tokens: its tokens; their hash keys its random numbers.
+    copy: number of earlier prompts with the same tokens: each copy gets its own random numbers.
     columns: the row's other columns, as JSON.
     """
 
@@ -48,12 +48,12 @@ class SamplePrompt:
 
 @dataclass(slots=True)
 class Begun:
-    """A prompt that was submitted: the tokens of its answers, and the answers, by sample; then their scores.
+    """A submitted prompt: the tokens of its finished answers, the answers by sample, and their scores.
 
     prompt: the prompt.
     ids: tokens of the answers that have ended, by sample.
     answers: these answers, by sample.
-    handle: what functions give, once all have ended.
+    handle: the values of reward functions, submitted once all answers have ended.
     judged: name of a reward model -> its scores, by sample.
     """
 
@@ -68,10 +68,10 @@ class Begun:
 class PromptData:
     """The prompts of files.
 
-    prompts: those that can be used, in order.
-    columns: names of the columns that functions may get.
+    prompts: the usable prompts, in order.
+    columns: names of the columns for reward functions.
     is_conversation: functions get lists of messages, because a source has some.
-    notes: a line for each kind of rows that are left out.
+    notes: a line for each kind of dropped rows.
     """
 
     prompts: list[SamplePrompt]
@@ -81,7 +81,7 @@ class PromptData:
 
     @property
     def digest(self) -> str:
-        """A hash of all that is read of the prompts."""
+        """A hash of everything that is read from the prompts."""
         total = hashlib.sha256()
         for one in self.prompts:
             total.update(repr((one.tokens.ids, one.messages, one.columns)).encode())
@@ -91,14 +91,14 @@ class PromptData:
 def read_prompts(
     paths: Sequence[str], source: ModelSource, *, column_map: str, max_length: int, max_new_tokens: int
 ) -> PromptData:
-    """Read the prompts of all rows, of whatever layout, as a model's tokens. Reads no weight.
+    """Read the prompts of all rows, of any layout, and encode them for the model. Reads no weight.
 
     Args:
-        column_map: `--column-map`, as it is given.
-        max_length: tokens of a prompt; 0 = as many as the model's positions leave.
+        column_map: `--column-map`, as given.
+        max_length: tokens of a prompt; 0 = as many as fit the model's positions.
 
     Raises:
-        InputError: a source cannot be read or has no prompt, or the model cannot be sampled from.
+        InputError: a source is unreadable or has no prompt, or the model cannot be sampled from.
     """
     names = parse_column_map(column_map)
     counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens)
@@ -112,7 +112,7 @@ def read_prompts(
                 prompts.append(SamplePrompt(number, place, record.messages, tokens, copy, record.extra))
                 copies[tokens.prompt_id] += 1
     if not prompts:
-        raise InputError(f"--data: no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
+        raise InputError(f"--data: found no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
     columns = {name for passed in counts.passed.values() for name in passed}
     return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
 
@@ -126,7 +126,7 @@ def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> i
     room = sys.maxsize if positions is None else positions - max_new_tokens
     if room < 1:
         what = f"--max-new-tokens: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
-        raise InputError(f"{what}; less than {positions} is right")
+        raise InputError(f"{what}; expected less than {positions}")
     if (limit := max_length or room) > room:
         words = f"{max_length} tokens of a prompt and --max-new-tokens {max_new_tokens}"
         raise InputError(f"--max-prompt-seq-len: {words} do not fit into the model's {positions} positions")
@@ -146,14 +146,14 @@ def sample(
 ) -> Iterator[tuple[SamplePrompt, list[SampledAnswer], dict[str, list[Value]]]]:
     """Yield in order each prompt with a number above `first`, its answers, and each reward's values for them.
 
-    An answer depends on the seed, its prompt and its number alone, up to rounding.
+    An answer depends only on the seed, its prompt and its number, up to rounding.
 
     Args:
         judges: reward models, whose raw scores are rewards too.
         batch_size: prompts whose answers are sampled at once.
 
     Raises:
-        InputError: a function returned what is no value, or logits or scores are not finite.
+        InputError: a function returned an invalid value, or logits or scores are not finite.
     """
     weights = {one.name: one.weight for one in pool.functions} | {one.name: one.weight for one in judges}
     num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
@@ -181,10 +181,10 @@ def sample(
 
 
 def take(chat_model: ChatModel, one: Begun, event: Finished) -> None:
-    """Put an answer that has ended to its prompt. Raises InputError: its log-probabilities are not finite."""
+    """Add a finished answer to its prompt. Raises InputError: its log-probabilities are not finite."""
     log_prob = event.log_probs.double().sum().item()
     if not math.isfinite(log_prob):
-        raise InputError(f"{chat_model.path}: its logits are no finite numbers; give another --temperature or --dtype")
+        raise InputError(f"{chat_model.path}: its logits are not finite; give another --temperature or --dtype")
     answer, n = finished_answer(chat_model, event.ids.tolist()), event.request.sample
     one.ids[n], one.answers[n] = [*answer.ids], SampledAnswer(answer.text, len(answer.ids), log_prob, event.reason)
 
@@ -198,7 +198,7 @@ def responses_of(one: Begun, is_conversation: bool) -> Responses:
 
 
 def judge_ended(begun: Sequence[Begun], judges: Sequence[Judge], *, batch_size: int) -> None:
-    """Let reward models score the answers to all prompts that have ended and were not scored yet."""
+    """Score, by reward models, all prompts whose answers have ended and have no scores yet."""
     if not judges or not (ended := [one for one in begun if one.handle is not None and not one.judged]):
         return
     answers = [(one.prompt.messages, one.answers[n]) for one in ended for n in sorted(one.answers)]

@@ -13,9 +13,9 @@ class Sums:
     """Sums over the scores of one name.
 
     count: number of scores.
-    mean: their mean.
-    squares: sum of the squares of their differences from it.
-    rising: sum of (tokens - mean tokens) (score - mean score), means being those of the answers to the same prompt.
+    mean: mean of the scores.
+    squares: sum of the squares of (score - mean).
+    rising: sum of (tokens - mean tokens) (score - mean score), with means over the answers to the same prompt.
     apart: sum of the squares of (tokens - mean tokens).
     """
 
@@ -27,7 +27,7 @@ class Sums:
 
 
 class ScoreSummary:
-    """Sums over the scores of answers, by name; no answer is kept.
+    """Sums over the scores of answers, by name; answers are not stored.
 
     Args:
         deviations: standard deviations of reward models' scores by name, as stage 2 has measured them.
@@ -46,7 +46,7 @@ class ScoreSummary:
                 sums.count, before = sums.count + 1, score - sums.mean
                 sums.mean += before / sums.count
                 sums.squares += before * (score - sums.mean)  # Welford 1962
-                sums.rising += (tokens - middle) * score  # what the mean score would take off sums to 0
+                sums.rising += (tokens - middle) * score  # the term of the mean score sums to 0
                 sums.apart += (tokens - middle) ** 2
 
     def lines(self) -> list[str]:
@@ -54,7 +54,7 @@ class ScoreSummary:
         return [f"{name}: {words_of(sums)}{self._slope(name, sums)}" for name, sums in self._sums.items() if sums.count]
 
     def _slope(self, name: str, sums: Sums) -> str:
-        """Return the least-squares slope over tokens, of a reward model also what a missing EOS is to be weighed by."""
+        """Return the least-squares slope over tokens; for a reward model also in units to weigh a missing EOS by."""
         if not sums.apart:
             return ""
         slope = sums.rising / sums.apart
@@ -66,6 +66,6 @@ class ScoreSummary:
 
 
 def words_of(sums: Sums) -> str:
-    """Return mean and population standard deviation in words."""
+    """Return mean and population standard deviation as text."""
     deviation = math.sqrt(sums.squares / sums.count)
     return f"mean {sums.mean:.4g}, standard deviation {deviation:.3g} over {sums.count:,} answers"

@@ -1,4 +1,4 @@
-"""Stop strings where transformers' `generate` answers, as the sessions of `pipeline.generation` have them."""
+"""Stop strings for transformers' `generate`, with the meaning that the sessions of `pipeline.generation` give them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.generation.session import stopped_length
 
 
 class StopStrings(StoppingCriteria):
-    """The end of rows whose new tokens contain a stop string; transformers' own criterion reads the prompt too.
+    """The end of rows whose new tokens contain a stop string; transformers' own criterion searches the prompt too.
 
     stop: the strings.
     vocabulary: how ids become text.

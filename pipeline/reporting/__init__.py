@@ -1,1 +1,1 @@
-"""Reports of runs, made of the files in their folders alone: records, curves, pages, and their own process."""
+"""Reports of runs, written from the files in their folders: records, curves, pages, and the report's process."""

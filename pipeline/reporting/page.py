@@ -21,10 +21,10 @@ from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
 
 LOCK, LOCKED_S = ".report.lock", 120.0
-MOST_TEXT = 1500  # shown characters of a text from a model or a file
+MOST_TEXT = 1500  # maximum number of shown characters of a text from a model or a file
 KEPT = "\n\t"  # control characters that are not escaped
 PAGES = ("report.md", "report.html")
-BEGINNING = re.compile(  # of a page that this module wrote
+BEGINNING = re.compile(  # the beginning of a page that this module wrote
     r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"
     r"|<!doctype html>\n(<.*\n)+<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
 )
@@ -171,7 +171,7 @@ def heading(group: str) -> str:
 
 
 def is_shown(what: str, *given: Any) -> bool:
-    """Return whether this can be shown; in a line where it cannot, because its files are not as a run writes them.
+    """Return True if this can be shown; else print a warning: its files are not as a run writes them.
 
     given: the arguments of `contents`.
     """
@@ -186,7 +186,7 @@ def is_shown(what: str, *given: Any) -> bool:
 
 
 def contents(chapters: Sequence[Chapter], answers: Any, folders: Sequence[Path], output: Path) -> dict[str, Any]:
-    """Return what the templates are filled with."""
+    """Return the values that the templates show."""
     runs = [run for chapter in chapters for run in chapter.runs]
     drawn = {
         chapter.key: [(heading(one.group), one.title, svg(one, f"{chapter.key}-{one.name}")) for one in chapter.panels]

@@ -1,4 +1,4 @@
-"""The report's own process: started now and then while a run lasts, and once more when it has ended."""
+"""The report's own process: a run starts it at intervals, and once more when it has ended."""
 
 import os
 import subprocess
@@ -13,21 +13,21 @@ from pipeline.processes import python_environment
 from pipeline.run.layout import stages_folder
 from pipeline.run.outcome import supervisor_name
 
-EVERY_S = 60.0  # between two starts, and before the first one: shorter runs have the last one alone
-SWITCH = "RLHF_REPORT"  # variable that turns all reports off, by `false`, whatever --report says
-LONGEST_S = 300.0  # then the last one is given up
+EVERY_S = 60.0  # between two starts, and before the first one: a shorter run only writes the last report
+SWITCH = "RLHF_REPORT"  # variable: `false` turns all reports off, whatever --report says
+LONGEST_S = 300.0  # limit for the last report
 
 
 def own_reporter(run_dir: Path, *, is_on: bool) -> "Reporter":
-    """Return what rank 0 starts the report of its run with, where no supervisor does."""
+    """Return the reporter that rank 0 uses for its run if no supervisor runs one."""
     return Reporter(run_dir, is_on=is_on and supervisor_name() is None)
 
 
 class Reporter:
-    """Starts the process that writes the report of a folder, never two at once; its failure is one warning.
+    """A starter of the process that writes the report of a folder, never two at once. A failure is logged once.
 
-    Where nothing was measured yet, there is nothing to write. `of_road`: of the run's whole road, see `stages_folder`.
-    `is_on` False: it does nothing.
+    Without metrics nothing is written. `of_road`: report on all stages of the output folder, see `stages_folder`. `is_on`
+    False: do nothing.
     """
 
     def __init__(self, run_dir: Path, *, of_road: bool = False, is_on: bool = True) -> None:
@@ -39,14 +39,14 @@ class Reporter:
         self._has_warned = False
 
     def poll(self) -> None:
-        """Collect a process that has ended; start one where the last start is long ago."""
+        """Collect a process that has ended; start the next one after EVERY_S."""
         if self._process is not None and self._process.poll() is not None:
             self._collect()
         if self._process is None and time.monotonic() - self._began >= EVERY_S:
             self._start()
 
     def stop(self) -> None:
-        """End a process that is at work; what it was going to write is left as it was."""
+        """Kill a process that is running; the report stays as it was before."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -77,11 +77,11 @@ class Reporter:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C must reach the run only
         )
 
     def _collect(self) -> bool:
-        """Wait for the process, and warn of its failure, once; return True if it did not fail."""
+        """Wait for the process, and warn of its failure once; return True if it did not fail."""
         process, errors, self._process = self._process, self._errors, None
         if process is None or errors is None:
             return False

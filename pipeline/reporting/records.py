@@ -1,4 +1,4 @@
-"""The records in the files of a run's folder. A file that is missing or truncated is read as far as it goes."""
+"""Records of a run, read from the files in its folder. A missing or truncated file is read as far as possible."""
 
 import os
 import re
@@ -19,17 +19,17 @@ from pipeline.run.evaluations import cost, described, is_number, json_lines, met
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
-SIGN_OF_LIFE_S = 300.0  # without one for so long a run of another machine is taken for dead
+SIGN_OF_LIFE_S = 300.0  # a run of another machine without a heartbeat for so long counts as dead
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) \S+ (.*)")
 RESUMED = re.compile(r"resuming from \S*step-(\d+)")
 Point = tuple[int, float]
-# Types of what a run's meaning.json says, by name; what has another one is left out.
+# Names in a run's meaning.json -> their types; values of another type are ignored.
 MEANING = {"number": int, "began": float, "outputs": list, "metrics": dict, "steps": int, "compared": list}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run by its folder; `label` is its name among others."""
+    """A run, read from its folder; `label` is its name in a comparison."""
 
     folder: Path
     label: str
@@ -42,20 +42,20 @@ class RunRecord:
 
     @property
     def stage(self) -> str:
-        """The section of its stage; without a word about it, the name of its folder."""
+        """The section of its stage; if it is unknown, the name of its folder."""
         named = self.meaning.get("stage") or read_object(environment_file(self.folder)).get("stage")
         return str(named or self.folder.name)
 
     @property
     def kind(self) -> str:
-        """Its stage by number and in words; of a run that does not say them, the name of its folder."""
+        """The number and name of its stage; if they are unknown, the name of its folder."""
         if "number" in self.meaning:
             return f"Stage {self.meaning['number']}: {self.meaning.get('title')}"
         return f"Run {self.folder.resolve().name}"
 
     @property
     def title(self) -> str:
-        """Its kind, with the name of its folder where that is not its stage's, and its label."""
+        """Its kind, its label, and the name of its folder if that is not its stage's."""
         name = self.folder.resolve().name
         return f"{self.kind} ({name})" if name == self.label and name != self.stage else self.kind
 
@@ -65,7 +65,7 @@ class RunRecord:
         return {name: one for name, one in self.meaning.get("metrics", {}).items() if isinstance(one, dict)}
 
     def metric(self, name: str) -> Mapping[str, Any]:
-        """Return what a metric means, also one on held-out rows; of one that is not declared its name alone."""
+        """Return the meaning of a metric, also on held-out rows; of an undeclared one only its name."""
         return described(self.meaning, name)
 
     @cached_property
@@ -90,7 +90,7 @@ class RunRecord:
 
     @cached_property
     def cost(self) -> str:
-        """Cost of the run so far, in words; "" if it is not known."""
+        """Cost of the run so far, as text; "" if it is unknown."""
         return cost(self.folder)
 
     @cached_property
@@ -105,7 +105,7 @@ class RunRecord:
 
     @property
     def rows(self) -> dict[str, Any]:
-        """Counts and lengths of its rows, and some of them."""
+        """Counts and lengths of its rows, and examples."""
         return read_object(rows_file(self.folder))
 
     @property
@@ -115,7 +115,7 @@ class RunRecord:
 
     @cached_property
     def log(self) -> list[tuple[str, str]]:
-        """Level and text of the lines of log.txt since the run began, without those of an earlier one there."""
+        """Level and text of the lines of log.txt since the run began; earlier runs in the folder are skipped."""
         began, found = self.meaning.get("began", 0.0), list[tuple[str, str]]()
         with suppress(OSError):
             file = self.folder / "log.txt"
@@ -129,7 +129,7 @@ class RunRecord:
 
     @property
     def warnings(self) -> dict[str, int]:
-        """The WARNING lines of its log, each with how often it is there."""
+        """The WARNING lines of its log, each with its count."""
         return dict(Counter(text for level, text in self.log if level in ("WARNING", "ERROR")))
 
     @property
@@ -139,7 +139,7 @@ class RunRecord:
 
     @property
     def ending(self) -> tuple[str, str]:
-        """State of the run (finished, running, stopped, failed, died), and the same in words."""
+        """State of the run (finished, running, stopped, failed, died), and a sentence about it."""
         ranks = ranks_with_outcome(self.folder)
         outcomes = [found for rank in ranks if (found := read_outcome(self.folder, rank))]
         at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
@@ -148,28 +148,26 @@ class RunRecord:
         if unended := [one for one in outcomes if one.code is None]:
             if all(is_running(self.folder, one) for one in unended):
                 return "running", f"running, at {at}"
-            return "died", f"died at {at} without a word: it was killed, or its machine is gone"
+            return "died", f"died at {at} without an error: it was killed, or its machine is gone"
         if any(one.code == EXIT_STOPPED for one in outcomes):
             return "stopped", f"stopped on request at {at}; the same command resumes"
         if is_number(steps := read_object(done_file(self.folder)).get("steps")):
             return "finished", f"finished after {steps} steps"
-        return "unknown", f"no word on how it ended, at {at}"
+        return "unknown", f"unknown end at {at}"
 
 
 def is_running(folder: Path, outcome: Outcome) -> bool:
-    """Tell whether a rank that has not ended lives: by its process here, by its last sign of life elsewhere."""
+    """Return True if a rank that has not ended is alive: by its process on this machine, by its heartbeat elsewhere."""
     file = outcome_file(folder, outcome.rank)
     if outcome.is_local:
         process = read_process(outcome.pid)
-        return (
-            process is not None and process.started_s <= file.stat().st_mtime + 1.0
-        )  # else its number was given again
+        return process is not None and process.started_s <= file.stat().st_mtime + 1.0  # else the process id was reused
     signs = [one.stat().st_mtime for one in (file, beat_file(folder, outcome.rank)) if one.is_file()]
     return time.time() - max(signs, default=0.0) < SIGN_OF_LIFE_S
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is a run's."""
+    """Return True if a folder is a run's."""
     return any((folder / name).is_file() for name in ("metrics.jsonl", "env.json", "log.txt"))
 
 
@@ -177,7 +175,7 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
     """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
-    if label and folders != [folder]:  # runs of one stage in one folder have labels of their own
+    if label and folders != [folder]:  # runs of one stage in one folder have their own labels
         others = {run: f"{label} ({run.folder.name})" for run in runs if run.folder.name != run.stage}
         runs = [replace(run, label=others.get(run, label)) for run in runs]
     runs.sort(key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))
@@ -185,14 +183,14 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
 
 
 def is_replaced(run: RunRecord, others: Iterable[RunRecord]) -> bool:
-    """Tell whether a later one of others has finished, and put its model in the place of this run's (`--overwrite`)."""
+    """Return True if a later run has finished and replaced this run's model (`--overwrite`)."""
     model, began = run.meaning.get("outputs", [])[:1], run.meaning.get("began", 0.0)
     later = [one for one in others if one.meaning.get("began", 0.0) > began and done_file(one.folder).is_file()]
     return bool(model) and any(one.meaning.get("outputs", [])[:1] == model for one in later)
 
 
 def labels_of(folders: list[Path]) -> list[str]:
-    """Return names that tell folders apart: their paths without what all of them begin with."""
+    """Return labels that distinguish folders: their paths without the common beginning."""
     paths = [str(folder) for folder in folders]
     common = (
         os.path.commonpath(paths) if len(paths) > 1 and len({Path(path).is_absolute() for path in paths}) == 1 else ""

@@ -1,4 +1,4 @@
-"""The tables and sentences of a report: course of the runs, before and after, time, memory, flags, and answers."""
+"""The tables and sentences of a report: verdict, before and after, time, memory, flags, and answers."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from pipeline.reporting.records import RunRecord
 from pipeline.run import evaluations
 from pipeline.run.evaluations import Change, is_number, without_rounding
 
-ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes there
-SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of the samples
-# Kind of a verdict -> its colour and headline, in the order in which several runs are judged.
+ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes into FOLDER
+SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of prompts and evaluations in the table of samples
+# Kind of a verdict -> its colour and headline; with several runs the first kind that occurs decides.
 HEADLINES = {
     "worse": ("bad", "Worse than at the start"),
     "same": ("open", "No difference that the held-out rows can show"),
@@ -22,12 +22,12 @@ HEADLINES = {
 
 
 def compared(run: RunRecord) -> list[Change]:
-    """Return the numbers of a run's evaluations that are shown before and after."""
+    """Return the results of a run's evaluations that are shown before and after training."""
     return evaluations.compared(run.folder, [str(name) for name in run.meaning.get("compared", [])])
 
 
 def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
-    """Return good, bad or open, how the runs went in a line, and what says so."""
+    """Return the colour (good, bad or open), a headline, and the figures for it."""
     endings = [(kind, f"{name_of(run)}: {words.splitlines()[0]}") for run in runs for kind, words in [run.ending]]
     if broken := [words for kind, words in endings if kind in ("failed", "died")]:
         return "bad", "Broken off", broken
@@ -41,12 +41,12 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
 
 
 def name_of(run: RunRecord) -> str:
-    """Return what a run is called in a line: its label among others, and its stage where that is another."""
+    """Return the name of a run in a line: its label, and its stage if that is another."""
     return run.label if run.label == run.stage else f"{run.label}, {run.stage}"
 
 
 def number(value: Any) -> str:
-    """Return a number with four digits; a dash where there is none."""
+    """Return a number with four digits; a dash for None."""
     if not is_number(value):
         return "\N{EN DASH}"
     if 10_000 <= abs(value) < 1_000_000:
@@ -63,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def times(run: RunRecord) -> list[tuple[str, float]]:
-    """Return what the time of a run's loop went to, in seconds: the phases of its steps, and what is between steps."""
+    """Return where the time of a run's loop went, in seconds: the phases of its steps, and the time between steps."""
     steps = run.points("step_s")
     total = sum(value for _, value in steps)
     names = [name for name, metric in run.metrics.items() if name.startswith("time/") and metric.get("unit") == "s"]
@@ -74,7 +74,7 @@ def times(run: RunRecord) -> list[tuple[str, float]]:
 
 
 def between_steps(run: RunRecord) -> float:
-    """Return the seconds from line to line of metrics.jsonl that are no step, but for those of a new start."""
+    """Return the seconds between lines of metrics.jsonl outside steps and restarts."""
     restarts, found = set(run.resumed), 0.0
     for before, line in zip(run.lines, run.lines[1:], strict=False):
         if before["step"] not in restarts and is_number(line.get("time")) and is_number(before.get("time")):
@@ -84,7 +84,7 @@ def between_steps(run: RunRecord) -> float:
 
 
 def memory(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return rows of peak memory in GiB: what of, by the plan, and measured."""
+    """Return rows of peak memory in GiB: its use, by the plan, and measured."""
 
     def measured(name: str) -> str:
         values = [value for _, value in run.points(name)]
@@ -101,7 +101,7 @@ def memory(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def why_no_plan(run: RunRecord) -> str:
-    """Return why there is nothing to compare the memory with; empty where a plan was made."""
+    """Return why there is no plan to compare memory with; "" if there is one."""
     if run.plan:
         return ""
     if run.environment.get("device") == "cpu":
@@ -115,14 +115,14 @@ def given_flags(run: RunRecord) -> dict[str, tuple[Any, str]]:
 
 
 def differing_flags(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the values of each flag that differs among the runs, in their order; None where a run has no such flag."""
+    """Return the values of each flag that differs among the runs, in their order; None for a run without the flag."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, (None, ""))[0] for run in runs] for name in names}
     return {name: column for name, column in values.items() if any(value != column[0] for value in column)}
 
 
 def sample_rows(run: RunRecord) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Yield the first held-out prompts, each with its responses at some evaluations, from the first to the last."""
+    """Yield the first held-out prompts, each with its responses at evaluations from the first to the last."""
     steps = sorted({sample["step"] for sample in run.samples})
     places = {round(n * (len(steps) - 1) / max(1, SHOWN_STEPS - 1)) for n in range(SHOWN_STEPS)}
     shown = [steps[place] for place in sorted(places)] if steps else []
@@ -134,13 +134,13 @@ def sample_rows(run: RunRecord) -> Iterator[tuple[str, list[Mapping[str, Any]]]]
 
 
 def answers(folder: Path) -> dict[str, Any]:
-    """Return the comparison that `rlhf compare` has left in a folder; {} where there is none that can be read."""
+    """Return the comparison that `rlhf compare` wrote into a folder; {} if there is none or it is unreadable."""
     content = read_object(folder / ANSWERS_FILE)
     return content if isinstance(content.get("models"), list) and isinstance(content.get("prompts"), list) else {}
 
 
 def answers_command(runs: Sequence[RunRecord], folder: Path) -> str:
-    """Return the command that compares the models of these runs, and leaves its file in the folder; "" for too few."""
+    """Return the command that compares these runs' models, and writes its file into the folder; "" for too few."""
     answering = [run.meaning for run in runs if run.meaning.get("answers")]
     outputs = [Path(str(folders[0])) for one in answering if (folders := one.get("outputs"))]
     models = [*(str(one["start"]) for one in answering[:1]), *(str(path) for path in outputs if has_config(path))]

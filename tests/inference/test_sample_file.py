@@ -61,7 +61,7 @@ def test_a_line_that_is_no_next_row_is_refused_and_left(foreign):
     written(1, 2)
     whole = Path("a.jsonl").read_bytes() + foreign + b'{"number": 3}\n{"torn'
     Path("a.jsonl").write_bytes(whole)
-    with pytest.raises(InputError, match=r"^--output: a.jsonl:3: no row of `rlhf sample` behind that before; name an"):
+    with pytest.raises(InputError, match=r"^--output: a.jsonl:3: expected the next row of `rlhf sample`; name an"):
         written(3)
     assert Path("a.jsonl").read_bytes() == whole
 
@@ -74,7 +74,9 @@ def test_a_file_without_its_settings_or_with_others_is_refused():
         written(1)
     assert Path("a.jsonl").read_text() == "mine" and written(1, overwrite=True).num_rows == 1
     others = SETTINGS | {"seed": 2, "more": None}
-    with pytest.raises(InputError, match="a.jsonl was begun with seed 1, now 2; give the same, name another --output"):
+    with pytest.raises(
+        InputError, match="a.jsonl was started with seed 1, now 2; give the same, name another --output"
+    ):
         open_samples(Path("a.jsonl"), others, overwrite=False)
     Path("a.jsonl").write_bytes(b"")
     assert open_samples(Path("a.jsonl"), others, overwrite=False).last == 0

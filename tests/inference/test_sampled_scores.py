@@ -125,9 +125,9 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
             assert one["text"] == twin["text"] and one["scores"] == pytest.approx(twin["scores"], abs=1e-4)
     for changed in (("first:2",), ("second",), ()):
         others = ("--reward-model", *changed) if changed else ()
-        assert "begun with reward_model " in sampled(capsys, model, *others, *words[2:], code=2)[1]
+        assert "started with reward_model " in sampled(capsys, model, *others, *words[2:], code=2)[1]
     tiny_judge(bpe_folder, Path("first"), 3)
-    assert "begun with reward_model " in sampled(capsys, model, *words, code=2)[1], "other weights in the same folder"
+    assert "started with reward_model " in sampled(capsys, model, *words, code=2)[1], "other weights in the same folder"
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     assert (kind, headline) == ("bad", "Worse than at the start") and words.startswith("reward: held-out accuracy on")
     die(folder)
     kind, _, (words,) = verdict_of(folder)
-    assert kind == "bad" and words.startswith("reward: died at step 7 of 6 without a word")
+    assert kind == "bad" and words.startswith("reward: died at step 7 of 6 without an error")
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_or_has_no_metrics_has_a_report(tmp_path):
     assert verdict_of(running) == ("open", "Not finished", ["sft: running, at step 6 of 50"])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.txt").write_text("")
-    assert verdict_of(tmp_path / "b") == ("open", "Not finished", ["b: no word on how it ended, at step 0"])
+    assert verdict_of(tmp_path / "b") == ("open", "Not finished", ["b: unknown end at step 0"])
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -129,7 +129,7 @@ def test_a_supervisor_whose_rank_dies_leaves_the_report(inputs: Path, tmp_path: 
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and "warning: no report" not in errors, errors
     text = (folder / "report.html").read_text()
-    assert 'class="verdict bad"' in text and re.search(r"Died at step \d+ of 500 without a word", text)
+    assert 'class="verdict bad"' in text and re.search(r"Died at step \d+ of 500 without an error", text)
     check_curves(folder)
 
 

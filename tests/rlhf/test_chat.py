@@ -55,7 +55,7 @@ def test_a_temperature_that_overflows_is_one_line(speaking, capsys):
     flags = ["--temperature", "1e-310", "--repetition-penalty", "1.5", "--max-new-tokens", "4"]
     assert chat.main([speaking, "--prompt", "hi", *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {speaking}: its logits are no finite numbers at --temperature 1e-310 and --rep")
+    assert line.startswith(f"error: {speaking}: its logits are not finite at --temperature 1e-310 and --rep")
 
 
 @pytest.mark.slow

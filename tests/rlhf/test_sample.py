@@ -265,12 +265,12 @@ def test_a_file_that_is_whole_loads_no_model_and_one_that_another_process_writes
     [
         (
             ("--seed", 5),
-            "a.jsonl was begun with seed 1234, now 5; give the same, name another --output, or give --over",
+            "a.jsonl was started with seed 1234, now 5; give the same, name another --output, or give --over",
         ),
-        (("-n", 2, "--temperature", 0.5), "begun with temperature 1.0, now 0.5 and n 1, now 2"),
-        (("--as", "sft"), "begun with write_as answers, now sft"),
-        (("--reward", "f.py:length"), "begun with reward_function [], now [['length', "),
-        (("--data", "more.jsonl"), "begun with prompts "),
+        (("-n", 2, "--temperature", 0.5), "started with temperature 1.0, now 0.5 and n 1, now 2"),
+        (("--as", "sft"), "started with write_as answers, now sft"),
+        (("--reward", "f.py:length"), "started with reward_function [], now [['length', "),
+        (("--data", "more.jsonl"), "started with prompts "),
     ],
 )
 def test_other_settings_are_refused(folder, model, capsys, change, message):
@@ -279,7 +279,7 @@ def test_other_settings_are_refused(folder, model, capsys, change, message):
     rows, shown = sampled(capsys, model, *change, "--output", "a.jsonl", code=2)
     assert rows == before
     (line,) = [line for line in shown.splitlines() if not line.startswith("note: ")]
-    assert line.startswith("error: --output: a.jsonl was begun with ") and message in line
+    assert line.startswith("error: --output: a.jsonl was started with ") and message in line
     rows, _ = sampled(capsys, model, *change, "--overwrite", "--output", "a.jsonl")
     assert rows != before
 
@@ -288,9 +288,9 @@ def test_another_model_is_refused_and_a_reward_file_that_has_changed(folder, mod
     flags = ("--reward", "f.py:length", "--output", "a.jsonl")
     sampled(capsys, model, *flags)
     other = save(LlamaForCausalLM(tiny_config()), bpe_folder, folder / "other")
-    assert "begun with model " in sampled(capsys, other, *flags, code=2)[1]
+    assert "started with model " in sampled(capsys, other, *flags, code=2)[1]
     Path("f.py").write_text(CODE + "\n")
-    assert "begun with reward_function " in sampled(capsys, model, *flags, code=2)[1]
+    assert "started with reward_function " in sampled(capsys, model, *flags, code=2)[1]
 
 
 # ---- rows of steps 1 and 2 ----
@@ -333,7 +333,7 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--data", "text.txt"], "--data: no prompt in text.txt: 1 dropped: no prompt (first: text.txt:1)"),
+        (["--data", "text.txt"], "--data: found no prompt in text.txt: 1 dropped: no prompt (first: text.txt:1)"),
         (["--column-map", "promt=a"], "--column-map promt=a: no column 'promt' is read"),
         (["-n", "2", "--temperature", "0"], "--n: 2 greedy answers would be the same; give a --temperature above 0"),
         (["--as", "pair"], "--write-as: got 'pair' (command line)"),
@@ -344,7 +344,7 @@ def test_equal_scores_give_no_pair(folder, model, capsys):
         ),
         (
             ["--max-new-tokens", "512"],
-            "--max-new-tokens: 512 leave none of the model's 512 positions to a prompt; less than 512 is right",
+            "--max-new-tokens: 512 leave none of the model's 512 positions to a prompt; expected less than 512",
         ),
         (
             ["--reward", '{"name": "f.py:length", "wieght": 2}'],
@@ -389,7 +389,7 @@ def test_logits_that_are_not_finite_end_with_2(folder, model, bpe_folder, capsys
     torch.nn.init.constant_(made.lm_head.weight, 1e38)
     broken = save(made, bpe_folder, folder / "broken")
     assert main([broken, "--data", "q.jsonl", "--max-new-tokens", "2"]) == 2
-    assert "its logits are no finite numbers" in capsys.readouterr().err
+    assert "its logits are not finite" in capsys.readouterr().err
 
 
 def test_long_prompts_are_left_out_and_counted(folder, model, capsys):

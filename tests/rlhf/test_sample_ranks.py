@@ -75,9 +75,9 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
     for rank in (0, 1):
         of_rank(rank)
-    assert "begun with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
+    assert "started with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "begun with ranks 2, now 3" in of_rank(2, code=2)
+    assert "started with ranks 2, now 3" in of_rank(2, code=2)
 
 
 def test_parts_are_joined_by_one_process_at_a_time(tmp_path, monkeypatch):
