@@ -1,7 +1,7 @@
-"""Tokenise a data set once, and load it memory-mapped from the cache ever after.
+"""Tokenise a data set once, and load it memory-mapped from the cache in later runs.
 
-The cache key covers contents of sources, tokenizer and all options. Which records are taken is in `selection.py`, how
-they are tokenised in `shards.py`.
+The cache key covers the contents of sources, the tokenizer and all options. selection.py chooses records, shards.py
+tokenises them.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Part of every key: raise it when the same input gives other rows.
+# Part of every key: increase it when the same input gives other rows.
 FORMAT_VERSION = 9
-COLUMNS_SUFFIX = ".columns.arrow"  # of the files of the column EXTRA
-# The words of keys for kinds of rows and shares whose caches earlier versions have built.
+COLUMNS_SUFFIX = ".columns.arrow"  # suffix of files with the column EXTRA
+# Names in keys for kinds of rows and shares that earlier versions have cached.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
@@ -49,7 +49,7 @@ EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", 
 class StageData:
     """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired.
 
-    Where columns that no layout reads are passed on, rows have a column EXTRA, which is in a file of its own.
+    If columns that no layout reads are passed on, rows have a column EXTRA, which is in a separate file.
     """
 
     train: "Dataset"
@@ -58,7 +58,7 @@ class StageData:
 
 
 def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
-    """Return the tokenised rows that the options ask for, in source order.
+    """Return the tokenised rows of these options, in source order.
 
     Columns are those of `RowKind.schema`. Sets the tokenizer's template to options.template. One process builds while
     the others wait for its file lock. Raises InputError if no training row is left.
@@ -76,7 +76,7 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def load(file: Path) -> "Dataset":
-    """Return the memory-mapped rows of a file, with the column EXTRA where there is a file of it."""
+    """Return the memory-mapped rows of a file, with the column EXTRA if there is a file of it."""
     from datasets import Dataset, concatenate_datasets
 
     rows, others = Dataset.from_file(str(file)), file.with_suffix(COLUMNS_SUFFIX)
@@ -92,19 +92,20 @@ def held(lock: BaseFileLock) -> Iterator[None]:
             lock.acquire(timeout=INTERVAL_S)
         except Timeout:
             if not is_told:
-                log.info("waiting for another process, which prepares the same data")
+                log.info("waiting for another process that prepares the same data")
             is_told = True
             beat_again()
     try:
         yield
     finally:
-        # While it is held: whoever waits finds that the file it locked has no name any more, and opens the path again.
+        # Deleted while it is locked: a waiting process then sees that its lock file has no name, and opens the path
+        # again.
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
 
 
 def cache_word(options: DataOptions) -> str:
-    """Return the word for kind of rows and shares, in the key and before it: `prompts-1-2`."""
+    """Return the name of a kind of rows and shares, for the key and its prefix: `prompts-1-2`."""
     word = "-".join([options.rows, *map(str, options.shares)])
     return EARLIER_WORDS.get(word, word)
 
@@ -118,7 +119,7 @@ def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str
     content |= {
         "stage": cache_word(options),
         "version": FORMAT_VERSION,
-        # Users are invited to edit the converters, which changes rows.
+        # Users may edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
         "sources": [fingerprint(parse_path(path)[0]) for path in paths],
         "tokenizer": tokenizer_content(tokenizer),
@@ -136,9 +137,9 @@ def tokenizer_content(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write the rows beside `folder`, then rename: a folder that exists is complete.
+    """Write the rows beside `folder`, then rename: an existing folder is complete.
 
-    What a killed preparation has left there is gone on with; the lock excludes that another process is writing it.
+    The work of a killed preparation is continued; the lock keeps other processes from writing it.
     """
     counts, ratios = Counts(), ratios_of(options)
     partial = folder.with_suffix(".partial")
@@ -196,9 +197,10 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
 
 
 def move_out(file: Path) -> None:
-    """Move the column EXTRA of a file of rows, if it has one, to a file beside it; to none where it is empty in all.
+    """Move the column EXTRA of a file of rows to a file beside it; without EXTRA, or if it is empty in all rows, write
+    none.
 
-    Rewards alone read it: the rows' file, whose hash is in checkpoints, is the same with and without such columns.
+    Only rewards read it. So the rows' file, whose hash is in checkpoints, does not depend on such columns.
     """
     import pyarrow as pa
     from pyarrow import compute
@@ -220,8 +222,8 @@ def move_out(file: Path) -> None:
 def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOptions) -> None:
     """Join the rows of sources to train.arrow beside them, and delete their files; each source gives `sizes` rows.
 
-    A source that has fewer gives all of them several times, and of the last time a part that `options.seed` chooses.
-    Copies of a prompt have ids of their own, by which the random numbers of rollouts are keyed.
+    A source with fewer rows repeats them; `options.seed` chooses the rows of the last, partial repetition. Copies of a
+    prompt have different ids, which key the random numbers of rollouts.
     """
     import numpy as np
     import pyarrow as pa

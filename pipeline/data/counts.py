@@ -1,17 +1,17 @@
-"""Counts of rows: what happened to them by kind, each with its first example, and where those of a source went."""
+"""Counts of rows: their fate by kind, with a first example, and their fate by source. All data modules add to them."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Each row ends as one of the first five. "cut" and "kept" (repaired, or repeated) are remarks on rows that go on.
+# Each row ends in one of the first five. "cut" (truncated) and "kept" (repaired or repeated) are remarks on used rows.
 Fate = Literal["to train on", "held out", "of other stages", "left out", "dropped", "cut", "kept"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
-    """The place of a row: its file or hub id, and its number (from 1; the line number in line-based files).
+    """The origin of a row: its file or hub id, and its number (from 1; the line number in line-based files).
 
     source: the data path that the file belongs to.
     """
@@ -33,12 +33,12 @@ class Origin:
 class Counts:
     """Counts of rows by kind and by source.
 
-    _kinds: kind of row -> fate, number of rows, place of the first one.
+    _kinds: kind of row -> fate, number of rows, origin of the first one.
     sources: data path -> number of rows by fate.
     unread: data path -> columns that nothing reads.
-    passed: data path -> columns that no row's layout reads, and that are passed to rewards.
-    lengths: number of tokens -> number of rows that were dropped because they have so many.
-    factors: data path -> how often each of its rows is trained on in an epoch, where sources are mixed by ratios.
+    passed: data path -> columns that no row's layout reads, but that rewards get.
+    lengths: number of tokens -> number of rows that were dropped because of that number.
+    factors: data path -> how often each of its rows is trained on in an epoch, if sources are mixed by ratios.
     """
 
     _kinds: dict[str, tuple[Fate, int, str]] = field(default_factory=dict)
@@ -51,9 +51,10 @@ class Counts:
     def add(
         self, fate: Fate, kind: str, origin: Origin, *, number: int = 1, num_tokens: int = 0, found: str = ""
     ) -> None:
-        """Count `number` more rows of `kind` in the source of `origin`, the place of the first of them.
+        """Count `number` more rows of `kind` in the source of `origin`, the origin of the first of them.
 
-        Of the first row of a kind, `origin` and `found` are kept. num_tokens: of a row that is too long.
+        `origin` and `found` (what only that row shows) are stored for the first row of a kind. num_tokens: of a row
+        that is too long.
         """
         _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, got {found}" if found else str(origin)))
         self._kinds[kind] = (fate, count + number, first)
@@ -62,7 +63,7 @@ class Counts:
             self.lengths[num_tokens] += 1
 
     def settle(self, fate: Fate, path: str, number: int) -> None:
-        """Count `number` rows of a data path among those of `fate`, which needs no kind and no example."""
+        """Count `number` rows of a data path as `fate`, without kind and example."""
         self.sources.setdefault(path, Counter())[fate] += number
 
     def note_columns(self, path: str, *, passed: Collection[str] = (), unread: Collection[str] = ()) -> None:

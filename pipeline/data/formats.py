@@ -1,6 +1,6 @@
 """Recognise the format of rows by their columns and parse them into records.
 
-Bad rows are counted instead of raised. Reading files and hub sets is in `sources.py` and `readers.py`.
+Bad rows are counted, not raised. `sources.py` and `readers.py` read files and hub sets.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from pipeline.errors import InputError, nearest
 
 Values = Mapping[str, Any]
 RESPONSE_COLUMNS = ("response", "completion", "output")
-ANSWER_COLUMNS = {*RESPONSE_COLUMNS, "answer"}  # a prompt is read without them, and rewards compare with them
-# Margins are on the scale of scores; the sum of a step's losses has to stay finite in fp32.
+ANSWER_COLUMNS = {*RESPONSE_COLUMNS, "answer"}  # prompts do not contain them; rewards compare responses with them
+# Margins are on the scale of scores; the sum of a step's losses must be finite in fp32.
 MAX_MARGIN = 1e6
 PROMPT_COLUMNS = ("messages", "conversations", "prompt")
 LABELS = {"true": True, "false": False}
-MAX_SHOWN = 40  # characters of a label that is none
+MAX_SHOWN = 40  # characters of an invalid label that a message shows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Content:
     """The content of a row of any format.
 
     messages: the prompt's turns, ending in a user turn, with its tools in front; empty for a plain text document.
-    chosen: preferred response; None where the row has none.
+    chosen: preferred response; None if the row has none.
     rejected: other response; also a single one that the row labels false.
     text: plain text document.
     margin: how much better chosen is, if the row says so.
-    label: what a row says of its only response: True or False; a text that shows anything else; None where nothing.
+    label: the row's label of its only response: True or False; an invalid label as text; None without one.
     """
 
     messages: Turns = ()
@@ -60,13 +60,13 @@ class Content:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Content):
-    """A usable row: content that is checked, and where it comes from.
+    """A usable row: checked content and its origin.
 
     prompt_id: 63-bit hash of the prompt (of the text for a document).
     origin: where the row is.
     split: 'train' or 'test' if the source says so.
     columns: the source's columns that are not null in this row.
-    extra: those that no prompt is read from, as a JSON object, where they are passed on.
+    extra: columns that no prompt is read from, as a JSON object, if they are passed on.
     """
 
     prompt_id: int
@@ -84,7 +84,7 @@ class Record(Content):
 class Format(NamedTuple):
     """A set of columns that rows can have: all of `needed`, and one of `any_of` if that is not empty.
 
-    `optional` columns are read where a row has them.
+    `optional` columns are read if a row has them.
     """
 
     name: str
@@ -113,7 +113,8 @@ def read_records(
         try:
             record = _record(row, column_map or {}, counts, passes_columns=passes_columns)
         except (BadRowError, UnknownColumnsError) as error:
-            # A file whose first row has unknown columns is refused; a stray row among good ones is one more bad row.
+            # A file whose first row has unknown columns is refused; a later row with unknown columns is one more bad
+            # row.
             if not isinstance(error, BadRowError):
                 if not num_records + num_dropped:
                     raise InputError(str(error)) from error
@@ -142,7 +143,7 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
         content = dataclasses.replace(content, label=LABELS.get(str(label).lower(), repr(label)[:MAX_SHOWN]))
         if isinstance(content.label, bool):
             read.add("label")
-        if content.label is False:  # of the KTO layout: the prompt may serve, the response is none to learn
+        if content.label is False:  # of the KTO layout: the prompt is usable, the response must not be learnt
             content = dataclasses.replace(content, chosen=None, rejected=content.chosen)
     if content.messages and "tools" in values:
         read.add("tools")
@@ -184,7 +185,7 @@ def _names(columns: Iterable[str]) -> str:
 def _renamed(row: Row, column_map: Mapping[str, str], counts: Counts) -> Values:
     present = {ours: row.values[theirs] for ours, theirs in column_map.items() if theirs in row.values}
     for ours, theirs in column_map.items():
-        # A source that already has our column needs no mapping: one map may serve several sources.
+        # If the source already has our column, the map is not needed: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
             others = _names(row.values) + nearest(theirs, row.values)
             where = f"{header_place(row.origin)}: no column {theirs!r} (column_map {ours}={theirs})"
@@ -209,7 +210,7 @@ def _first_fitting(columns: tuple[str, ...]) -> Format | None:
 def _unknown_columns(columns: list[str]) -> str:
     known = sorted({name for form in FORMATS for name in (*form.needed, *form.any_of)})
     matches = ((name, difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)) for name in columns)
-    # A map cannot spell a name with a comma, or with white space around it.
+    # A map cannot name a column with a comma, or with white space at its ends.
     near = [(close[0], name) for name, close in matches if close and "," not in name and name == name.strip()]
     pairs = ",".join(f"{ours}={theirs}" for ours, theirs in near if ours != theirs)
     formats = "; ".join(form.name for form in FORMATS)
@@ -227,7 +228,7 @@ def _text_of(values: Values, column: str) -> str:
 
 
 def _response(values: Values, *columns: str) -> str:
-    """Return the text, or the only turn's, of the first of these columns that is no null; one of them exists."""
+    """Return the text, or the single turn's text, of the first of these columns that is not null; one must exist."""
     present = [column for column in columns if column in values]
     column = next((column for column in present if values[column] is not None), present[0])
     if isinstance(values[column], list | Mapping):

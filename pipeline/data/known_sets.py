@@ -1,6 +1,6 @@
 """Hub data sets that are known by name, with converters of their rows to the columns that `formats.py` reads.
 
-To add a set, write a line in KNOWN_SETS, and a converter if its columns are not ours. Columns are those of the cards.
+To add a set, add a line to KNOWN_SETS, and a converter if its columns are not ours. The hub's cards name the columns.
 """
 
 import itertools
@@ -15,9 +15,10 @@ from pipeline.data.readers import Row
 Values = dict[str, Any]
 Convert = Callable[[Iterable[Row]], Iterator[Row]]
 
-# The hub's own parquet copy of a repository that ships a loading script, which datasets no longer runs.
+# The revision with the hub's own parquet copy of a repository that ships a loading script, which datasets no longer
+# runs.
 PARQUET_COPY = "refs/convert/parquet"
-# An OpenAssistant message whose tree lacks it: a conversation with a turn without text is dropped and counted.
+# An OpenAssistant message that its tree lacks: a conversation with a turn without text is dropped and counted.
 MISSING = {"role": "assistant", "text": None, "parent_id": None}
 
 
@@ -25,11 +26,12 @@ MISSING = {"role": "assistant", "text": None, "parent_id": None}
 class KnownSet:
     """A hub set that is known by name, whose rows are converted to our columns.
 
-    convert: makes our rows from the set's, in their order; each keeps the origin of one of the rows that it is made of.
+    convert: yields our rows from the set's, in their order; each has the origin of one of the rows that it is made
+    from.
     eval_split: split to evaluate on; None: a share of train by hash.
     train_split: split to train on; no other is read.
     revision: hub revision to read.
-    repository: hub id where that is not the name.
+    repository: hub id if it differs from the name.
     folder: folder of the repository that holds the data.
     """
 
@@ -64,7 +66,7 @@ def after_assistant(row: Mapping[str, Any]) -> Values:
 
 
 def webgpt(row: Mapping[str, Any]) -> Values:
-    """Convert webgpt: the answer with the higher score is chosen, citations like [1] are cut; a tie gives no pair."""
+    """Convert webgpt: the answer with the higher score is chosen, citations like [1] removed; no pair for a tie."""
     answers = [(row[f"score_{side}"], _without_citations(row[f"answer_{side}"])) for side in (0, 1)]
     return _best_and_worst(row["question"]["full_text"], answers)
 
@@ -124,7 +126,7 @@ def mkqa(language: str) -> Convert:
 
 
 def hc3(row: Mapping[str, Any]) -> Values:
-    """Convert HC3: the first answer of a human; those of ChatGPT are left out."""
+    """Convert HC3: the first answer of a human; ChatGPT's are not used."""
     return {"prompt": row["question"], "response": _first(row["human_answers"])}
 
 
@@ -168,7 +170,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
     "openai/webgpt_comparisons": KnownSet(each(webgpt), None, revision=PARQUET_COPY),
     "stanfordnlp/SHP": KnownSet(each(shp), "validation"),
     "Anthropic/hh-rlhf": KnownSet(PAIRS, "test"),
-    # Its train_sft and train_gen hold the prompts of train_prefs again.
+    # Its train_sft and train_gen repeat the prompts of train_prefs.
     "HuggingFaceH4/ultrafeedback_binarized": KnownSet(PAIRS, "test_prefs", "train_prefs"),
     "nvidia/HelpSteer2": KnownSet(helpsteer2, "validation"),
     "OpenAssistant/oasst1": KnownSet(message_trees, "validation"),
@@ -179,7 +181,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
     "wangrui6/Zhihu-KOL": KnownSet(renamed(prompt="INSTRUCTION", response="RESPONSE"), None),
     "Cohere/miracl-zh-queries-22-12": KnownSet(each(miracl), "dev"),
     "Cohere/miracl-ja-queries-22-12": KnownSet(each(miracl), "dev"),
-    # The other folders hold parts of all.
+    # The other folders have parts of all.
     "Hello-SimpleAI/HC3-Chinese": KnownSet(each(hc3), None, revision=PARQUET_COPY, folder="all"),
     "mkqa-Chinese": KnownSet(mkqa("zh_cn"), None, revision=PARQUET_COPY, repository="apple/mkqa"),
     "mkqa-Japanese": KnownSet(mkqa("ja"), None, revision=PARQUET_COPY, repository="apple/mkqa"),

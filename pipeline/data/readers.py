@@ -1,7 +1,7 @@
 """Read one data file (.jsonl, .json, .csv, .parquet, .txt, each also .gz) into numbered raw rows.
 
-Every error names the file, the line or row and the column, and says what would be right. The meaning of columns is in
-`formats.py`; those that it has no meaning for go on as JSON.
+Every error names the file, the line or row, the column, and what is expected. `formats.py` gives columns their meaning;
+other columns are passed on as JSON.
 """
 
 import csv
@@ -23,15 +23,15 @@ from pipeline.errors import InputError
 Values = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Values]]
 Split = Literal["train", "test"]
-NO_COLUMNS = "{}"  # what `to_json` makes of none
-MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each, far more than the row in its file
-MAX_LINE_BYTES = 2**30  # of a line or a CSV file's cell, unpacked: a small .gz may hold one without end
+NO_COLUMNS = "{}"  # the result of `to_json` without columns
+MAX_ROW_CHARS = 5_000_000  # a long book; tokenising takes 180 bytes for each character
+MAX_LINE_BYTES = 2**30  # limit of an unpacked line or CSV cell: a small .gz may unpack to an endless line
 PARQUET_ROWS = 1000  # rows of a batch, which is in memory as Python objects
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A raw row: column -> value, its place, and its split if the source itself names one."""
+    """A raw row: column -> value, its origin, and its split if the source names one."""
 
     values: Values
     origin: Origin
@@ -62,13 +62,13 @@ def data_suffix(path: Path) -> str:
 
 
 def header_place(origin: Origin) -> str:
-    """Return the place where the columns of a row are named: the first line of a CSV file, else the row itself."""
+    """Return the origin of a row's column names: the first line of a CSV file, else the row itself."""
     return f"{origin.file}:1" if data_suffix(Path(origin.file)) == ".csv" else str(origin)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file's bytes, unpacked; damage and missing rights become InputError."""
+    """Open a file's bytes, unpacked; damage and missing permissions raise InputError."""
     try:
         is_packed = path.name.lower().endswith(".gz")
         with cast(IO[bytes], gzip.open(path, "rb") if is_packed else path.open("rb")) as stream:
@@ -87,11 +87,11 @@ def _read_jsonl(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, line with its line end), without a BOM at the head; no more than the limit is read."""
+    """Yield (line number, line with its line end), without a BOM at the head; reads at most the limit."""
     for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(raw) > MAX_LINE_BYTES:
-            found = f"found a line of more than {MAX_LINE_BYTES:,} bytes"
-            raise InputError(f"{path}:{number}: {found}; a .jsonl file with one row on each line is right")
+            found = f"got a line of more than {MAX_LINE_BYTES:,} bytes"
+            raise InputError(f"{path}:{number}: {found}; expected a .jsonl file with one row on each line")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -104,14 +104,14 @@ def _parsed_json(text: str, where: str, right: str) -> Any:
     try:
         return parsed(text)
     except (ValueError, RecursionError) as error:
-        # In a text of one line the parser's "line 1" would contradict the line of the file.
+        # The parser's "line 1" would contradict the line number in the file.
         alone = isinstance(error, json.JSONDecodeError) and "\n" not in text
         reason = f"{error.msg}: column {error.colno}" if alone else error  # type: ignore[union-attr]
-        raise InputError(f"{where}: broken JSON ({reason}); {right} is right") from error
+        raise InputError(f"{where}: broken JSON ({reason}); expected {right}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
-    """Build a JSON object; raises ValueError for a repeated key, of which json would silently keep the last."""
+    """Build a JSON object; raises ValueError for a repeated key, of which json would keep only the last value."""
     values = dict(pairs)
     if len(values) != len(pairs):
         twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
@@ -119,12 +119,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Values:
     return values
 
 
-parsed = json.JSONDecoder(object_pairs_hook=_unique_keys).decode  # json.loads would make a decoder for each row
+parsed = json.JSONDecoder(object_pairs_hook=_unique_keys).decode  # json.loads would create a decoder for each row
 
 
 def _checked_object(value: Any, where: str) -> Values:
     if not isinstance(value, dict):
-        raise InputError(f'{where}: a JSON {type(value).__name__}; an object like {{"prompt": ...}} is right')
+        raise InputError(f'{where}: got a JSON {type(value).__name__}, expected an object like {{"prompt": ...}}')
     return value
 
 
@@ -139,12 +139,12 @@ def _read_json(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def _read_csv(stream: IO[bytes], path: Path) -> NumberedRows:
-    # csv refuses cells above 128 KiB by default; long documents are legitimate here.
+    # csv limits cells to 128 KiB by default; documents may be longer.
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.DictReader((line for _, line in _lines(stream, path)), strict=True)
     try:
         names = list(reader.fieldnames or ())
-        # csv would silently keep the last of two columns with one name.
+        # csv would keep only the last of two columns with the same name.
         if twice := [name for number, name in enumerate(names) if name in names[:number]]:
             raise InputError(f"{path}:1: the column {twice[0]!r} is repeated in the header")
         if len(names) == 1 and any(separator in names[0] for separator in ";\t|"):
@@ -167,7 +167,7 @@ def _read_parquet(stream: IO[bytes], path: Path) -> NumberedRows:
     try:
         batches = pyarrow.parquet.ParquetFile(source).iter_batches(PARQUET_ROWS)
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # texts and dates that Python has not
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # texts and dates that Python cannot represent
         raise InputError(f"{path}: broken parquet file ({error})") from error
 
 
@@ -177,7 +177,7 @@ def _read_text(stream: IO[bytes], path: Path) -> NumberedRows:
     for number, line in _lines(stream, path):
         if line.strip():
             first = first if block else number
-            if size <= MAX_ROW_CHARS + 1:  # a longer row is dropped, and its lines need no memory
+            if size <= MAX_ROW_CHARS + 1:  # a longer row is dropped: its lines are not stored
                 block.append(line.rstrip("\r\n"))
                 size += len(block[-1]) + 1
         elif block:
@@ -188,10 +188,10 @@ def _read_text(stream: IO[bytes], path: Path) -> NumberedRows:
 
 
 def to_json(columns: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """Return the columns of a row as a JSON object in the order of their names, and the names of those left out.
+    """Return the columns of a row as a JSON object in the order of their names, and the names of omitted columns.
 
-    Dates and times become ISO 8601 text, decimals numbers, and durations numbers of seconds; a value that has no such
-    form (bytes, an image) leaves its column out.
+    Dates and times become ISO 8601 text, decimals numbers, and durations seconds; a column with another value (bytes,
+    an image) is omitted.
     """
     texts, left_out = [], set()
     for name in sorted(columns):

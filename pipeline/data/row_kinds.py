@@ -1,7 +1,7 @@
 """Kinds of rows (sequences, pairs, prompts, blocks of text), and how records are tokenised into the rows of each.
 
-Rows are pure functions of records and tokenizer; what is cut or left out is counted. Which tokens are trained is
-decided in `templates.py`.
+Rows are pure functions of records and tokenizer; truncated and dropped rows are counted. `templates.py` decides which
+tokens are trained.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 LongRows = Literal["drop", "truncate_left"]
 
-# A pair whose response alone fills the limit keeps this share of the limit for the end of its prompt.
+# Share of the limit that remains for the end of the prompt if a pair's response alone would fill the limit.
 MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
-SAME_TOKENS = "chosen and rejected have the same tokens"  # a pair that is dropped
+SAME_TOKENS = "chosen and rejected have the same tokens"  # the kind of a dropped pair
 EXTRA = "extra"  # the field of a row for columns that no layout reads, as JSON
 SPECIAL_BROKEN = "text that spells a special token (broken up)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
@@ -42,12 +42,12 @@ WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizationOptions:
-    """Options of tokenisation, which the flags of the same names describe.
+    """Options of tokenisation, by the flags of the same names.
 
-    max_seq_len: most tokens of a sequence.
-    max_prompt_seq_len: most tokens of a prompt.
-    train_on_prompt: prompts are trained on as responses are.
-    train_turns: assistant turns that are trained on.
+    max_seq_len: maximum number of tokens of a sequence.
+    max_prompt_seq_len: maximum number of tokens of a prompt.
+    train_on_prompt: train on prompts as on responses.
+    train_turns: which assistant turns are trained on.
     long_pairs: what happens to pairs beyond max_seq_len.
     long_prompts: what happens to prompts beyond max_prompt_seq_len.
     """
@@ -80,9 +80,9 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A tokenised prompt up to and with the generation prompt; `messages` are its turns as JSON, for rewards.
+    """A tokenised prompt including the generation prompt; `messages` are its turns as JSON, for rewards.
 
-    A reward model with a tokenizer of its own renders them with its own template. `extra`: the row's other columns.
+    A reward model with another tokenizer renders them by its own template. `extra`: the row's other columns.
     """
 
     prompt_ids: list[int]
@@ -93,13 +93,13 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class DocumentRow:
-    """A tokenised plain text with an EOS at its end, of any length: documents are joined and cut into rows later."""
+    """A tokenised plain text with an EOS at its end, of any length; documents are joined and split into blocks."""
 
     ids: list[int]
 
 
 class TooLongError(BadRowError):
-    """A row that is left out because of its `num_tokens`."""
+    """A row that is dropped because of its `num_tokens`."""
 
     def __init__(self, kind: str, num_tokens: int) -> None:
         super().__init__(kind)
@@ -107,14 +107,14 @@ class TooLongError(BadRowError):
 
 
 class RowMaker:
-    """A maker of rows from records: it counts what it repairs or cuts, and raises BadRowError for what it refuses."""
+    """A maker of rows from records: it counts repaired and truncated rows, and raises BadRowError for refused ones."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
         self.tokenizer, self.options, self.counts = tokenizer, options, counts
         self.special, self.renders_tools = special_tokens(tokenizer), "tools" in str(tokenizer.chat_template)
 
     def rows(self, records: Iterable[Record], make: "Callable[[RowMaker, Record], Any]") -> Iterator[Any]:
-        """Yield the row or the list of rows that `make` returns for each record; what it refuses is counted instead."""
+        """Yield the row or the list of rows that `make` returns for each record; refused records are counted."""
         for record in records:
             try:
                 row = make(self, record)
@@ -136,7 +136,7 @@ class RowMaker:
 
     @cached_property
     def renders_an_exchange(self) -> bool:
-        """False for a template that renders no answer behind its prompt, as DeepSeek-R1's: then no row can be used."""
+        """False for a template that renders no answer after its prompt, as DeepSeek-R1's: then no row is usable."""
         exchange = (Message("user", "a"), Message("assistant", "b"))
         try:
             encode_conversation(self.tokenizer, exchange, "last", self.special)
@@ -145,7 +145,7 @@ class RowMaker:
         return True
 
     def sequence(self, record: Record) -> SequenceRow:
-        """Return a conversation; one beyond max_seq_len loses its end, without an EOS in its place.
+        """Return the row of a conversation; beyond max_seq_len its end is truncated, without an EOS.
 
         It is refused if no trained token is left.
         """
@@ -154,7 +154,7 @@ class RowMaker:
             raise BadRowError("response is labelled false" if is_bad else "no response to train on")
         encoded = self.conversation(record, record.all_turns, self.options.train_turns)
         ids, limit = encoded.ids, self.options.max_seq_len
-        # Nothing predicts the first token, so it is no target.
+        # Nothing predicts the first token, so it is not a target.
         trained = [True] * len(ids) if self.options.train_on_prompt else encoded.trained
         row = SequenceRow(ids[:limit], [False, *trained[1:limit]])
         if not any(row.trained):
@@ -164,7 +164,7 @@ class RowMaker:
         return row
 
     def pair(self, record: Record) -> PairRow:
-        """Return the two sides of a record with a chosen and a rejected response, as `sides` has them."""
+        """Return the two sides of a record with a chosen and a rejected response, by `sides`."""
         if record.chosen is None or record.rejected is None:
             kind = "no pair: columns chosen and rejected are needed, with prompt or messages"
             raise BadRowError(kind, ", ".join(map(repr, record.columns)))
@@ -174,11 +174,11 @@ class RowMaker:
     def sides(self, record: Record, texts: Sequence[str], what: str) -> tuple[list[list[int]], int]:
         """Return the tokens of the prompt with each of one or two responses, and the length of the prompt.
 
-        A row beyond max_seq_len is refused, or with long_pairs='truncate_left' loses the start of its prompt (the BOS
-        stays), the same for both sides; a response that does not fit even then loses its end. Both are counted.
+        A row beyond max_seq_len is refused. With long_pairs='truncate_left' its prompt loses its start (not the BOS),
+        the same tokens on both sides; a response that still does not fit loses its end. Both are counted.
 
         Args:
-            what: what the row is called.
+            what: name of the row in messages.
         """
         turns = [(*record.messages, Message("assistant", text)) for text in texts]
         encoded = [self.conversation(record, side, "last") for side in turns]
@@ -198,7 +198,7 @@ class RowMaker:
         return sides, prompt_length
 
     def prompt(self, record: Record) -> PromptRow:
-        """Return a prompt; one beyond max_prompt_seq_len is refused, or loses its start (BOS stays)."""
+        """Return the row of a prompt; beyond max_prompt_seq_len it is refused, or loses its start (not the BOS)."""
         if not record.messages:
             raise BadRowError("no prompt")
         self._count_special(record, record.messages)
@@ -221,7 +221,7 @@ class RowMaker:
         return DocumentRow([*ids, self.tokenizer.eos_token_id])
 
     def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation:
-        """Return the tokens of turns that end in an answer; what is repaired is counted."""
+        """Return the tokens of turns that end in an answer; repairs are counted."""
         self._count_special(record, turns)
         try:
             encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
@@ -241,7 +241,7 @@ class RowMaker:
             self.counts.add("kept", SPECIAL_BROKEN, record.origin)
 
     def _without_start(self, ids: list[int], num_kept: int) -> list[int]:
-        """Return the last `num_kept` ids; a BOS at the head is kept."""
+        """Return the last `num_kept` ids; a BOS at the start stays."""
         if ids[0] == self.tokenizer.bos_token_id and 1 < num_kept < len(ids):
             return [ids[0], *ids[len(ids) - num_kept + 1 :]]
         return ids[len(ids) - num_kept :]
@@ -249,15 +249,15 @@ class RowMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKind:
-    """A kind of rows, one or several of a record. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
+    """A kind of rows, one or more for a record. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
 
     name: its key in ROW_KINDS, and part of the names of cached files.
-    make: returns the row of a record, or a list; a record for which it raises BadRowError is counted as dropped.
+    make: returns the row of a record, or a list; a record for which it raises BadRowError counts as dropped.
     row: the dataclass of a row; its fields are columns, those of tokens have names that end in "ids".
-    documents: the records that are joined and cut into blocks, rows of `ids` and `trained`, behind all other rows.
-    one_per_prompt: True drops a record whose prompt an earlier one has: random numbers are keyed by prompts.
+    documents: which records are joined and split into blocks, rows of `ids` and `trained`, after all other rows.
+    one_per_prompt: True drops a record whose prompt an earlier one has, since random numbers are keyed by prompts.
     length_flag: the flag that limits the tokens of a row.
-    least_length: the least value that this flag takes.
+    least_length: the smallest valid value of this flag.
     """
 
     name: str
@@ -270,11 +270,11 @@ class RowKind:
 
     @property
     def passes_columns(self) -> bool:
-        """True where rows have the field EXTRA, which `PromptRow` shows: columns of records that no layout reads."""
+        """True if rows have the field EXTRA, as in `PromptRow`: columns of records that no layout reads."""
         return any(field.name == EXTRA for field in fields(self.row))
 
     def of_record(self, *, is_text: bool) -> "RowKind":
-        """Return the kind that a record is tokenised to; is_text: the record is a plain document."""
+        """Return the kind of rows that a record is tokenised to; is_text: the record is a plain document."""
         is_document = self.documents == "all" or (self.documents == "plain texts" and is_text)
         return DOCUMENTS if is_document else self
 
@@ -285,14 +285,14 @@ class RowKind:
         options: TokenizationOptions,
         counts: Counts,
     ) -> Iterator[Any]:
-        """Yield the rows of each record that gives any; the others are counted."""
+        """Yield the rows of each usable record; the other records are counted."""
         return RowMaker(tokenizer, options, counts).rows(records, self.make)
 
     def schema(self) -> "pa.Schema":
         """Return the Arrow schema of the rows: the columns of their fields, and their numbers of tokens."""
         import pyarrow as pa
 
-        number = pa.int32()  # holds every vocabulary
+        number = pa.int32()  # large enough for every vocabulary
         types = {
             list[int]: pa.list_(number),
             list[bool]: pa.list_(pa.bool_()),

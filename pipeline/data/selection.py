@@ -1,7 +1,7 @@
-"""Choose the records of a data set: evaluation records first, then its shares of what is left.
+"""Choose the records of a data set: first the evaluation records, then its shares of the rest.
 
-Every choice is a hash of (seed, prompt), so that no prompt is in two shares or in training and evaluation, whatever
-the order of the files. Tokenising the chosen records is in `row_kinds.py`.
+Every choice is a hash of (seed, prompt). So no prompt is in two shares, or in training and evaluation, whatever the
+order of the files. `row_kinds.py` tokenises the chosen records.
 """
 
 import bisect
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     import numpy as np
 
 ShareSizes = tuple[float, float, float]
-# Passes over a source in one epoch. Far more than trains anything: weights that ask for them are a slip of the pen.
+# Maximum passes over a source in one epoch. Weights that need more are probably mistyped. Chosen by hand.
 MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOptions(TokenizationOptions):
-    """Everything that decides which tokenised rows a data set has, and how messages name it.
+    """All options that determine the tokenised rows of a data set, and its name in messages.
 
     rows: the kind of rows, a key of ROW_KINDS.
-    shares: indices (0, 1, 2) of the shares of data_split whose prompts are taken; (): all records.
-    title: the name of the data set in log and errors; it changes no row.
+    shares: indices (0, 1, 2) of the shares of data_split whose prompts are used; (): all records.
+    title: name of the data set in log and errors.
     data_path: paths, each with an optional ':weight'.
     eval_data_path: paths of the records to evaluate on.
     sft_only_data_path: more records for sequences, all of them.
-    mixture: what weights are: shares of the prompts of a source that are kept, or ratios of the training rows.
+    mixture: meaning of weights: share of a source's prompts to use, or ratios of the training rows.
     data_split: sizes 'a,b,c' of the three shares, or 'none' (every share is all records).
-    eval_fraction: share of prompts to evaluate on, used if neither eval_data_path nor a source's own split says so.
-    balance_lengths: pairs to train on are left out until length says nothing about which response is chosen.
-    held_out_only: for no row to train on: split: those held out alone; all: every row counts as held out.
+    eval_fraction: share of prompts to evaluate on, used if neither eval_data_path nor a source's own split is given.
+    balance_lengths: drop training pairs until a pair's lengths do not predict which response is chosen.
+    held_out_only: use no row for training: split: only held-out rows; all: every row is held out.
     seed: the seed of all choices.
-    column_map: our name of a column -> the sources'.
+    column_map: our name of a column -> the sources' name.
     template: the chat template, a name that `set_template` takes.
     cache_dir: None for the user's cache directory.
     """
@@ -73,10 +73,10 @@ class DataOptions(TokenizationOptions):
 
 
 def options_of(flags: Any, **changes: object) -> DataOptions:
-    """Return the options that data flags ask for, and `changes`; options of which `flags` has none keep their default.
+    """Return the options of the data flags, with `changes`; options that `flags` lacks have their default.
 
     Raises:
-        InputError: a --column-map that names no columns.
+        InputError: --column-map names no columns.
     """
     values = {entry.name: getattr(flags, entry.name) for entry in fields(DataOptions) if hasattr(flags, entry.name)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -85,7 +85,7 @@ def options_of(flags: Any, **changes: object) -> DataOptions:
 
 
 def check_held_out(number: int) -> None:
-    """Raise InputError if no row is held out, for a run that is to keep its best model."""
+    """Raise InputError if no row is held out, but --keep-best needs one."""
     if not number:
         raise InputError(
             "--keep-best: no row is held out to choose by; give --eval-fraction above 0 or --eval-data-path"
@@ -103,7 +103,7 @@ def parse_column_map(text: str) -> dict[str, str]:
     """Parse a --column-map: `prompt=question,chosen=best` -> {"prompt": "question", "chosen": "best"}."""
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if wrong := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
-        raise InputError(f"--column-map {text}: {wrong[0]!r} has no column; write prompt=question,chosen=best")
+        raise InputError(f"--column-map {text}: {wrong[0]!r} names no column, expected prompt=question,chosen=best")
     columns = {name.strip(): value.strip() for name, _, value in pairs}
     if unknown := [name for name in columns if name not in COLUMNS]:
         right = nearest(unknown[0], COLUMNS) or f"; {', '.join(COLUMNS)} are"
@@ -123,16 +123,18 @@ def parse_shares(text: str) -> ShareSizes | None:
     except ValueError:
         numbers = []
     if len(numbers) != 3 or not all(n >= 0 for n in numbers) or not 0 < sum(numbers) < math.inf:
-        raise InputError(f"data_split {text!r}: three numbers >= 0 like 2,4,4 (stages 1, 2, 3), none or auto are right")
+        raise InputError(
+            f"--data-split: got {text!r}, expected three numbers >= 0 like 2,4,4 (one a stage), none or auto"
+        )
     first, second, third = (number / sum(numbers) for number in numbers)
     return first, second, third
 
 
 def select_records(options: DataOptions, records: Spool, counts: Counts) -> Selected:
-    """Read the sources into `records`, and divide these in source order; of their texts none stays in memory.
+    """Read the sources into `records` on disk, and divide them in source order; their texts do not stay in memory.
 
-    Evaluation records are those of eval_data_path, else a source's own test rows, else a share of its prompts by hash;
-    they are the same for all shares. Raises InputError if no training record is left where there should be some.
+    Evaluation records are those of eval_data_path, else a source's own test rows, else a share of its prompts by hash.
+    They are the same for all shares. Raises InputError if no training record is left but some are needed.
     """
     import numpy as np
 
@@ -166,11 +168,11 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
     _count(train[is_evaluated], "left out", "prompt is also an evaluation prompt", records, counts)
     train = train[~is_evaluated]
     if not len(train):
-        cause, right = f"data_split {options.data_split}", "a larger share or more rows are right"
+        cause, right = f"--data-split {options.data_split}", "give a larger share or more rows"
         if options.eval_data_path and is_evaluated.any():
-            cause, right = "--eval-data-path holds the same prompts and", "other rows there are right"
+            cause, right = "--eval-data-path holds the same prompts and", "give other rows there"
         elif sizes is None:
-            cause, right = "--eval-fraction", "a lower one or more rows are right"
+            cause, right = "--eval-fraction", "give a lower one or more rows"
         found = f"{', '.join(options.data_path)} ({len(evaluation)} evaluation rows)"
         raise InputError(f"stage {options.title}: {cause} leaves no training row of {found}; {right}")
     if options.balance_lengths:
@@ -180,7 +182,7 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
         train = train[~is_beyond]
     if options.kind.one_per_prompt:
         train = _distinct_prompts(train, records, counts)
-    else:  # they are kept: data sets repeat rows to weigh them
+    else:  # repeated rows are used: data sets repeat rows to weigh them
         is_repeated = _repeated(records.responses(train), records.prompt_ids(train))
         _count(train[is_repeated], "kept", "row repeated", records, counts)
     return Selected(train, evaluation)
@@ -201,12 +203,12 @@ def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) ->
 
 
 def _kept_records(text: str, options: DataOptions, records: Spool, counts: Counts, *, mixture: str) -> "np.ndarray":
-    """Append the records of a data path that its weight keeps, and return their positions."""
+    """Append the records of a data path, in the share of its weight, and return their positions."""
     import numpy as np
 
     path, weight = parse_path(text)
     rows = RowProgress(f"reading {path}").counted(read_rows(path))
-    counts.sources.setdefault(path, Counter())  # in the order of the paths, whatever happens to their rows
+    counts.sources.setdefault(path, Counter())  # in the order of the paths
     first = len(records)
     passes = options.kind.passes_columns
     for record in read_records(rows, counts, column_map=options.column_map, passes_columns=passes):
@@ -218,7 +220,7 @@ def _kept_records(text: str, options: DataOptions, records: Spool, counts: Count
 
 
 def _drawn(positions: "np.ndarray", records: Spool, is_chosen: Callable[[int], bool]) -> "np.ndarray":
-    """Return what `is_chosen` says of each record's prompt: (N,) positions -> (N,) bool."""
+    """Return `is_chosen` of each record's prompt: (N,) positions -> (N,) bool."""
     import numpy as np
 
     return np.fromiter((is_chosen(int(name)) for name in records.prompt_ids(positions)), bool, len(positions))
@@ -230,16 +232,17 @@ def _count(positions: "np.ndarray", fate: Fate, kind: str, records: Spool, count
 
 
 def _distinct_prompts(positions: "np.ndarray", records: Spool, counts: Counts) -> "np.ndarray":
-    """Return the first record of each prompt. Random numbers are keyed by prompts: another gives the same rollouts."""
+    """Return the first record of each prompt. A repeated prompt would get the same random numbers."""
     is_repeated = _repeated(records.prompt_ids(positions)) & ~records.is_text(positions)
     _count(positions[is_repeated], "dropped", "prompt repeated", records, counts)
     return positions[~is_repeated]
 
 
 def _unbalanced(positions: "np.ndarray", records: Spool, options: DataOptions) -> "np.ndarray":
-    """Return True for each pair of a ratio of lengths that is one of more than there are of the inverse ratio.
+    """Return True for surplus pairs: those of a ratio of lengths that has more pairs than the inverse ratio.
 
-    (N,) positions -> (N,) bool; hashes choose, whatever the order of rows. Sources mixed by ratios are balanced apart.
+    (N,) positions -> (N,) bool; hashes choose, whatever the order of rows. Sources mixed by ratios are balanced
+    separately.
     """
     import numpy as np
 
@@ -257,7 +260,7 @@ def _unbalanced(positions: "np.ndarray", records: Spool, options: DataOptions) -
 
 
 def _repeated(*keys: "np.ndarray") -> "np.ndarray":
-    """Return True for each element all of whose keys an earlier one has: arrays of (N,) -> (N,) bool."""
+    """Return True for each element that has an earlier one with the same keys: arrays of (N,) -> (N,) bool."""
     import numpy as np
 
     order = np.lexsort(keys)  # stable: of equal elements the earliest comes first
@@ -275,32 +278,32 @@ def ratios_of(options: DataOptions) -> dict[str, float]:
 
 
 def mixed_sizes(sizes: Mapping[str, int], ratios: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of training rows that each source gives to a mixture in these ratios; no row is left out.
+    """Return the number of training rows that each source gives to a mixture in these ratios; no row is dropped.
 
-    The source with the most rows for its ratio gives each of them once, all others repeat theirs.
+    The source with the most rows for its ratio is used once, all others are repeated.
 
     Raises:
         InputError: a source without a training row, or one whose rows would be repeated more than MAX_REPEATS times.
     """
     if empty := [path for path, size in sizes.items() if not size]:
-        raise InputError(f"--mixture ratio: {empty[0]} has no training row, so that no ratio is reached; leave it out")
+        raise InputError(f"--mixture ratio: {empty[0]} has no training row; leave it out")
     rarest = max(sizes, key=lambda path: sizes[path] / ratios[path])
     rows_of_one = sizes[rarest] / ratios[rarest]
     most = max(sizes, key=lambda path: ratios[path] / sizes[path])
     if (repeats := rows_of_one * ratios[most] / sizes[most]) > MAX_REPEATS:
         raise InputError(
             f"--mixture ratio: {most}:{ratios[most]:g} would repeat its {sizes[most]} training rows {repeats:,.0f} "
-            f"times an epoch, for each of the {sizes[rarest]} of {rarest}:{ratios[rarest]:g} once; weights for at most "
-            f"{MAX_REPEATS:,} times are right, or one source less"
+            f"times an epoch, for each of the {sizes[rarest]} of {rarest}:{ratios[rarest]:g} once; give weights for at "
+            f"most {MAX_REPEATS:,} times, or one source less"
         )
     return {path: round(rows_of_one * ratios[path]) for path in sizes}
 
 
 def share_of(prompt_id: int, seed: int, sizes: ShareSizes) -> int:
     """Return the index (0, 1 or 2) of the one share that this prompt belongs to, never one of size 0."""
-    position = uniform("step", seed, prompt_id)  # "step" is part of the hash: another word would move every prompt
+    position = uniform("step", seed, prompt_id)  # "step" is part of the hash: a changed word would move every prompt
     last = max(index for index, size in enumerate(sizes) if size > 0)
-    # The last share takes what rounding leaves of the interval.
+    # Rounding may leave a rest of the interval; the last share takes it.
     return min(bisect.bisect_right(list(itertools.accumulate(sizes)), position), last)
 
 

@@ -1,8 +1,8 @@
-"""Tokenise records in shards, on all cores where there are many, and join the shards to one Arrow file.
+"""Tokenise records in shards, on all cores if there are many, and join the shards to one Arrow file.
 
-A shard is a fixed number of records, so that order, counts and bytes of the rows do not depend on the number of
-processes, and a preparation that is killed goes on with the shards that are finished. `Dataset.map(num_proc=...)` makes
-one shard per process, all of which are finished at the end only, and forks a process that has torch's threads.
+A shard is a fixed number of records. So order, counts and bytes of the rows do not depend on the number of processes,
+and a killed preparation resumes after its finished shards. `Dataset.map(num_proc=...)` is not used: it creates one
+shard per process, all of which finish only at the end, and forks a process that has torch's threads.
 """
 
 import importlib
@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 SHARDS = ".shards"
 SHARD_RECORDS = 1000
-PARALLEL_RECORDS = 2_000  # records below which starting processes takes longer than it saves
-WORKER_BYTES = GIB // 4  # memory of a process that tokenises, with a large vocabulary
-_work: "tuple[PreTrainedTokenizerBase, TokenizationOptions]"  # of a job and its forks
+PARALLEL_RECORDS = 2_000  # number of records below which starting processes takes longer than it saves
+WORKER_BYTES = GIB // 4  # memory of a tokenising process with a large vocabulary
+_work: "tuple[PreTrainedTokenizerBase, TokenizationOptions]"  # set in the job, read by its forks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Records that are tokenised to one kind of rows, and the Arrow stream file for these rows and their counts.
+    """Records to tokenise to one kind of rows, and the Arrow stream file for these rows and their counts.
 
     starts: where the records' lines start in the file `records` of a spool.
     """
@@ -72,8 +72,8 @@ def write_rows(
 ) -> int:
     """Write the rows of the records at these positions to an Arrow stream file, and return the number of rows.
 
-    `counts` gets what was dropped. Documents are joined to blocks of max_seq_len tokens behind all other rows. Shards
-    are kept in a folder beside `file`, of suffix SHARDS.
+    Drops are added to `counts`. Documents are joined to blocks of max_seq_len tokens after all other rows. Shards are
+    stored in a folder beside `file`, with the suffix SHARDS.
 
     Raises:
         InputError: the earliest shard's error. EnvironmentFault: a process was killed.
@@ -95,11 +95,12 @@ def write_rows(
 
 
 class ShardWriters:
-    """Writers of the shards of a preparation: this process, and then a job of several, which ends with the context.
+    """Writers of the shards of a preparation: this process, then a job of several processes, which ends with the
+    context.
 
-    With many records the job is started while the sources are read; until its imports are done, this process writes
-    shards. It is a program of its own, without threads, which forks a process for each core: a fork of a process with
-    threads (torch's, NCCL's) may wait for ever for one of their locks.
+    With many records the job starts while the sources are read; until its imports are done, this process writes shards.
+    The job is a separate program without threads, and forks a process for each core: a fork of a process with threads
+    (torch's, NCCL's) may wait forever for one of their locks.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
@@ -122,7 +123,7 @@ class ShardWriters:
             self._job = start_job()
 
     def write(self, shards: Sequence[Shard], *, what: str) -> None:
-        """Write the files of all shards. Raises the earliest shard's error, behind which no other shard is begun."""
+        """Write the files of all shards. Raises the earliest shard's error; no later shard is started after it."""
         progress, rest = RowProgress(what, sum(len(shard.starts) for shard in shards)), list(shards)
         while rest and not (self._job and self._job[1].poll()):
             write_shard(rest[0], *self._work)
@@ -142,8 +143,8 @@ class ShardWriters:
                 progress.add(len(shard.starts))
         except (OSError, EOFError) as ended:
             raise EnvironmentFault(
-                "a process that tokenises was killed (out of memory?); finished shards are kept, the same "
-                "command goes on"
+                "a process that tokenises was killed (out of memory?); the same command resumes after "
+                "the finished shards"
             ) from ended
         if error:
             raise error
@@ -152,7 +153,7 @@ class ShardWriters:
 def start_job() -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs `serve`, and return it with the connection to it; Ctrl-C does not reach it.
 
-    Python's own "spawn" would first import the main program, with all that this imports.
+    Python's own "spawn" would first import the main program and all its imports.
 
     Raises:
         EnvironmentFault: the system refuses a process.
@@ -164,7 +165,7 @@ def start_job() -> tuple[subprocess.Popen[bytes], Connection]:
     try:
         here, there = Pipe()
         command = [sys.executable, "-P", "-c", code, str(os.getpid()), str(there.fileno())]
-        with there:  # the other process has its own: where it ends, `here` ends
+        with there:  # the other process has a copy: `here` closes when that process ends
             process = subprocess.Popen(command, env=environment, pass_fds=[there.fileno()], process_group=0)
     except OSError as error:
         raise EnvironmentFault(
@@ -178,7 +179,7 @@ def serve() -> None:
     """Write the shards that a connection delivers, in forks of this process, which ends with its parent.
 
     The process sends None when it is ready for shards, and receives them with what `write_shard` needs and the number
-    of forks. It answers each shard with None, or with an error and no further answers. A killed fork ends the
+    of forks. It replies to each shard with None, or with an error and no further replies. A killed fork ends the
     connection.
     """
     global _work
@@ -194,23 +195,23 @@ def serve() -> None:
                 for error in pool.map(error_of, shards):
                     connection.send(error)
                     if error:
-                        break  # cancels the shards that are not begun
+                        break  # cancels the shards that are not started
 
 
 def error_of(shard: Shard) -> Exception | None:
-    """Write a shard in a fork of the job, and return what that raises."""
+    """Write a shard in a fork of the job, and return the error that it raised, if any."""
     try:
         write_shard(shard, *_work)
     except Exception as error:
         trace = traceback.format_exc()
         error.add_note(trace)
-        # Of other classes some can be written to a pipe and not be read again.
+        # Instances of some other classes can be written to a pipe, but not read again.
         return error if isinstance(error, (RunError, OSError)) else RuntimeError(trace)
     return None
 
 
 def num_processes(num_records: int) -> int:
-    """Return how many processes tokenise: all cores that this one may use, where memory and records suffice."""
+    """Return the number of processes that tokenise: all available cores, if memory and records suffice."""
     if num_records < PARALLEL_RECORDS:
         return 1
     in_memory = psutil.virtual_memory().available // WORKER_BYTES
@@ -218,7 +219,7 @@ def num_processes(num_records: int) -> int:
 
 
 def write_shard(shard: Shard, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions) -> None:
-    """Tokenise a shard; its file exists once it is whole, with the counts in the metadata of its schema."""
+    """Tokenise a shard; its file exists once it is complete, with the counts in the metadata of its schema."""
     import pyarrow as pa
 
     counts = Counts()
@@ -254,7 +255,7 @@ def join(file: Path, schema: "pa.Schema", shards: Sequence[Shard], block_size: i
 
 
 def blocks(ids: "np.ndarray", size: int) -> "pa.RecordBatch":
-    """Cut the ids of joined documents into rows of `size`, all trained but the first token of each.
+    """Split the ids of joined documents into rows of `size`; all tokens but the first of each row are trained.
 
     The last row may be shorter, but not a single token.
     """

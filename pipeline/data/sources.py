@@ -1,6 +1,6 @@
 """Open a data path, local or on the hub, and yield its raw rows with their origin and split.
 
-Files are read by `readers.py`; columns get their meaning in `formats.py`.
+`readers.py` reads files, `formats.py` gives columns their meaning, `selection.py` calls both.
 """
 
 import errno
@@ -28,7 +28,7 @@ EVAL_NAMES = ("test", "validation", "valid", "val", "eval", "evaluation", "dev")
 
 
 def parse_path(text: str) -> tuple[str, float]:
-    """Parse 'a.jsonl:0.7' to a path and the share of its rows to keep, 1 if it names none.
+    """Parse 'a.jsonl:0.7' to a path and the share of its rows to use, 1 without a weight.
 
     Raises InputError for a weight outside (0, 1].
     """
@@ -41,7 +41,7 @@ def parse_path(text: str) -> tuple[str, float]:
         weight = float("nan")
     if not path or not 0 < weight <= 1:
         raise InputError(
-            f"data path {text!r}: {tail!r} is no weight; a share above 0 up to 1 is right, like {path}:0.5"
+            f"data path {text!r}: got the weight {tail!r}, expected a share above 0 up to 1, like {path}:0.5"
         )
     return path, weight
 
@@ -57,8 +57,8 @@ def split_of(name: object) -> Split | None:
 def read_rows(path: str) -> Iterator[Row]:
     """Yield the rows of a local file, a folder of data files, a `save_to_disk` folder, or a hub data set.
 
-    Raises InputError for what is missing or broken (a path that looks local is never tried on the hub),
-    EnvironmentFault if the hub cannot be reached.
+    Raises InputError for missing or broken data (a path that looks local is never read from the hub), EnvironmentFault
+    if the hub cannot be reached.
     """
     local = _local_path(path)
     if local is None:
@@ -73,7 +73,7 @@ def read_rows(path: str) -> Iterator[Row]:
 
 
 def is_conversational(path: str) -> bool:
-    """Tell whether the first row of a source has a list of messages. Raises InputError where it cannot be read."""
+    """Return True if the first row of a source has a list of messages. Raises InputError if it cannot be read."""
     values = next(iter(read_rows(path))).values.values()
     return any(isinstance(value, list) and value and isinstance(value[0], dict) for value in values)
 
@@ -93,7 +93,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _local_path(path: str) -> Path | None:
-    """Return the existing local file or folder, None for a hub id. InputError if it looks local but is missing."""
+    """Return the local file or folder, None for a hub id. Raises InputError if it looks local but is missing."""
     local = Path(path).expanduser()
     if local.exists():
         if local.is_dir() and not os.access(local, os.R_OK | os.X_OK):
@@ -106,12 +106,12 @@ def _local_path(path: str) -> Path | None:
 
 
 def is_local(path: str) -> bool:
-    """Return True for a path of this machine, whether it exists or not; False for a hub id."""
+    """Return True for a path on this machine, whether it exists or not; False for a hub id."""
     return Path(path).expanduser().exists() or looks_local(path)
 
 
 def is_cached(path: str) -> bool:
-    """Return True for a hub data set that the local cache of `datasets` holds."""
+    """Return True for a hub data set in the local cache of `datasets`."""
     with suppress(InputError, EnvironmentFault), offline():
         return bool(_load_hub(path))
     return False
@@ -153,9 +153,9 @@ def _data_files(local: Path) -> list[Path]:
 
 
 def _files_below(top: Path) -> list[Path]:
-    """Return the files below a folder in sorted order, without hidden ones and without what this project wrote there.
+    """Return the files below a folder in sorted order, without hidden files and without outputs of this project.
 
-    An output folder may be inside the folder of the data: what is written to it must not change the data.
+    An output folder may be inside the data folder; a run's output must not change the data.
     """
 
     def refuse(error: OSError) -> None:
@@ -175,7 +175,7 @@ def _files_below(top: Path) -> list[Path]:
 
 @functools.cache
 def _warn_of_output(folder: Path) -> None:
-    log.warning("%s: left out of the data, because a run wrote it", folder)
+    log.warning("%s: not read as data, because a run wrote it", folder)
 
 
 def _is_saved_dataset(local: Path) -> bool:
@@ -245,7 +245,7 @@ def _load_hub(path: str) -> dict[str, Any]:
 
 
 def _commit_of(splits: dict[str, Any]) -> str | None:
-    """Return the commit of a hub data set, after which the library names the folder of its rows in its cache."""
+    """Return the commit of a hub data set; the library names the folder of its cached rows after it."""
     folders = [Path(file["filename"]).parent.name for split in splits.values() for file in split.cache_files]
     return next((name for name in folders if re.fullmatch("[0-9a-f]{40}", name)), None)
 
@@ -255,7 +255,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _dataset_rows(splits: dict[str, Any], file: str) -> Iterator[Row]:
-    """Yield the rows of the training and evaluation splits; of several evaluation splits only one is read."""
+    """Yield the rows of the training and evaluation splits; only one of several evaluation splits is read."""
     by_preference = (name for start in EVAL_NAMES for name in splits if split_of(name) and name.startswith(start))
     eval_split = next(by_preference, None)
     for name, dataset in splits.items():

@@ -1,6 +1,6 @@
-"""Keep the records of all sources in a file, and in memory only the numbers by which records are chosen.
+"""Store the records of all sources in a file, and in memory only the numbers by which records are chosen.
 
-`selection.py` appends records and chooses positions; the processes of `shards.py` read the chosen records back.
+`selection.py` appends records and chooses positions; the processes of `shards.py` read the chosen records.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 encoded = json.JSONEncoder(ensure_ascii=False).encode
-SURROGATES = "surrogatepass"  # JSON can spell half a surrogate pair in the name of a column
+SURROGATES = "surrogatepass"  # JSON can contain half a surrogate pair in the name of a column
 
 
 class Spool:
-    """Records in a file of JSON lines, which exists while the context is open; memory holds 27 bytes of each.
+    """Records in a file of JSON lines, which exists inside the context; memory has 27 bytes for each.
 
-    A position counts the records from 0, over all sources in the order that they are read. `appended` is called with
-    the number of records after each one.
+    A position counts the records from 0, over all sources in reading order. `appended` is called after each record with
+    the number of records.
     """
 
     def __init__(self, file: Path, appended: Callable[[int], None] = lambda _: None) -> None:
@@ -42,7 +42,7 @@ class Spool:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._stream.close()  # writes what is buffered, for which a full disk has no room
+            self._stream.close()  # flushes its buffer, which fails on a full disk
         finally:
             self.file.unlink(missing_ok=True)
 
@@ -64,7 +64,7 @@ class Spool:
         self._appended(len(self))
 
     def starts(self, positions: "np.ndarray") -> "np.ndarray":
-        """Return where the lines of records start in the file, in bytes: (N,) positions -> (N,) int64."""
+        """Return the byte offsets of the records' lines in the file: (N,) positions -> (N,) int64."""
         self._stream.flush()
         return taken(self._starts, positions)
 
@@ -77,7 +77,7 @@ class Spool:
         return taken(self._responses, positions)
 
     def is_test(self, positions: "np.ndarray") -> "np.ndarray":
-        """Return True for the records that their source holds out: (N,) positions -> (N,) bool."""
+        """Return True for the records that their source marks as held out: (N,) positions -> (N,) bool."""
         return taken(self._is_test, positions).astype(bool)
 
     def is_text(self, positions: "np.ndarray") -> "np.ndarray":
@@ -98,7 +98,7 @@ class Spool:
                 yield path, part
 
     def origin(self, position: int) -> Origin:
-        """Return the place of the record at a position."""
+        """Return the origin of the record at a position."""
         import numpy as np
 
         (record,) = records_at(self.file, self.starts(np.array([position])))
@@ -106,7 +106,7 @@ class Spool:
 
 
 def length_ratio(record: Record) -> int:
-    """Return how much longer a pair's chosen response is than its rejected one, in quarters of a doubling, rounded.
+    """Return 4 * log2(length of a pair's chosen response / length of its rejected one), rounded.
 
     Lengths are in characters. Below 0: the chosen one is shorter. 0 for records that are no pairs.
     """
@@ -116,7 +116,7 @@ def length_ratio(record: Record) -> int:
 
 
 def taken(column: array, positions: "np.ndarray") -> "np.ndarray":
-    """Return a copy of the numbers at the positions: an array that has views cannot grow."""
+    """Return a copy of the numbers at these positions: an array with live views cannot grow."""
     import numpy as np
 
     return np.asarray(column)[positions]

@@ -95,7 +95,7 @@ def test_no_split_gives_every_step_all_rows(options, bpe_tokenizer):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"eval_fraction": 1.0}, "--eval-fraction leaves no training row of .* a lower one or more rows are right$"),
+        ({"eval_fraction": 1.0}, "--eval-fraction leaves no training row of .* give a lower one or more rows$"),
         (
             {"eval_fraction": 0.0, "eval_data_path": True},
             "--eval-data-path holds the same prompts and leaves no training",
@@ -109,7 +109,7 @@ def test_an_evaluation_that_takes_all_rows_is_named(options, bpe_tokenizer, chan
 
 
 def test_empty_share_is_an_input_error(options, bpe_tokenizer):
-    with pytest.raises(InputError, match=r"stage sft: data_split 0,1,1 leaves no training row"):
+    with pytest.raises(InputError, match=r"stage sft: --data-split 0,1,1 leaves no training row"):
         load_rows("sft", replace(options, data_split="0,1,1"), bpe_tokenizer)
 
 

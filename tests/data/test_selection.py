@@ -18,7 +18,7 @@ def test_shares_are_normalised():
 
 @pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"])
 def test_bad_shares_are_refused_with_the_text(text):
-    with pytest.raises(InputError, match="data_split") as error:
+    with pytest.raises(InputError, match="--data-split") as error:
         parse_shares(text)
     assert repr(text) in str(error.value)
 

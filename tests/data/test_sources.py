@@ -88,11 +88,15 @@ def test_damaged_gzip_is_named(tmp_path):
 
 
 LONG = [
-    ("a.jsonl.gz", b'{"a": 1}\n{"a": "' + b"x" * 900 + b'"}\n', ":2: found a line of more than 900 bytes; a .jsonl"),
-    ("a.json", b'[{"a": "' + b"x" * 900 + b'"}]', ":1: found a line of more than 900 bytes; a .jsonl"),
-    ("a.csv", b"a,b\n1," + b"x" * 900 + b"\n", ":2: found a line of more than 900 bytes; a .jsonl"),
+    (
+        "a.jsonl.gz",
+        b'{"a": 1}\n{"a": "' + b"x" * 900 + b'"}\n',
+        ":2: got a line of more than 900 bytes; expected a .jsonl",
+    ),
+    ("a.json", b'[{"a": "' + b"x" * 900 + b'"}]', ":1: got a line of more than 900 bytes; expected a .jsonl"),
+    ("a.csv", b"a,b\n1," + b"x" * 900 + b"\n", ":2: got a line of more than 900 bytes; expected a .jsonl"),
     ("a.csv.gz", b'a,b\n1,"' + b"x\n" * 500 + b'"\n', ":2: not a CSV row (field larger than field limit (900))"),
-    ("a.txt", b"one\n\n" + b"x" * 901, ":3: found a line of more than 900 bytes; a .jsonl"),
+    ("a.txt", b"one\n\n" + b"x" * 901, ":3: got a line of more than 900 bytes; expected a .jsonl"),
 ]
 
 
@@ -122,7 +126,7 @@ def test_a_line_without_end_in_a_small_file_takes_no_more_memory_than_the_limit(
         f"try:\n    list(read_file(Path({str(path)!r})))\nfinally:\n    print(r.getrusage(r.RUSAGE_SELF).ru_maxrss)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert "found a line of more than 1,073,741,824 bytes" in ended.stderr
+    assert "got a line of more than 1,073,741,824 bytes" in ended.stderr
     assert int(ended.stdout) < 2.5 * 2**20
 
 
@@ -175,7 +179,7 @@ def test_folders_that_a_run_wrote_are_no_data(tmp_path, caplog):
                 write(folder / f"out/{mark}/{name}", b'{"prompt": "y"}')
         assert list(read_rows(str(folder))) == rows and fingerprint(str(folder)) == before
         said = {record.getMessage() for record in caplog.records if place in record.getMessage()}
-        assert len(said) == 3 and f"{folder}/out/run.lock: left out of the data, because a run wrote it" in said
+        assert len(said) == 3 and f"{folder}/out/run.lock: not read as data, because a run wrote it" in said
     write(tmp_path / "files/out/config.json", b'{"prompt": "z"}')
     assert [row.values["prompt"] for row in read_rows(str(tmp_path / "files"))] == ["z", "x"]
 
@@ -232,7 +236,7 @@ def test_weights(tmp_path, monkeypatch):
     write(tmp_path / "odd:0.5", b"")
     assert parse_path("odd:0.5") == ("odd:0.5", 1.0)
     for text in ("a.jsonl:0", "a.jsonl:1.5", "a.jsonl:-1", "a.jsonl:nan", "a.jsonl:x", ":0.5"):
-        with pytest.raises(InputError, match="no weight"):
+        with pytest.raises(InputError, match="got the weight"):
             parse_path(text)
 
 

@@ -247,7 +247,7 @@ def test_a_split_that_is_none_is_refused_in_one_line(capsys):
     models = ["--actor-model-name-or-path", "x", "--critic-model-name-or-path", "y", "--data-path", "a.jsonl"]
     save_run("sft", "2,4")
     assert ppo_main(models) == 2
-    assert capsys.readouterr().err.startswith("error: data_split '2,4': three numbers")
+    assert capsys.readouterr().err.startswith("error: --data-split: got '2,4', expected three numbers")
     with pytest.raises(InputError, match="data path 'a.jsonl:7'"):
         splits("12", "--data-path", "a.jsonl:7")
 

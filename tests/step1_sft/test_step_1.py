@@ -130,7 +130,7 @@ def test_outputs_inside_the_folder_of_the_data(tmp_path: Path) -> None:
     assert first.code == 2 and "128 positions" in first.stderr
     for ended in others:
         assert ended.code == 0 and "sft rows: 64 to train on, 8 held out" in ended.stderr, ended.stderr
-        assert f"{data}/out/runs/sft: left out of the data, because a run wrote it" in ended.stderr
+        assert f"{data}/out/runs/sft: not read as data, because a run wrote it" in ended.stderr
     assert [line["step"] for line in read_metrics(data / "out/runs/sft") if "loss" in line] == [1, 2]
 
 
