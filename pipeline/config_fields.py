@@ -45,6 +45,6 @@ def drop_unknown_fields(config: "PretrainedConfig") -> Iterator[str]:
     for part in (config, config.get_text_config(decoder=True)):
         config_class: Any = type(part)
         unknown = [name for name in MISREAD if name in vars(part) and not knows_field(config_class, name)]
-        found = {name: vars(part).pop(name) for name in unknown}
-        if names := ", ".join(name for name, value in found.items() if value is not None):
+        dropped = {name: vars(part).pop(name) for name in unknown}
+        if names := ", ".join(name for name, value in dropped.items() if value is not None):
             yield f"{names}: ignored: transformers' class of this model, {config_class.__name__}, does not know it"

@@ -66,9 +66,9 @@ def has_gpu() -> bool:
 
 def find_gpu() -> bool:
     """Return `has_gpu()`, and keep DeepSpeed, which is imported later, from warning that it has no accelerator."""
-    if not (found := has_gpu()):
+    if not (gpu := has_gpu()):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return found
+    return gpu
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -264,9 +264,9 @@ class RankGroup:
         self.size, self.rank = size, rank() % size
         self._group = None
         for first in range(0, world_size(), size) if size > 1 else ():
-            made = dist.new_group(list(range(first, first + size)))
+            group = dist.new_group(list(range(first, first + size)))
             if first <= rank() < first + size:
-                self._group = made
+                self._group = group
 
     def add(self, values: torch.Tensor) -> None:
         """Replace `values` by their element-wise sum over the group."""

@@ -158,7 +158,7 @@ def free_bytes(path: Path) -> int:
 
 def existing(path: Path) -> Path:
     """Return `path`, or its nearest parent that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def check_replaceable(folder: Path) -> None:
@@ -166,9 +166,9 @@ def check_replaceable(folder: Path) -> None:
     if not folder.is_dir() or not any(folder.iterdir()) or is_origin(read_json(folder / OURS)):
         return
     others = f"other files ({min(path.name for path in folder.iterdir())}) and no {OURS}"
-    found = f"a {OURS} that no run wrote" if (folder / OURS).exists() else others
+    content = f"a {OURS} that no run wrote" if (folder / OURS).exists() else others
     why = "a model folder is replaced as a whole: name one that is new or empty"
-    raise InputError(f"--output-dir: {folder} holds {found}; {why}")
+    raise InputError(f"--output-dir: {folder} holds {content}; {why}")
 
 
 def is_origin(content: Any) -> bool:
@@ -218,10 +218,10 @@ def warn_of_links(folder: Path) -> None:
     Links of a hub's cache are fine: they lead from a snapshot to its blobs, beside the snapshots.
     """
     top = Path(os.path.realpath(folder))
-    own = (top, top.parent.parent / "blobs")
+    allowed = (top, top.parent.parent / "blobs")
     for link in sorted(path for path in folder.rglob("*") if path.is_symlink()):
         target = Path(os.path.realpath(link))
-        if not any(target.is_relative_to(place) for place in own):
+        if not any(target.is_relative_to(parent) for parent in allowed):
             log.warning("%s: a link that leads out of its folder, to %s", link, target)
 
 

@@ -97,10 +97,10 @@ def push(folder: Path, repository: str) -> str:
     disable_progress_bars()
     try:
         client = HfApi()
-        made = client.create_repo(repository, private=True, exist_ok=True)
+        repo = client.create_repo(repository, private=True, exist_ok=True)
         message = f"Upload {folder.name} by rlhf-pipeline"
         result_of(
-            client.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, run_as_future=True)
+            client.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message, run_as_future=True)
         )
     except Exception as error:  # the client's, its HTTP library's, or the disk's
         reason = re.sub("[^ -~]+", " ", f"{type(error).__name__}: {error}")[:300]  # safe for a terminal
@@ -108,4 +108,4 @@ def push(folder: Path, repository: str) -> str:
         raise EnvironmentFault(
             f"--push-to-hub {repository}: not uploaded ({reason}); the model is whole in {folder}: {by_hand}"
         ) from error
-    return str(made)
+    return str(repo)

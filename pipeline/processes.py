@@ -156,8 +156,8 @@ def memory_limits() -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         top = CGROUPS / controllers
-        own = top / path.lstrip("/")
-        for folder in (own, *own.parents) if controllers in LIMIT_FILES else ():
+        cgroup = top / path.lstrip("/")
+        for folder in (cgroup, *cgroup.parents) if controllers in LIMIT_FILES else ():
             with suppress(OSError, ValueError):  # no such file, or `max`
                 yield int((folder / LIMIT_FILES[controllers]).read_text(encoding="utf-8"))
             if folder == top:
@@ -217,8 +217,8 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
     """Let allocations of the body fail with MemoryError beyond `num_bytes` more than are mapped now (Linux only)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = psutil.Process().memory_info().vms
-    known = [limit for limit in (soft, hard, mapped + num_bytes) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
+    limits = [limit for limit in (soft, hard, mapped + num_bytes) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     finally:

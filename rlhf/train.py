@@ -293,7 +293,7 @@ def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, 
 def write_reports(plan: Plan) -> None:
     """Write the report of the stages that ran, however they ended: one for each folder that has their runs."""
     runs = [planned.run_dir for planned in plan.chosen if planned.resolved.config.run.report]
-    reporters = [Reporter(run_dir, of_road=True) for run_dir in runs]
+    reporters = [Reporter(run_dir, all_stages=True) for run_dir in runs]
     for reporter in {reporter.folder: reporter for reporter in reporters}.values():
         if page := reporter.finish():
             show(f"report: {page}")

@@ -266,7 +266,7 @@ class PPO:
         ppo, critic = self.config.ppo, self.models.critic
         objectives: list[Objective] = []
         if state.step >= ppo.critic_warmup_steps or critic is None:
-            text = self.text.cut(self.text.step(state.step), self.micro_batch_size(state)) if self.text else None
+            text = self.text.resized(self.text.step(state.step), self.micro_batch_size(state)) if self.text else None
             objectives += [
                 PolicyObjective(
                     engine=self.models.actor,

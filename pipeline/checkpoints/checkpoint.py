@@ -126,8 +126,8 @@ class Saver:
         fresh = self.run.folder / "checkpoints" / f".step-{step}.writing"
         parts = {name: list(engine_fragments(engine)) for name, engine in content.engines.items()}
         parts |= {name: list(fragments) for name, fragments in content.fragments.items()}
-        own = float(sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments))
-        needed = int(dist.sum_over_ranks(torch.tensor(own, dtype=torch.float64, device=device)).item())
+        rank_bytes = float(sum(fragment.values.nbytes for fragments in parts.values() for fragment in fragments))
+        needed = int(dist.sum_over_ranks(torch.tensor(rank_bytes, dtype=torch.float64, device=device)).item())
         needed += sum(tensor.nbytes for tensor in content.tensors.values())
         on_each_storage(lambda: make_folder(fresh, needed))
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in content.tensors.items()}
@@ -171,9 +171,9 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        own = result_of(pending.written)
+        result = result_of(pending.written)
         dist.meet()  # ranks may write at very different speeds
-        results = dist.gather_objects(own)
+        results = dist.gather_objects(result)
         if problems := [problem for _, problem in results if problem]:
             on_each_storage(lambda: shutil.rmtree(pending.fresh, ignore_errors=True))
             raise EnvironmentFault(problems[0])
@@ -292,8 +292,8 @@ def load(
         lines = changed_contents(run.resolved.config, saved.get("inputs", {}), fingerprint.inputs, "the checkpoint")
         refuse(folder, list(lines), SAME, force=force)
     check_same_fingerprints(folder, then, now, force=force)
-    if (found := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
-        raise InputError(f"{folder}: got the state of {found}, expected that of {expected}: it is of another stage")
+    if (got := ", ".join(sorted(saved["engines"]))) != (expected := ", ".join(sorted(engines))):
+        raise InputError(f"{folder}: got the state of {got}, expected that of {expected}: it is of another stage")
     log_differences(folder, saved, rounding, defaults)
     if fingerprint.total_steps < (before := saved.get("total_steps", 0)):
         end = "ends at step %d, before it was to end at %d: learning rates follow the new end (--max-steps, epochs)"

@@ -144,8 +144,8 @@ def build_model(weights: Weights, source: Path, *, is_reward: bool) -> Any:
     except Exception as error:
         raise reading_error(str(source), "cannot be loaded as this model", error) from error
     for problem in ("missing", "unexpected", "mismatched"):
-        if found := sorted(map(str, info[f"{problem}_keys"])):
-            raise InputError(f"{source / PICKLED}: {len(found)} {problem} weights, the first is {found[0]}")
+        if misfits := sorted(map(str, info[f"{problem}_keys"])):
+            raise InputError(f"{source / PICKLED}: {len(misfits)} {problem} weights, the first is {misfits[0]}")
     model.source_config = config
     return model
 

@@ -35,8 +35,8 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
     if config.run.force_resume or "inputs" not in saved:
         return
     lines = list(changed_contents(config, saved["inputs"], data_contents(config), "the checkpoint"))
-    known = saved["fingerprints"].values()
-    if lines and any(data_fingerprint(rows) not in known for rows in prepared):
+    saved_hashes = saved["fingerprints"].values()
+    if lines and any(data_fingerprint(rows) not in saved_hashes for rows in prepared):
         refuse(folder, lines, SAME, force=False)
 
 

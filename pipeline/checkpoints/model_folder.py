@@ -95,14 +95,14 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
         if name in merged or "lora_" in name or ".original_module." in name:
             continue
         with gathered([parameter]):
-            yield name, kept(parameter) if main else None
+            yield name, stable_values(parameter) if main else None
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in saved:
             yield name, buffer if main else None
 
 
-def kept(parameter: Any) -> torch.Tensor:
+def stable_values(parameter: Any) -> torch.Tensor:
     """Return the values of a gathered parameter, copied where they do not stay or share memory with others."""
     values: torch.Tensor = parameter.data
     shares = values.untyped_storage().nbytes() > values.nbytes
@@ -202,16 +202,16 @@ def save_trained(
 
 def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the weights as safetensors with an index where they are sharded, by transformers' own names."""
-    own = model.generation_config if model.can_generate() else None
+    sampling = model.generation_config if model.can_generate() else None
     try:
         if (
-            own is not None
+            sampling is not None
         ):  # transformers refuses to write some that are published, with a temperature but no do_sample
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
     finally:
-        if own is not None:
-            model.generation_config = own
+        if sampling is not None:
+            model.generation_config = sampling
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -229,12 +229,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     rewrite_json(folder / TOKENIZER_CONFIG_FILE, lambda config: with_former_names(config) | entries)
 
 
-def generation_settings(own: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def generation_settings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the start model's settings for sampling, with the padding and all ids that end a text, its own first."""
-    first = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    first = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [token for token in first if token is not None]
-    ends += sorted(eos_ids(tokenizer, own) - set(ends))
-    settings = own.to_diff_dict() | {"pad_token_id": tokenizer.pad_token_id}
+    ends += sorted(eos_ids(tokenizer, config) - set(ends))
+    settings = config.to_diff_dict() | {"pad_token_id": tokenizer.pad_token_id}
     settings |= {"eos_token_id": ends[0] if len(ends) == 1 else ends}
     settings.pop("_from_model_config", None)
     return settings

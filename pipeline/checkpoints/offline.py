@@ -103,10 +103,10 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
         raise InputError(f"{path}: found no checkpoint; name one (runs/sft/checkpoints/step-200), or a run's folder")
     saved = read_json(folder / "state.json", step=int, state=dict, fingerprints=dict)
     run_dir = path if is_run else folder.resolve().parent.parent
-    section, known = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
-    if section not in known:
-        raise InputError(f"{environment_file(run_dir)}: got stage {section!r}, expected one of {', '.join(known)}")
-    stage = known[section]
+    section, valid = str(read_json(environment_file(run_dir)).get("stage")), {stage.section: stage for stage in stages}
+    if section not in valid:
+        raise InputError(f"{environment_file(run_dir)}: got stage {section!r}, expected one of {', '.join(valid)}")
+    stage = valid[section]
     table, settings = flag_table(stage.config), run_dir / "config.json"
     entries = read_json(settings, **dict.fromkeys(read_json(settings).keys() & table.keys(), dict))
     values = {name: entries[name].get("value") for name in entries.keys() & table.keys()} | {"output_dir": output}

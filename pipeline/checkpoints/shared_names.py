@@ -90,8 +90,8 @@ def file_of(path: str, name: str) -> Path | None:
     """Return a file of a model's folder, or of a hub id where it is in the cache; None where it is not there."""
     repository, revision = split_revision(path)
     if is_local(path):
-        found = Path(path).expanduser() / name
-        return found if found.is_file() else None
+        local = Path(path).expanduser() / name
+        return local if local.is_file() else None
     cached = try_to_load_from_cache(repository, name, revision=commits_read.get(path) or revision)
     return Path(cached) if isinstance(cached, str) else None
 
@@ -101,11 +101,11 @@ def card_of(path: str) -> dict[str, Any]:
     card, licence = file_of(path, "README.md"), file_of(path, "LICENSE")
     words = licence.read_text(encoding="utf-8", errors="replace")[:LICENCE_HEAD] if licence else ""
     titles = [name for title, name in LICENCES.items() if title in words]
-    known: dict[str, Any] = {"license": titles[0]} if titles else {}
+    fields: dict[str, Any] = {"license": titles[0]} if titles else {}
     try:
-        return known | (ModelCard.load(card).data.to_dict() if card else {})
+        return fields | (ModelCard.load(card).data.to_dict() if card else {})
     except Exception:  # any YAML may stand in another program's card
-        return known
+        return fields
 
 
 def licence_of(card: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def code(text: str) -> str:
 
 def fenced(text: str) -> str:
     """Return `text`, cut where it is long, as a block that nothing in it ends."""
-    cut = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
-    return f"{fence(cut)}text\n{cut}\n{fence(cut)}"
+    shown = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
+    return f"{fence(shown)}text\n{shown}\n{fence(shown)}"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -190,12 +190,12 @@ def pack_rows(num_tokens: Sequence[int], max_len: int, *, max_open: int = 64) ->
         if size > max_len:
             raise ValueError(f"sequence {index} has {size} tokens, more than max_len {max_len}")
         first = max(0, len(packs) - max_open)
-        place = next((i for i in range(first, len(packs)) if free[i] >= size), len(packs))
-        if place == len(packs):
+        pack = next((i for i in range(first, len(packs)) if free[i] >= size), len(packs))
+        if pack == len(packs):
             packs.append([])
             free.append(max_len)
-        packs[place].append(index)
-        free[place] -= size
+        packs[pack].append(index)
+        free[pack] -= size
     return packs
 
 

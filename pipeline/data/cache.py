@@ -145,13 +145,13 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
     partial = folder.with_suffix(".partial")
 
     def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
-        own, file = Counts(), partial / f"{name}.arrow"
-        num_rows = write_rows(file, options, records, chosen, writers=writers, counts=own)
+        counts_here, file = Counts(), partial / f"{name}.arrow"
+        num_rows = write_rows(file, options, records, chosen, writers=writers, counts=counts_here)
         for path, part in records.by_source(chosen):
-            own.settle(fate, path, len(part))
-        for fates in own.sources.values():
+            counts_here.settle(fate, path, len(part))
+        for fates in counts_here.sources.values():
             fates[fate] -= fates["dropped"]
-        counts.merge(own)
+        counts.merge(counts_here)
         return num_rows
 
     def write_train(chosen: "np.ndarray") -> int:
@@ -161,8 +161,8 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
             return write("train", "to train on", chosen)
         sizes = {}
         for number, path in enumerate(ratios):
-            own = [part for source, part in records.by_source(chosen) if source == path]
-            sizes[path] = write(f"source-{number}", "to train on", np.concatenate([chosen[:0], *own]))
+            parts = [part for source, part in records.by_source(chosen) if source == path]
+            sizes[path] = write(f"source-{number}", "to train on", np.concatenate([chosen[:0], *parts]))
         mixed = mixed_sizes(sizes, ratios)
         counts.factors = {path: mixed[path] / sizes[path] for path in sizes}
         write_mixture([partial / f"source-{number}.arrow" for number in range(len(sizes))], [*mixed.values()], options)

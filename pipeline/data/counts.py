@@ -49,14 +49,14 @@ class Counts:
     factors: dict[str, float] = field(default_factory=dict)
 
     def add(
-        self, fate: Fate, kind: str, origin: Origin, *, number: int = 1, num_tokens: int = 0, found: str = ""
+        self, fate: Fate, kind: str, origin: Origin, *, number: int = 1, num_tokens: int = 0, detail: str = ""
     ) -> None:
         """Count `number` more rows of `kind` in the source of `origin`, the origin of the first of them.
 
-        `origin` and `found` (what only that row shows) are stored for the first row of a kind. num_tokens: of a row
+        `origin` and `detail` (what only that row shows) are stored for the first row of a kind. num_tokens: of a row
         that is too long.
         """
-        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, got {found}" if found else str(origin)))
+        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, got {detail}" if detail else str(origin)))
         self._kinds[kind] = (fate, count + number, first)
         self.settle(fate, origin.path, number)
         if num_tokens:
@@ -102,7 +102,7 @@ class Counts:
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a JSON object."""
         both = {"unread": self.unread, "passed": self.passed}
-        columns = {name: {path: sorted(found) for path, found in by_path.items()} for name, by_path in both.items()}
+        columns = {name: {path: sorted(names) for path, names in by_path.items()} for name, by_path in both.items()}
         counted = {"kinds": self._kinds, "sources": self.sources, **columns, "lengths": self.lengths}
         return {**counted, "factors": self.factors}
 

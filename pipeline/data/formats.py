@@ -119,7 +119,7 @@ def read_records(
                 if not num_records + num_dropped:
                     raise InputError(str(error)) from error
                 error = BadRowError("columns fit no format", _names(_present(row.values)))
-            counts.add("dropped", str(error), row.origin, found=error.found)
+            counts.add("dropped", str(error), row.origin, detail=error.detail)
             num_dropped += 1
         else:
             num_records += 1
@@ -208,8 +208,8 @@ def _first_fitting(columns: tuple[str, ...]) -> Format | None:
 
 
 def _unknown_columns(columns: list[str]) -> str:
-    known = sorted({name for form in FORMATS for name in (*form.needed, *form.any_of)})
-    matches = ((name, difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)) for name in columns)
+    our_names = sorted({name for form in FORMATS for name in (*form.needed, *form.any_of)})
+    matches = ((name, difflib.get_close_matches(name.lower(), our_names, n=1, cutoff=0.7)) for name in columns)
     # A map cannot name a column with a comma, or with white space at its ends.
     near = [(close[0], name) for name, close in matches if close and "," not in name and name == name.strip()]
     pairs = ",".join(f"{ours}={theirs}" for ours, theirs in near if ours != theirs)

@@ -85,20 +85,20 @@ class StepLoader(Generic[B]):
         world = {"world_size": self.world_size, "rank": self.rank}
         size = self.micro_batch_size  # another thread may change it
         slices = balanced_slices(units, self._lengths, **world, micro_batch_size=size)
-        own = [[None if unit is None else self.units[unit] for unit in part] for part in slices]
-        packs = [[None if unit is None else [self.rows[row] for row in unit] for unit in part] for part in own]
+        units_here = [[None if unit is None else self.units[unit] for unit in part] for part in slices]
+        packs = [[None if unit is None else [self.rows[row] for row in unit] for unit in part] for part in units_here]
         return Step(
             number=number,
             micro_batch_size=size,
             micro_batches=[self.collate(part) for part in packs],
-            rows=[row for part in own for unit in part for row in unit or ()],
+            rows=[row for part in units_here for unit in part for row in unit or ()],
             num_rows=len(rows),
             num_tokens=self._total("num_tokens", rows),
             num_trained=self._total("num_trained", rows),
             num_squares=self._total("num_squares", rows),
         )
 
-    def cut(self, step: Step[B], micro_batch_size: int) -> Step[B]:
+    def resized(self, step: Step[B], micro_batch_size: int) -> Step[B]:
         """Return the same step in micro-batches of `micro_batch_size` units; later steps get this size too."""
         if step.micro_batch_size == micro_batch_size:
             return step

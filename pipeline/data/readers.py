@@ -90,8 +90,8 @@ def _lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, line with its line end), without a BOM at the head; reads at most the limit."""
     for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(raw) > MAX_LINE_BYTES:
-            found = f"got a line of more than {MAX_LINE_BYTES:,} bytes"
-            raise InputError(f"{path}:{number}: {found}; expected a .jsonl file with one row on each line")
+            fault = f"got a line of more than {MAX_LINE_BYTES:,} bytes"
+            raise InputError(f"{path}:{number}: {fault}; expected a .jsonl file with one row on each line")
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:

@@ -128,7 +128,7 @@ class RowMaker:
                 self.counts.add("dropped", kind, record.origin)
             except BadRowError as error:
                 num_tokens = error.num_tokens if isinstance(error, TooLongError) else 0
-                self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, found=error.found)
+                self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, detail=error.detail)
             else:
                 if record.messages[:1] and record.messages[0].role == "tools" and not self.renders_tools:
                     self.counts.add("kept", "tools that the chat template does not render", record.origin)

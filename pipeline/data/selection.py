@@ -123,9 +123,7 @@ def parse_shares(text: str) -> ShareSizes | None:
     except ValueError:
         numbers = []
     if len(numbers) != 3 or not all(n >= 0 for n in numbers) or not 0 < sum(numbers) < math.inf:
-        raise InputError(
-            f"--data-split: got {text!r}, expected three numbers >= 0 like 2,4,4 (one a stage), none or auto"
-        )
+        raise InputError(f"--data-split: got {text!r}, expected three numbers >= 0 like 2,4,4, none or auto")
     first, second, third = (number / sum(numbers) for number in numbers)
     return first, second, third
 
@@ -152,13 +150,13 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
         sources += extra
     evaluation = np.concatenate([np.arange(0), *(source.eval for source in sources)])
     for text in options.eval_data_path:
-        kept = _kept_records(text, options, records, counts, mixture="share")
-        is_own = records.is_test(kept)
+        chosen = _kept_records(text, options, records, counts, mixture="share")
+        is_own = records.is_test(chosen)
         if is_own.any():
             no_test = "no test row, beside test rows of the same evaluation data"
-            _count(kept[~is_own], "left out", no_test, records, counts)
-            kept = kept[is_own]
-        evaluation = np.concatenate([evaluation, kept])
+            _count(chosen[~is_own], "left out", no_test, records, counts)
+            chosen = chosen[is_own]
+        evaluation = np.concatenate([evaluation, chosen])
     if options.kind.one_per_prompt:
         evaluation = _distinct_prompts(evaluation, records, counts)
     if options.held_out_only:
@@ -173,8 +171,8 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
             cause, right = "--eval-data-path holds the same prompts and", "give other rows there"
         elif sizes is None:
             cause, right = "--eval-fraction", "give a lower one or more rows"
-        found = f"{', '.join(options.data_path)} ({len(evaluation)} evaluation rows)"
-        raise InputError(f"stage {options.title}: {cause} leaves no training row of {found}; {right}")
+        paths = f"{', '.join(options.data_path)} ({len(evaluation)} evaluation rows)"
+        raise InputError(f"stage {options.title}: {cause} leaves no training row of {paths}; {right}")
     if options.balance_lengths:
         is_beyond = _unbalanced(train, records, options)
         why = "pair of a ratio of lengths that is more frequent than its inverse (--balance-lengths)"
@@ -190,16 +188,16 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
 
 def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) -> Selected:
     """Divide one source's records into training and evaluation."""
-    kept = _kept_records(text, options, records, counts, mixture=options.mixture)
-    is_held_out = records.is_test(kept)
+    chosen = _kept_records(text, options, records, counts, mixture=options.mixture)
+    is_held_out = records.is_test(chosen)
     if options.eval_data_path:
-        _count(kept[is_held_out], "left out", "test row (eval_data_path is given)", records, counts)
-        return Selected(kept[~is_held_out], kept[:0])
+        _count(chosen[is_held_out], "left out", "test row (eval_data_path is given)", records, counts)
+        return Selected(chosen[~is_held_out], chosen[:0])
     if options.held_out_only == "all":
-        return Selected(kept[:0], kept)
+        return Selected(chosen[:0], chosen)
     if not is_held_out.any():
-        is_held_out = _drawn(kept, records, lambda name: uniform("eval", options.seed, name) < options.eval_fraction)
-    return Selected(kept[~is_held_out], kept[is_held_out])
+        is_held_out = _drawn(chosen, records, lambda name: uniform("eval", options.seed, name) < options.eval_fraction)
+    return Selected(chosen[~is_held_out], chosen[is_held_out])
 
 
 def _kept_records(text: str, options: DataOptions, records: Spool, counts: Counts, *, mixture: str) -> "np.ndarray":
@@ -252,9 +250,9 @@ def _unbalanced(positions: "np.ndarray", records: Spool, options: DataOptions) -
         ratios = records.length_ratios(part)
         draws = np.fromiter((uniform("lengths", options.seed, int(n)) for n in records.prompt_ids(part)), float)
         for ratio in np.unique(ratios):
-            own = np.flatnonzero(ratios == ratio)
-            order = np.lexsort((records.responses(part[own]), draws[own]))
-            is_beyond[first + own[order[np.count_nonzero(ratios == -ratio) :]]] = True
+            pairs = np.flatnonzero(ratios == ratio)
+            order = np.lexsort((records.responses(part[pairs]), draws[pairs]))
+            is_beyond[first + pairs[order[np.count_nonzero(ratios == -ratio) :]]] = True
         first += len(part)
     return is_beyond
 

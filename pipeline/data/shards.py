@@ -80,10 +80,10 @@ def write_rows(
     """
     folder = file.with_suffix(SHARDS)
     folder.mkdir(exist_ok=True)
-    shards, own = [], options.kind
+    shards, row_kind = [], options.kind
     starts, is_text = records.starts(positions), records.is_text(positions)
-    is_document = is_text & (own.documents == "plain texts") | (own.documents == "all")
-    for kind, chosen in ((own, starts[~is_document]), (DOCUMENTS, starts[is_document])):
+    is_document = is_text & (row_kind.documents == "plain texts") | (row_kind.documents == "all")
+    for kind, chosen in ((row_kind, starts[~is_document]), (DOCUMENTS, starts[is_document])):
         for first in range(0, len(chosen), SHARD_RECORDS):
             name = f"{kind.name}-{first // SHARD_RECORDS:06d}.arrow"
             shards.append(Shard(kind, records.file, chosen[first : first + SHARD_RECORDS], folder / name))
@@ -91,7 +91,7 @@ def write_rows(
     if len(missing) < len(shards):
         log.info("%s: %d of %d shards are finished already", file.stem, len(shards) - len(missing), len(shards))
     writers.write(missing, what=f"tokenising {file.stem} rows")
-    return join(file, own.schema(), shards, options.max_seq_len, counts)
+    return join(file, row_kind.schema(), shards, options.max_seq_len, counts)
 
 
 class ShardWriters:

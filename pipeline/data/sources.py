@@ -127,11 +127,11 @@ def looks_local(path: str) -> bool:
 
 def hub_id(path: str) -> str:
     """Return the id of the hub repository that a data path names, without its revision."""
-    known = _known(path)
-    return (known and known.repository) or split_revision(path)[0]
+    known_set = _known_set(path)
+    return (known_set and known_set.repository) or split_revision(path)[0]
 
 
-def _known(path: str) -> KnownSet | None:
+def _known_set(path: str) -> KnownSet | None:
     return KNOWN_SETS.get(split_revision(path)[0])
 
 
@@ -194,11 +194,11 @@ def _load_saved(local: Path) -> dict[str, Any]:
 
 
 def _hub_rows(path: str) -> Iterator[Row]:
-    splits, known = _load_hub(path), _known(path)
-    if known is None:
+    splits, known_set = _load_hub(path), _known_set(path)
+    if known_set is None:
         yield from _dataset_rows(splits, path)
         return
-    names = [name for name in (known.train_split, known.eval_split) if name]
+    names = [name for name in (known_set.train_split, known_set.eval_split) if name]
     if missing := [name for name in names if name not in splits]:
         raise InputError(f"data path {path!r}: no split {missing[0]!r}, only {', '.join(splits)}; see known_sets.py")
     last = Row({}, Origin(path, 0), None)
@@ -210,7 +210,7 @@ def _hub_rows(path: str) -> Iterator[Row]:
             yield row
 
     try:
-        yield from known.convert(shipped())
+        yield from known_set.convert(shipped())
     except (KeyError, TypeError, AttributeError) as error:
         columns = ", ".join(last.values)
         message = f"{last.origin}: not the columns known for this set ({columns}); see known_sets.py"
@@ -222,8 +222,8 @@ def _load_hub(path: str) -> dict[str, Any]:
 
     name, (_, revision) = hub_id(path), split_revision(path)
     options: dict[str, Any] = {"revision": revision} if revision else {}
-    if known := _known(path):
-        options = {"revision": known.revision, "data_dir": known.folder} | options
+    if known_set := _known_set(path):
+        options = {"revision": known_set.revision, "data_dir": known_set.folder} | options
     go_offline_without_network()
     try:
         splits = dict(datasets.load_dataset(name, **options))

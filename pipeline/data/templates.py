@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pipeline.data.turns import (
     Message,
     SpecialTokens,
-    cut_text,
     encoder_of,
     ids_of_pieces,
     keeps_words_apart,
     plain_turns,
     special_texts,
+    split_text,
     split_tools,
 )
 from pipeline.errors import InputError
@@ -92,12 +92,12 @@ def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
         raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
-    own = tokenizer.chat_template
-    own = own.get("default") if isinstance(own, dict) else own
-    if name == "tokenizer" and own is None:
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
+    if name == "tokenizer" and template is None:
         raise InputError(f"template tokenizer: {_name(tokenizer)} has no chat template; auto is right")
-    if name != "human_assistant" and own is not None:
-        tokenizer.chat_template = own
+    if name != "human_assistant" and template is not None:
+        tokenizer.chat_template = template
         _check_own_template(tokenizer)
         return
     if tokenizer.eos_token is None:
@@ -170,8 +170,8 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
     ids: Any = tokenizer.convert_tokens_to_ids(list(texts))
     render_prompt = lru_cache(1)(partial(render, tokenizer, add_generation_prompt=True))
     encode, by_id = encoder_of(tokenizer), dict(zip(ids, texts, strict=True))
-    cut = partial(cut_text, encode, by_id, keeps_words_apart(tokenizer, len(tokenizer)))
-    return SpecialTokens(texts, by_id, end_token_ids(tokenizer), encode, render_prompt, cut, lru_cache(1)(cut))
+    split = partial(split_text, encode, by_id, keeps_words_apart(tokenizer, len(tokenizer)))
+    return SpecialTokens(texts, by_id, end_token_ids(tokenizer), encode, render_prompt, split, lru_cache(1)(split))
 
 
 def encode_prompt(
@@ -237,7 +237,7 @@ def _at_marks(
     train_turns: TrainTurns,
     special: SpecialTokens,
 ) -> list[tuple[str, bool]]:
-    """Cut the pieces at the template's own marks of what is trained, if it has any there: nothing else is trained then.
+    """Split the pieces at the template's marks of trained text, if there are any: then nothing else is trained.
 
     An end token right behind a marked text is trained too: without it the model would never stop.
     """
@@ -248,25 +248,25 @@ def _at_marks(
     options: Any = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
     tools, turns = split_tools(messages)
     marked: Any = render_jinja_template([turns], tools, return_assistant_tokens_mask=True, **options)
-    ends, found, start = special.end_texts, list[tuple[str, bool]](), 0
+    ends, spans, start = special.end_texts, list[tuple[str, bool]](), 0
     for text, is_response in pieces:
-        place, size = 0, len(text)
+        start_at, size = 0, len(text)
         for first, last in ((first - start, last - start) for first, last in marked[1][0]):
             # A mark may begin with the header of its turn, and reach beyond the token that ends it.
             is_header = last > size and train_turns == "all"
-            if first < size and last > place and (is_response or is_header):
+            if first < size and last > start_at and (is_response or is_header):
                 last = size if last > size or text[last:] in ends else last
-                found += [(text[place : max(first, place)], False), (text[max(first, place) : last], True)]
-                place = last
-        found.append((text[place:], False))
+                spans += [(text[start_at : max(first, start_at)], False), (text[max(first, start_at) : last], True)]
+                start_at = last
+        spans.append((text[start_at:], False))
         start += size
-    return found if any(is_trained for _, is_trained in found) else pieces
+    return spans if any(is_trained for _, is_trained in spans) else pieces
 
 
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int], special: SpecialTokens
 ) -> list[tuple[str, bool]]:
-    """Render and cut the text at each target turn: (text, True for an answer with its end token), up to the last end.
+    """Render and split the text at each target turn: (text, True for an answer with its end token), up to the last end.
 
     A template that renders turns one after the other gives an exchange the same text behind any other exchange, so
     each is first rendered behind a short one, in linear time. Where this gives another text, every prefix is rendered.
@@ -276,9 +276,9 @@ def _pieces(
         first = messages[: targets[0] + 1]
         short = [turn if turn.role == "tools" else Message(turn.role, "a") for turn in first]
         with suppress(RefusedTurnsError):
-            if pieces := _cut(tokenizer, whole, messages, targets, special, before=short):
+            if pieces := _split_at_targets(tokenizer, whole, messages, targets, special, before=short):
                 return pieces
-    if pieces := _cut(tokenizer, whole, messages, targets, special):
+    if pieces := _split_at_targets(tokenizer, whole, messages, targets, special):
         return pieces
     raise RewrittenTurnsError(
         f"the chat template of {_name(tokenizer)} rewrites earlier turns or the start of an answer, so that no prompt "
@@ -286,7 +286,7 @@ def _pieces(
     )
 
 
-def _cut(
+def _split_at_targets(
     tokenizer: "PreTrainedTokenizerBase",
     whole: str,
     messages: Sequence[Message],
@@ -295,7 +295,7 @@ def _cut(
     *,
     before: Sequence[Message] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Cut `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] where none fits."""
+    """Split `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] if none fits."""
     pieces: list[tuple[str, bool]] = []
     start = first = 0
     head, head_text, rest = list[Message](), "", ""
@@ -327,9 +327,9 @@ def _last_answer(
     if not text.startswith(prompt):
         return prompt, "", ""
     answer, ends = messages[-1].content, special.end_texts
-    place = text.find(answer, len(prompt))
-    place = len(prompt) if place < 0 else place + len(answer)
-    stops = [stop + len(end) for end in ends if (stop := text.find(end, place)) >= 0]
+    answer_end = text.find(answer, len(prompt))
+    answer_end = len(prompt) if answer_end < 0 else answer_end + len(answer)
+    stops = [stop + len(end) for end in ends if (stop := text.find(end, answer_end)) >= 0]
     stop = min(stops, default=len(text))
     return prompt, text[len(prompt) : stop], text[stop:]
 

@@ -29,11 +29,11 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class BadRowError(ValueError):
-    """A row that cannot be used; the message is the kind that it is counted as, `found` what only this row shows."""
+    """A row that cannot be used; the message is the kind that it is counted as, `detail` what only this row shows."""
 
-    def __init__(self, kind: str, found: str = "") -> None:
+    def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
-        self.found = found
+        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Message:
 Turns = tuple[Message, ...]
 
 
-class CutText(NamedTuple):
-    """An encoded text with a cut: what follows `start` characters and `num_ids` ids does not depend on these."""
+class SplitText(NamedTuple):
+    """An encoded text and a split point: what follows `start` characters and `num_ids` ids does not depend on them."""
 
     ids: list[int]
     start: int
@@ -61,8 +61,8 @@ class CutText(NamedTuple):
 class SpecialTokens(NamedTuple):
     """Special tokens of a tokenizer: their texts, longest first, the text of each id, and the ids that end a turn.
 
-    encode: encodes a text. cut: see `cut_text`. render_prompt, cut_prompt: keep the last prompt, which the two sides
-    of a pair share.
+    encode: encodes a text. encode_split: see `split_text`. render_prompt, split_prompt: cache the last
+    prompt, which the two sides of a pair share.
     """
 
     texts: tuple[str, ...]
@@ -70,8 +70,8 @@ class SpecialTokens(NamedTuple):
     ends: frozenset[int]
     encode: Callable[[str], list[int]]
     render_prompt: Callable[[tuple[Message, ...]], str]
-    cut: Callable[[str], CutText]
-    cut_prompt: Callable[[str], CutText]
+    encode_split: Callable[[str], SplitText]
+    split_prompt: Callable[[str], SplitText]
 
     @property
     def end_texts(self) -> list[str]:
@@ -263,41 +263,41 @@ def keeps_words_apart(tokenizer: "PreTrainedTokenizerBase", size: int) -> bool:
     )
 
 
-def cut_text(encode: Callable[[str], list[int]], by_id: Mapping[int, str], is_apart: bool, text: str) -> CutText:
-    """Encode a text, and cut it at its last word where `is_apart`, else at its last special token.
+def split_text(encode: Callable[[str], list[int]], by_id: Mapping[int, str], is_apart: bool, text: str) -> SplitText:
+    """Encode a text, and split it at its last word where `is_apart`, else at its last special token.
 
-    Tokenizers cut texts there first, so that nothing before changes what follows. by_id: texts of the special tokens.
+    Tokenizers split texts there first, so that nothing before changes what follows. by_id: texts of the special tokens.
     """
     ids = encode(text)
     if is_apart and (word := LAST_WORD.match(text, max(0, len(text) - LAST_WORD_CHARS))):
         end = encode(word[1])
-        if ids[-len(end) :] == end:  # elsewhere a text's first word is another, and the cut of no use
-            return CutText(ids, word.start(1), len(ids) - len(end))
+        if ids[-len(end) :] == end:  # elsewhere a text's first word is another, and the split useless
+            return SplitText(ids, word.start(1), len(ids) - len(end))
     num_ids = next((position for position in range(len(ids) - 1, 0, -1) if ids[position] in by_id), 0)
     start = max(0, text.rfind(by_id[ids[num_ids]])) if num_ids else 0
-    return CutText(ids, start, num_ids if start else 0)
+    return SplitText(ids, start, num_ids if start else 0)
 
 
 def ids_of_pieces(pieces: Sequence[str], special: SpecialTokens) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids that each piece of a text adds to those of the text before it, and True.
 
     The tokenizer may merge tokens across a boundary. A model that gets the text before it cannot: from there on the ids
-    of each piece by itself are yielded, and False. Only the text behind the last cut is encoded again.
+    of each piece by itself are yielded, and False. Only the text behind the last split is encoded again.
     """
     text, start, end = "".join(pieces), 0, 0
-    earlier, known, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
+    earlier, before, is_joined = list[int](), list[int](), True  # ids of text[:start] and text[start:end]
     for piece in pieces:
         end += len(piece)
         if is_joined:
             is_first, is_last = end == len(piece), end == len(text)
-            encode = special.cut_prompt if is_first else special.cut
-            ids, cut, num_ids = CutText(special.encode(text[start:]), 0, 0) if is_last else encode(text[start:end])
-            if start and ids[: len(known)] != known:
-                start, earlier, known = 0, [], earlier + known  # perhaps a special token that is not cut at
-                ids, cut, num_ids = special.cut(text[:end])
-            is_joined = ids[: len(known)] == known
+            encode = special.split_prompt if is_first else special.encode_split
+            ids, split, num_ids = SplitText(special.encode(text[start:]), 0, 0) if is_last else encode(text[start:end])
+            if start and ids[: len(before)] != before:
+                start, earlier, before = 0, [], earlier + before  # perhaps a special token without a split
+                ids, split, num_ids = special.encode_split(text[:end])
+            is_joined = ids[: len(before)] == before
         if not is_joined:
             yield special.encode(piece), False
             continue
-        yield ids[len(known) :], True
-        start, earlier, known = start + cut, earlier + ids[:num_ids], ids[num_ids:]
+        yield ids[len(before) :], True
+        start, earlier, before = start + split, earlier + ids[:num_ids], ids[num_ids:]

@@ -218,11 +218,11 @@ def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
     module.eval()
     ids = torch.arange(NUM_PROBED, device=default_device()).unsqueeze(0)
     everything = torch.ones_like(ids, dtype=torch.bool)
-    found = engine(ids, attention_mask=everything, selected=everything[:, 1:]).log_probs
+    computed = engine(ids, attention_mask=everything, selected=everything[:, 1:]).log_probs
     logits = module.model(input_ids=ids, use_cache=False).logits[:, :-1]
     engine.release_gathered()
     module.train(was_training)
-    error = (found - gather_log_probs(logits, ids[:, 1:])).abs().max()
+    error = (computed - gather_log_probs(logits, ids[:, 1:])).abs().max()
     if error > 1e-4 + 4 * torch.finfo(logits.dtype).eps * logits.abs().max():
         raise InputError(
             f"{path}: {module.config.model_type} computes its logits in an unknown way (not by its head and "

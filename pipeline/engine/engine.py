@@ -172,8 +172,8 @@ class TrainingEngine:
             norms = torch.as_tensor(optimizer.scaled_global_norm()).reshape(1).cpu()
         elif self.partitions_optimizer:
             # DeepSpeed's own function launches a kernel and a copy for every parameter.
-            own = tensor_norms([grad for group in optimizer.averaged_gradients.values() for grad in group or ()])
-            norms = dist.sum_over_ranks(own.double().square().sum()).sqrt().float().reshape(1).cpu()
+            rank_norms = tensor_norms([grad for group in optimizer.averaged_gradients.values() for grad in group or ()])
+            norms = dist.sum_over_ranks(rank_norms.double().square().sum()).sqrt().float().reshape(1).cpu()
         else:
             norms = tensor_norms([p.grad for p in self.module.parameters() if p.grad is not None]).cpu()
         self._norms = norms

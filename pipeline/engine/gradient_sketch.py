@@ -42,12 +42,12 @@ class GradientSketch:
 
     def _add(self, number: int, gradient: Tensor) -> None:
         """Add the gradient of a parameter; its number seeds the signs, so that they are the same on all ranks."""
-        generator, own = torch.Generator(gradient.device).manual_seed(number), torch.zeros_like(self._sums)
+        generator, sums = torch.Generator(gradient.device).manual_seed(number), torch.zeros_like(self._sums)
         for part in gradient.detach().flatten().split(CHUNK):
             signs = torch.randint(2, part.shape, generator=generator, dtype=torch.int8, device=part.device)
             signed = functional.pad(part.float() * (2 * signs - 1), (0, -len(part) % SIZE))
-            own += signed.view(-1, SIZE).sum(0)
-        self._sums += own.roll(self._starts[number])  # else all small parameters would add to the first numbers
+            sums += signed.view(-1, SIZE).sum(0)
+        self._sums += sums.roll(self._starts[number])  # else all small parameters would add to the first numbers
 
     def norm(self) -> float:
         """Return the estimate of the L2 norm of the gradient, averaged over ranks. A collective."""

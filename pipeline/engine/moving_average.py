@@ -46,12 +46,12 @@ class MovingAverage:
     def swapped_in(self) -> Iterator[None]:
         """Put the averaged weights into the model inside the context; afterwards its own weights are restored bit by
         bit."""
-        own = {name: local_share(parameter).clone() for name, parameter in self.parameters.items()}
+        trained = {name: local_share(parameter).clone() for name, parameter in self.parameters.items()}
         try:
             self._write(self.averages)
             yield
         finally:
-            self._write(own)
+            self._write(trained)
 
     def _write(self, values: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():

@@ -90,16 +90,16 @@ def check_private_names() -> None:
 def deepspeed_has(owner: str, name: str) -> bool:
     """Return whether a class or module of DeepSpeed has the attribute `name`, or one of its methods sets it."""
     try:
-        place = attrgetter(owner)(deepspeed)
+        holder = attrgetter(owner)(deepspeed)
     except AttributeError:
         return False
     members = [
         getattr(member, "__func__", member)
-        for part in (place.__mro__ if isinstance(place, type) else [place])
+        for part in (holder.__mro__ if isinstance(holder, type) else [holder])
         for member in vars(part).values()
     ]
     functions = (inspect.unwrap(member) for member in members if isinstance(member, FunctionType))
-    return hasattr(place, name) or any(sets_attribute(function.__code__, name) for function in functions)
+    return hasattr(holder, name) or any(sets_attribute(function.__code__, name) for function in functions)
 
 
 def sets_attribute(code: CodeType, name: str) -> bool:

@@ -82,17 +82,17 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
         model = AutoModel.from_config(copy.deepcopy(source.config))
     layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())] or [model]
     size, count = max((sum(weight.numel() for weight in layer.parameters()), matrices(layer)) for layer in layers)
-    kept = 2 + -(-zero.max_reuse_distance // size)
+    layers_held = 2 + -(-zero.max_reuse_distance // size)
     needed = {
         "buffer_size": max(weight.numel() for weight in model.parameters()),
-        "buffer_count": min(kept * count, matrices(model) + 1),  # and the head
+        "buffer_count": min(layers_held * count, matrices(model) + 1),  # and the head
     }
     advice = {"buffer_count": "; --stage3-max-reuse-distance 0 needs fewer"}
     if errors := [
-        f"zero_optimization.offload_param.{key}: got {found}, {source.path} needs {number} or more"
+        f"zero_optimization.offload_param.{key}: got {given}, {source.path} needs {number} or more"
         + advice.get(key, "")
         for key, number in needed.items()
-        if (found := getattr(zero.offload_param, key)) < number
+        if (given := getattr(zero.offload_param, key)) < number
     ]:
         raise InputError("\n".join(errors))
 

@@ -26,11 +26,11 @@ ENGINE_FIELDS = ("global_steps", "global_samples", "micro_steps", "skipped_steps
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements of the parameter `name` from `start` on; `place` is their range in a flattened fp32 tensor."""
+    """The elements of the parameter `name` from `start` on; `span` is their range in a flattened fp32 tensor."""
 
     name: str
     start: int
-    place: slice
+    span: slice
 
 
 def masters(engine: TrainingEngine) -> list[tuple[Any, list[Piece]]]:
@@ -66,8 +66,8 @@ def in_memory(engine: TrainingEngine, number: int) -> Iterator[None]:
 
 def swap_files(engine: TrainingEngine, master: Any) -> dict[int, str]:
     """Return the file, by the tensor's id, of each tensor of one of `masters` that DeepSpeed keeps on NVMe."""
-    kept = engine.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
-    return dict(zip(map(id, kept.get_compute_tensors()), kept.get_swap_paths(), strict=True))
+    swapped = engine.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+    return dict(zip(map(id, swapped.get_compute_tensors()), swapped.get_swap_paths(), strict=True))
 
 
 def mapped(file: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,8 +91,8 @@ def flat_pieces(group: list[Any], names: dict[int, str]) -> list[Piece]:
     for parameter in group:
         if (mapping := parameter._hp_mapping) is not None:
             here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            place = slice(here.start, here.start + here.numel)
-            pieces.append(Piece(names[id(parameter)], there.start, place))
+            span = slice(here.start, here.start + here.numel)
+            pieces.append(Piece(names[id(parameter)], there.start, span))
     return pieces
 
 
@@ -120,8 +120,8 @@ def engine_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
             yield Fragment(scales_name(engine, kind, number, master), 0, values)
         for piece in pieces:
             for kind, tensor in tensors.items():
-                whole = mapped(files[id(tensor)], piece.place.stop, tensor.dtype) if files else tensor.data.reshape(-1)
-                yield Fragment(f"{kind}/{piece.name}", piece.start, whole[piece.place])
+                whole = mapped(files[id(tensor)], piece.span.stop, tensor.dtype) if files else tensor.data.reshape(-1)
+                yield Fragment(f"{kind}/{piece.name}", piece.start, whole[piece.span])
             if state and piece.start == 0:
                 yield Fragment(f"step/{piece.name}", 0, torch.as_tensor(state["step"], dtype=torch.float32).reshape(1))
 
@@ -164,7 +164,7 @@ def restore_master(
     """Read the `number`-th of `masters`, an fp32 tensor of the inner optimizer, with its moments and step count."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for piece in pieces:
-        reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.place])
+        reader.read_into(f"weights/{piece.name}", piece.start, master.data.view(-1)[piece.span])
     stepped = [piece for piece in pieces if f"step/{piece.name}" in reader]
     if not stepped:
         inner.state.pop(master, None)  # AdamW's state is empty before the first step
@@ -179,7 +179,7 @@ def restore_master(
     for kind in MOMENTS:
         values = torch.zeros_like(master, requires_grad=False)
         for piece in stepped:
-            reader.read_into(f"{kind}/{piece.name}", piece.start, values.view(-1)[piece.place])
+            reader.read_into(f"{kind}/{piece.name}", piece.start, values.view(-1)[piece.span])
         if engine.states == "8bit":
             saved = None
             if (name := scales_name(engine, kind, number, master)) in reader:

@@ -61,11 +61,11 @@ class Decoder:
 
     def keep(self, alive: torch.Tensor) -> None:
         """Remove all rows but those where `alive` (N,) is True."""
-        kept = alive.nonzero().squeeze(1)
+        rows = alive.nonzero().squeeze(1)
         # Layers with a recurrent state can only be reordered; caches of a model's own class can only be selected from.
         has_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers)
-        (self.cache.reorder_cache if has_states else self.cache.batch_select_indices)(kept)
-        self.mask, self.rows, self.positions = self.mask[kept], self.rows[kept], self.positions[kept]
+        (self.cache.reorder_cache if has_states else self.cache.batch_select_indices)(rows)
+        self.mask, self.rows, self.positions = self.mask[rows], self.rows[rows], self.positions[rows]
 
 
 class Batch:
@@ -104,8 +104,8 @@ class Batch:
         """Draw the next token of each row, and compute the logits of the one after it; report what is new."""
         here, position = self.decoder.rows, self.position
         scaled = self.decoder.logits / self.temperature[here].unsqueeze(1)
-        kept = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
-        tokens = draw(kept, self.uniforms[here, position])
+        remaining = self.truncation.apply(scaled[:, : self.vocabulary.num_tokens], self.top_p[here], self.top_k[here])
+        tokens = draw(remaining, self.uniforms[here, position])
         # Rows that have ended but are still in the batch write tokens behind their ends; nothing reads them.
         self.tokens[here, position] = tokens
         self.log_probs[here, position] = gather_log_probs(scaled, tokens)
@@ -115,9 +115,9 @@ class Batch:
         alive = [row in self.running for row in rows]
         if any(alive):
             if alive.count(False) >= COMPACT_ABOVE * len(rows):
-                kept = torch.tensor(alive, device=tokens.device)
-                self.decoder.keep(kept)
-                tokens = tokens[kept]
+                remaining = torch.tensor(alive, device=tokens.device)
+                self.decoder.keep(remaining)
+                tokens = tokens[remaining]
             self.decoder.advance(tokens)
         return events
 

@@ -58,9 +58,9 @@ class HybridEngine:
         needed = sum(has_shards_on_disk(parameter) for parameter in self.source.model.parameters())
         if self.backend == "fused" or not needed:
             return
-        if (found := self.engine.deepspeed.zero_offload_param().buffer_count) < needed:
+        if (count := self.engine.deepspeed.zero_offload_param().buffer_count) < needed:
             raise InputError(
-                f"zero_optimization.offload_param.buffer_count: got {found}, the {self.backend} backend of"
+                f"zero_optimization.offload_param.buffer_count: got {count}, the {self.backend} backend of"
                 f" generation needs {needed} or more: it gathers all weights for a rollout"
             )
 

@@ -236,7 +236,7 @@ class ContinuousBatching(Session):
         active = self.group.largest(self.buffers.slots.active).tolist()
         tokens = [self.offsets[slot] if is_active else -sys.maxsize for slot, is_active in enumerate(active)]
         order = sorted(range(len(active)), key=tokens.__getitem__, reverse=True)
-        kept, lost = order[:num_slots], order[num_slots:]
+        slots_kept, lost = order[:num_slots], order[num_slots:]
         evicted = [self.running[slot] for slot in lost if active[slot] and slot in self.running]
         evicted += [request for batch in self.prefilled for request in batch.requests]
         log.info(
@@ -249,9 +249,9 @@ class ContinuousBatching(Session):
         self.waiting.extendleft(sorted(evicted, key=lambda request: request.number, reverse=True))
         self.prefilled.clear()
         self.polls.clear()
-        self.offsets = {slot: self.offsets[old] for slot, old in enumerate(kept) if active[old]}
-        self.running = {slot: self.running[old] for slot, old in enumerate(kept) if old in self.running}
-        return kept
+        self.offsets = {slot: self.offsets[old] for slot, old in enumerate(slots_kept) if active[old]}
+        self.running = {slot: self.running[old] for slot, old in enumerate(slots_kept) if old in self.running}
+        return slots_kept
 
     def _poll_free_slots(self, *, deferred: bool) -> list[int]:
         """Return the slots that are known to be free: by the previous poll if `deferred` and on a GPU."""
@@ -262,10 +262,10 @@ class ContinuousBatching(Session):
         # The maximum over the group: its ranks must decode the same steps even if their logits differ in the last bits.
         active = HostCopy(self.group.largest(self.buffers.slots.active))
         self.polls.append(FinishedSlotsPoll(active, set(assigned)))
-        kept = 2 if deferred and self.device.type in device_work.DEFERRED_POLL_DEVICES else 1
-        while len(self.polls) > kept:
+        num_polls = 2 if deferred and self.device.type in device_work.DEFERRED_POLL_DEVICES else 1
+        while len(self.polls) > num_polls:
             self.polls.popleft()
-        return self.polls[0].free_slots() if len(self.polls) == kept else []
+        return self.polls[0].free_slots() if len(self.polls) == num_polls else []
 
     # --- what starts ---
 

@@ -98,11 +98,11 @@ class GenerationBuffers:
 
         uniforms: (N,) float64 in [0, 1); None: those of the slots' random keys.
         """
-        slots, num_known, kept = self.slots, self.vocabulary.num_tokens or logits.shape[1], None
+        slots, num_known, masked = self.slots, self.vocabulary.num_tokens or logits.shape[1], None
         if self.truncation:
-            kept = logits[rows].float() / slots.temperature[index].unsqueeze(1)
-            kept[:, num_known:] = float("-inf")
-            kept = self.truncation.apply(kept, slots.top_p[index], slots.top_k[index])
+            masked = logits[rows].float() / slots.temperature[index].unsqueeze(1)
+            masked[:, num_known:] = float("-inf")
+            masked = self.truncation.apply(masked, slots.top_p[index], slots.top_k[index])
         draw_tokens(
             logits,
             rows,
@@ -111,7 +111,7 @@ class GenerationBuffers:
             uniforms=slot_uniforms(slots, index) if uniforms is None else uniforms,
             eos=self._eos,
             num_known=num_known,
-            kept=kept,
+            masked=masked,
         )
 
     def decode(self, num_steps: int) -> None:

@@ -68,10 +68,10 @@ def score_answers(judge: Judge, answers: Sequence[tuple[Turns, str, bool]], *, b
     """
     rows = [encode_answer(judge, prompt, text, finished=finished) for prompt, text, finished in answers]
     order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
-    found = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
-    if not all(map(math.isfinite, found)):
+    scores = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
+    if not all(map(math.isfinite, scores)):
         raise InputError(f"--reward-model: {judge.path} got scores that are not finite")
-    return [score for _, score in sorted(zip(order, found, strict=True))]
+    return [score for _, score in sorted(zip(order, scores, strict=True))]
 
 
 def encode_answer(judge: Judge, prompt: Turns, text: str, *, finished: bool) -> list[int]:

@@ -66,7 +66,7 @@ class ChatModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DecodedAnswer:
     """An answer of a model.
 
     ids: as sampled, with the end token, or the token that completes a stop string, if there is one.
@@ -149,7 +149,7 @@ def generate_answers(
     seed: int,
     streamer: "AnswerStreamer | None" = None,
     lockstep: bool = False,
-) -> list[list[Answer]]:
+) -> list[list[DecodedAnswer]]:
     """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
     Sampled answers depend only on the seed and their prompt, up to rounding; greedy ones only on the prompt. Sampled
@@ -286,13 +286,13 @@ def generation_config(chat_model: ChatModel, settings: ReplySettings) -> Generat
     )
 
 
-def finished_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str] = ()) -> Answer:
+def finished_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str] = ()) -> DecodedAnswer:
     """Return the answer in a row of new ids (T,): truncated at its first end token or stop string, without padding."""
     end = next((position for position, token in enumerate(ids) if token in chat_model.vocabulary.eos_ids), None)
-    kept = tuple(ids if end is None else ids[: end + 1])
+    with_end = tuple(ids if end is None else ids[: end + 1])
     if (stopped := stopped_length(stop, ids[:end], chat_model.vocabulary)) is not None:
-        end, kept = stopped, tuple(ids[:stopped])
-    return Answer(kept, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
+        end, with_end = stopped, tuple(ids[:stopped])
+    return DecodedAnswer(with_end, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -83,15 +83,15 @@ class Conversation:
         seed = self.seed + self._num_replies
         start = time.perf_counter()
         try:
-            [[found]] = generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
-            ending: Ending = "end" if found.finished else "limit"
+            [[reply]] = generate_answers(self.chat_model, [prompt], settings, seed=seed, streamer=streamer)
+            ending: Ending = "end" if reply.finished else "limit"
         except KeyboardInterrupt:
             streamer.end()
             ending = "stopped"
         time_s = time.perf_counter() - start
         answer = decode(self.chat_model.tokenizer, streamer.ids).strip()
-        kept = [*turns, Message("assistant", answer)] if answer else self.turns
-        self.turns = kept[num_forgotten:]
+        all_turns = [*turns, Message("assistant", answer)] if answer else self.turns
+        self.turns = all_turns[num_forgotten:]
         return Reply(answer, len(streamer.ids), ending, num_forgotten, time_s)
 
     def _fitting_prompt(self, turns: Sequence[Message]) -> tuple[list[int], int]:

@@ -142,14 +142,14 @@ def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
     first, summaries = scores(contestants[0]), []
     for index, contestant in enumerate(contestants):
         rows = [row for answers in contestant.answers for row in answers]
-        own = scores(contestant)
+        own_scores = scores(contestant)
         summary = Summary(
             contestant.label,
             contestant.path,
             mean_tokens=statistics.fmean(row.num_tokens for row in rows),
             finished_share=statistics.fmean(row.finished for row in rows),
-            mean_score=statistics.fmean(map(statistics.fmean, own)) if own else None,
-            against=compare(first, own) if own and index > 0 else None,
+            mean_score=statistics.fmean(map(statistics.fmean, own_scores)) if own_scores else None,
+            against=compare(first, own_scores) if own_scores and index > 0 else None,
         )
         summaries.append(summary)
     return summaries

@@ -154,8 +154,8 @@ def without_torn_row(file: Path) -> SampleFile:
             if not line.endswith(b"\n"):
                 break
             if (number := number_of(line)) <= samples.last:
-                place = f"{file}:{samples.num_rows + 1}"
-                raise InputError(f"--output: {place}: expected the next row of `rlhf sample`; {ANEW}")
+                where = f"{file}:{samples.num_rows + 1}"
+                raise InputError(f"--output: {where}: expected the next row of `rlhf sample`; {ANEW}")
             samples.num_rows, samples.last, end = samples.num_rows + 1, number, end + len(line)
         stream.truncate(end)
     return samples

@@ -36,10 +36,10 @@ def scores_of(
 ) -> tuple[dict[str, float | None], float | None]:
     """Return the scores of an answer by name, and its reward, as in `SampledAnswer`."""
     scores = {name: float(sum(value)) if isinstance(value, list) else value for name, value in values.items()}
-    kept = {name: value for name, value in scores.items() if isinstance(value, float)}
-    is_known = bool(kept) and not any(isinstance(value, Failure) for value in values.values())
-    reward = sum(weight * kept[name] for name, weight in weights.items() if name in kept) if is_known else None
-    return {name: kept.get(name) for name in scores}, reward
+    numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
+    is_known = bool(numbers) and not any(isinstance(value, Failure) for value in values.values())
+    reward = sum(weight * numbers[name] for name, weight in weights.items() if name in numbers) if is_known else None
+    return {name: numbers.get(name) for name in scores}, reward
 
 
 def prompt_columns(messages: Turns, *, is_conversation: bool) -> dict[str, Any]:

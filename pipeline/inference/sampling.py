@@ -47,7 +47,7 @@ class SamplePrompt:
 
 
 @dataclass(slots=True)
-class Begun:
+class Pending:
     """A submitted prompt: the tokens of its finished answers, the answers by sample, and their scores.
 
     prompt: the prompt.
@@ -107,9 +107,9 @@ def read_prompts(
     for path in paths:
         for record in read_records(read_rows(path), counts, column_map=names, passes_columns=True):
             for row in maker.rows([record], RowMaker.prompt):
-                tokens, place = Prompt.of(row.prompt_ids), str(record.origin)
+                tokens, origin = Prompt.of(row.prompt_ids), str(record.origin)
                 copy, number = copies[tokens.prompt_id], len(prompts) + 1
-                prompts.append(SamplePrompt(number, place, record.messages, tokens, copy, record.extra))
+                prompts.append(SamplePrompt(number, origin, record.messages, tokens, copy, record.extra))
                 copies[tokens.prompt_id] += 1
     if not prompts:
         raise InputError(f"--data: found no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
@@ -161,10 +161,10 @@ def sample(
     longest = max(len(one.tokens.ids) for one in data.prompts)
     session = chat_model.sessions().session(Capacity(num_slots, num_new, longest + num_new))
     rest = deque(one for one in data.prompts if one.number > first)
-    begun, of_ticket = deque[Begun](), dict[int, Begun]()
-    while rest or begun:
+    pending, of_ticket = deque[Pending](), dict[int, Pending]()
+    while rest or pending:
         while rest and len(session.waiting) < num_slots:
-            begun.append(one := Begun(rest.popleft()))
+            pending.append(one := Pending(rest.popleft()))
             key = RandomKey(seed, "answer", epoch=one.prompt.copy)
             for n in range(settings.n):
                 of_ticket[session.submit(one.prompt.tokens, sampling, key, sample=n).number] = one
@@ -174,13 +174,13 @@ def sample(
                 if len(one.ids) == settings.n:
                     one.handle = pool.submit(responses_of(one, data.is_conversation))
         is_all = session.is_idle and not rest
-        while begun and (handle := begun[0].handle) is not None and (is_all or handle.done()):
-            judge_ended(begun, judges, batch_size=num_slots)
-            (values,), one = pool.gather([handle]), begun.popleft()
+        while pending and (handle := pending[0].handle) is not None and (is_all or handle.done()):
+            judge_ended(pending, judges, batch_size=num_slots)
+            (values,), one = pool.gather([handle]), pending.popleft()
             yield one.prompt, scored(one, values | one.judged, weights), values
 
 
-def take(chat_model: ChatModel, one: Begun, event: Finished) -> None:
+def take(chat_model: ChatModel, one: Pending, event: Finished) -> None:
     """Add a finished answer to its prompt. Raises InputError: its log-probabilities are not finite."""
     log_prob = event.log_probs.double().sum().item()
     if not math.isfinite(log_prob):
@@ -189,7 +189,7 @@ def take(chat_model: ChatModel, one: Begun, event: Finished) -> None:
     one.ids[n], one.answers[n] = [*answer.ids], SampledAnswer(answer.text, len(answer.ids), log_prob, event.reason)
 
 
-def responses_of(one: Begun, is_conversation: bool) -> Responses:
+def responses_of(one: Pending, is_conversation: bool) -> Responses:
     """Return the answers to a prompt as reward functions take them."""
     order, prompt = sorted(one.ids), one.prompt
     texts, ids = [one.answers[n].text for n in order], [one.ids[n] for n in order]
@@ -197,9 +197,9 @@ def responses_of(one: Begun, is_conversation: bool) -> Responses:
     return Responses(prompt.row, prompt.messages, is_conversation, texts=texts, ids=ids, columns=columns)
 
 
-def judge_ended(begun: Sequence[Begun], judges: Sequence[Judge], *, batch_size: int) -> None:
+def judge_ended(pending: Sequence[Pending], judges: Sequence[Judge], *, batch_size: int) -> None:
     """Score, by reward models, all prompts whose answers have ended and have no scores yet."""
-    if not judges or not (ended := [one for one in begun if one.handle is not None and not one.judged]):
+    if not judges or not (ended := [one for one in pending if one.handle is not None and not one.judged]):
         return
     answers = [(one.prompt.messages, one.answers[n]) for one in ended for n in sorted(one.answers)]
     given = [(turns, answer.text, answer.finish_reason != "limit") for turns, answer in answers]
@@ -209,7 +209,7 @@ def judge_ended(begun: Sequence[Begun], judges: Sequence[Judge], *, batch_size: 
             one.judged[judge.name] = [next(scores) for _ in one.answers]
 
 
-def scored(one: Begun, values: Mapping[str, Sequence[Value]], weights: Mapping[str, float]) -> list[SampledAnswer]:
+def scored(one: Pending, values: Mapping[str, Sequence[Value]], weights: Mapping[str, float]) -> list[SampledAnswer]:
     """Return the answers to a prompt, in order, with their scores."""
-    found = [scores_of({name: row[n] for name, row in values.items()}, weights) for n in sorted(one.answers)]
-    return [replace(one.answers[n], scores=scores, reward=reward) for n, (scores, reward) in enumerate(found)]
+    rewards = [scores_of({name: row[n] for name, row in values.items()}, weights) for n in sorted(one.answers)]
+    return [replace(one.answers[n], scores=scores, reward=reward) for n, (scores, reward) in enumerate(rewards)]

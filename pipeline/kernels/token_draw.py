@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Logits that one program of the kernels reads. Chosen by hand.
 VOCABULARY_BLOCK = 2048
-GREEDY = -1  # the `stream` of a response without random numbers: the first token that is kept is drawn
+GREEDY = -1  # the `stream` of a response without random numbers: the first remaining token is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Slots:
     position: (M,) int32, position of the next token in the response.
     ended: (M,) int32, 1 = the last token is one that ends a response.
     limit: (M,) int64, tokens of the response at most.
-    top_k: (M,) int64, most likely tokens that are kept; 0 = all.
+    top_k: (M,) int64, number of most likely tokens that can be drawn; 0 = all.
     random_key: (M,) int64, the 64 bits of `random_numbers.derive_key`.
     prompt_id: (M,) int64, with `stream` and the position the counter of the random numbers.
     stream: (M,) int64, epoch << 12 | sample index; GREEDY for none.
@@ -98,16 +98,16 @@ def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.cons
 
 
 @triton.jit
-def _kept_logits(logits, kept, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
-    """Load what can be drawn of scaled logits, -inf for the rest; a row that is not truncated never reads `kept`."""
-    known = c < num_known
+def _kept_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
+    """Load what can be drawn of scaled logits, -inf for the rest; a row without truncation never reads `masked`."""
+    is_token = c < num_known
     if TRUNCATES:
         is_truncated = (top_k > 0) | (top_p < 1.0)
-        x = tl.load(logits + row * width + c, mask=known & (is_truncated == 0), other=float("-inf")).to(tl.float32)
-        cut = tl.load(kept + number.to(tl.int64) * width + c, mask=known & is_truncated, other=float("-inf"))
-        x = tl.where(is_truncated, cut, x / temperature)
+        x = tl.load(logits + row * width + c, mask=is_token & (is_truncated == 0), other=float("-inf")).to(tl.float32)
+        allowed = tl.load(masked + number.to(tl.int64) * width + c, mask=is_token & is_truncated, other=float("-inf"))
+        x = tl.where(is_truncated, allowed, x / temperature)
     else:
-        x = tl.load(logits + row * width + c, mask=known, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(logits + row * width + c, mask=is_token, other=float("-inf")).to(tl.float32) / temperature
     return x
 
 
@@ -116,13 +116,13 @@ def _store_statistics(x, highest, total):
     top = tl.max(x, 0)
     is_empty = top == float("-inf")
     tl.store(highest, top)
-    # A block without a token that is kept: exp(-inf + inf) would be NaN.
+    # A block without a remaining token: exp(-inf + inf) would be NaN.
     tl.store(total, tl.where(is_empty, 0.0, tl.sum(tl.exp(x - tl.where(is_empty, 0.0, top)), 0)))
 
 
 @triton.jit
 def _block_statistics(
-    logits, kept, rows, slots, active, temperature, top_k, top_p, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, active, temperature, top_k, top_p, highest, total, kept_highest, kept_total,
     width, num_known, num_blocks, BLOCK: tl.constexpr, TRUNCATES: tl.constexpr, KEEPS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Store the highest scaled logit of a block and its sum of exponentials, of all and of the kept tokens."""
@@ -131,23 +131,23 @@ def _block_statistics(
     if tl.load(active + slot) == 0:
         return
     row, scale = tl.load(rows + number).to(tl.int64), tl.load(temperature + slot)
-    c, place = block * BLOCK + tl.arange(0, BLOCK), number * num_blocks + block
+    c, offset = block * BLOCK + tl.arange(0, BLOCK), number * num_blocks + block
     x = tl.load(logits + row * width + c, mask=c < width, other=float("-inf")).to(tl.float32) / scale
-    _store_statistics(x, highest + place, total + place)
+    _store_statistics(x, highest + offset, total + offset)
     if not KEEPS_ALL:
         k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-        y = _kept_logits(logits, kept, row, number, c, scale, k, p, width, num_known, TRUNCATES)
-        _store_statistics(y, kept_highest + place, kept_total + place)
+        y = _kept_logits(logits, masked, row, number, c, scale, k, p, width, num_known, TRUNCATES)
+        _store_statistics(y, kept_highest + offset, kept_total + offset)
 
 
 @triton.jit
 def _draw(
-    logits, kept, rows, slots, uniforms, eos, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, uniforms, eos, highest, total, kept_highest, kept_total,
     tokens, active, position, ended, limit, top_k, temperature, top_p, written, log_probs,
     width, num_known, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution of what is kept of a row of logits, and move its slot on; a program per draw.
+    """Invert the cumulative distribution of the remaining tokens of a row, and move its slot on; a program per draw.
 
     The log-probability is that of all logits at the temperature, which are not truncated.
     """
@@ -170,7 +170,7 @@ def _draw(
     before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
     c = tl.arange(0, BLOCK)
     k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-    x = _kept_logits(logits, kept, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
+    x = _kept_logits(logits, masked, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
     weight = tl.exp(x - top).to(tl.float64)
     column = tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     token = (chosen * BLOCK + tl.minimum(column, tl.max(tl.where(weight > 0, c, 0), 0))).to(tl.int64)
@@ -180,9 +180,9 @@ def _draw(
     logit = tl.load(logits + row * width + token).to(tl.float32) / scale
     e = tl.arange(0, NUM_EOS)
     is_end = tl.max((tl.load(eos + e) == token).to(tl.int32), 0)
-    place = slot.to(tl.int64) * max_new + at
-    tl.store(written + place, token)
-    tl.store(log_probs + place, logit - all_top - tl.log(tl.sum(all_sums, 0)))
+    offset = slot.to(tl.int64) * max_new + at
+    tl.store(written + offset, token)
+    tl.store(log_probs + offset, logit - all_top - tl.log(tl.sum(all_sums, 0)))
     tl.store(tokens + slot, token)
     tl.store(ended + slot, is_end)
     tl.store(position + slot, at + 1)
@@ -207,7 +207,7 @@ def draw_tokens(
     uniforms: Tensor,
     eos: Tensor,
     num_known: int,
-    kept: Tensor | None = None,
+    masked: Tensor | None = None,
 ) -> None:
     """Draw a token for each of N slots and write it to the slot; slots that are not active stay as they are.
 
@@ -217,26 +217,26 @@ def draw_tokens(
         uniforms: (N,) float64 in [0, 1), of the slots index[i].
         eos: int64 ids, padded with -1 to a power of two.
         num_known: only tokens below it are drawn.
-        kept: (N, V) fp32, scaled logits of the draws, -inf where a slot's top_k or top_p leaves a token out; None where
+        masked: (N, V) fp32, scaled logits of the draws, -inf for tokens that a slot's top_k or top_p excludes; None if
             no slot has either. Rows of slots without either are not read.
     """
     width = logits.shape[1]
     num_known = min(num_known, width)
     num_blocks = triton.cdiv(width, VOCABULARY_BLOCK)
-    keeps_all = kept is None and num_known == width
+    keeps_all = masked is None and num_known == width
     statistics = [torch.empty(len(index), num_blocks, device=logits.device) for _ in range(2 if keeps_all else 4)]
-    truncated = logits if kept is None else kept
+    truncated = logits if masked is None else masked
     _block_statistics[(len(index), num_blocks)](
         logits, truncated, rows, index, slots.active, slots.temperature, slots.top_k, slots.top_p,
         *statistics[:2], *statistics[-2:], width, num_known, num_blocks,
-        BLOCK=VOCABULARY_BLOCK, TRUNCATES=kept is not None, KEEPS_ALL=keeps_all,
+        BLOCK=VOCABULARY_BLOCK, TRUNCATES=masked is not None, KEEPS_ALL=keeps_all,
     )  # fmt: skip
     _draw[(len(index),)](
         logits, truncated, rows, index, uniforms, eos, *statistics[:2], *statistics[-2:],
         slots.tokens, slots.active, slots.position, slots.ended, slots.limit, slots.top_k, slots.temperature,
         slots.top_p, slots.written, slots.log_probs, width, num_known, num_blocks, slots.written.shape[1],
         BLOCK=VOCABULARY_BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), NUM_EOS=len(eos),
-        TRUNCATES=kept is not None,
+        TRUNCATES=masked is not None,
     )  # fmt: skip
 
 

@@ -65,8 +65,8 @@ def on_devices(model: M, path: str) -> M:
 def memory_limits() -> dict[int | str, int]:
     """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
     count = torch.cuda.device_count() if dist.has_gpu() else 0
-    own = [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)  # the others are of other ranks
-    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * memory_of(torch.device("cuda", n))[0]) for n in own}
+    devices = [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)  # else other ranks'
+    gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * memory_of(torch.device("cuda", n))[0]) for n in devices}
     return gpus | {"cpu": sys.maxsize}
 
 
@@ -85,7 +85,7 @@ def check_finite(model: nn.Module, path: str) -> None:
     flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not().tolist()
     # Each rank has looked at its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
     ranks = dist.gather_objects(flags)
-    bad = [name for name, *found in zip(weights, *ranks, strict=True) if any(found)]
+    bad = [name for name, *on_ranks in zip(weights, *ranks, strict=True) if any(on_ranks)]
     unseen = [name for name, weight in model.named_parameters() if is_unseen(weight)]
     if unseen and bad_tensor(path):
         bad += unseen

@@ -221,13 +221,13 @@ def dequantise(model: PeftModel, dtype: torch.dtype) -> None:
     for name, layer in list(inner.named_modules()):
         if (weight := dequantised_weight(layer)) is None:
             continue
-        place = name.removesuffix(".base_layer")
-        own: Any = plain.get_submodule(place)
-        if isinstance(own, Conv1D):  # GPT-2's, which is transposed, and its adapter was not
-            inner.get_submodule(place).fan_in_fan_out = name != place
+        path = name.removesuffix(".base_layer")
+        linear: Any = plain.get_submodule(path)
+        if isinstance(linear, Conv1D):  # GPT-2's, which is transposed, and its adapter was not
+            inner.get_submodule(path).fan_in_fan_out = name != path
             weight = weight.T
-        own.weight, own.bias = nn.Parameter(weight.to(dtype).contiguous()), layer.bias
-        inner.set_submodule(name, own)
+        linear.weight, linear.bias = nn.Parameter(weight.to(dtype).contiguous()), layer.bias
+        inner.set_submodule(name, linear)
     if (quantizer := getattr(inner, "hf_quantizer", None)) is not None:  # bitsandbytes', by which it would be saved
         quantizer.remove_quantization_config(inner)
         inner._weight_conversions = None

@@ -63,8 +63,8 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
     """Raise InputError for a config.json of a model that gives no score, or several, or none that can be normalised."""
     architectures = config.get("architectures") or []
     if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
-        found = ", ".join(map(str, architectures)) or "config.json names no architecture"
-        raise InputError(f"{where} has no reward head ({found}); give the output of stage 2")
+        names = ", ".join(map(str, architectures)) or "config.json names no architecture"
+        raise InputError(f"{where} has no reward head ({names}); give the output of stage 2")
     # transformers leaves its default, two labels, out of the file.
     num_labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
     if num_labels != 1:

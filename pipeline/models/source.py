@@ -129,8 +129,8 @@ def _load_config(model: ModelSource) -> PretrainedConfig:
     config._attn_implementation = None
     if odd := [name for name in private if name not in UNREAD_FIELDS]:
         warn_once(f"{path}: config.json: private fields are ignored: {', '.join(odd)}")
-    for found in drop_unknown_fields(config):
-        warn_once(f"{path}: config.json: {found}")
+    for line in drop_unknown_fields(config):
+        warn_once(f"{path}: config.json: {line}")
     return config
 
 

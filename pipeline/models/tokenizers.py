@@ -112,8 +112,8 @@ def template_values(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not (equals and name.isidentifier()) or name in values:
-            found = f"{name} twice" if name in values else repr(word)
-            raise InputError(f"--chat-template-kwargs: got {found}, expected NAME=VALUE words: enable_thinking=false")
+            given = f"{name} twice" if name in values else repr(word)
+            raise InputError(f"--chat-template-kwargs: got {given}, expected NAME=VALUE words: enable_thinking=false")
         try:
             values[name] = json.loads(text, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError):
@@ -141,10 +141,10 @@ def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[st
     """
     if not values:
         return
-    own, lines = tokenizer.chat_template, dict[str, str]()
-    template = str(own.get("default", "") if isinstance(own, dict) else own)
-    while found := DEFAULT_LINE.match(template):
-        lines[found[1]], template = found[0], template[found.end() :]
+    templates, lines = tokenizer.chat_template, dict[str, str]()
+    template = str(templates.get("default", "") if isinstance(templates, dict) else templates)
+    while match := DEFAULT_LINE.match(template):
+        lines[match[1]], template = match[0], template[match.end() :]
     read = names_read(tokenizer, template)
     for name, value in values.items():
         if name in read:
@@ -185,9 +185,9 @@ def choose_padding_token(tokenizer: "PreTrainedTokenizerBase") -> PaddingToken:
     """
     ends = end_token_ids(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    own, unk = tokenizer.pad_token_id, tokenizer.unk_token_id
-    if own is not None and own not in ends:
-        return PaddingToken(own, tokenizer.pad_token, "tokenizer")
+    pad, unk = tokenizer.pad_token_id, tokenizer.unk_token_id
+    if pad is not None and pad not in ends:
+        return PaddingToken(pad, tokenizer.pad_token, "tokenizer")
     for name in RESERVED_NAMES:
         if name in vocabulary and vocabulary[name] not in ends:
             return PaddingToken(vocabulary[name], name, "reserved")

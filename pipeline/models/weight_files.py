@@ -108,11 +108,11 @@ def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = config.get("model_type")
-    known = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES
-    if own := config.get("auto_map"):
-        named = sorted({str(value).partition(".")[0] for value in (own.values() if isinstance(own, dict) else [own])})
+    has_class = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES
+    if code := config.get("auto_map"):
+        named = sorted({str(ref).partition(".")[0] for ref in (code.values() if isinstance(code, dict) else [code])})
         files = ", ".join(str(folder / f"{name.rpartition('--')[2]}.py") for name in named)
-        if not known:
+        if not has_class:
             raise InputError(f"{at_flag(flag)}{folder}: needs code of its own ({files}), which is never run here")
         warn_once(f"{folder}: its code ({files}) is not run; transformers' own class is used")
 
@@ -134,10 +134,10 @@ def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, An
     if fields := list(kernel_fields(raw)):
         raise InputError(f"{path}: config.json: {fields[0]}: code from the hub is never run; remove the field")
     kind = config.model_type
-    own = getattr(type(config), "__dataclass_fields__", ())
+    declared_fields = getattr(type(config), "__dataclass_fields__", ())
     # Fuyu's tower is a linear layer without a configuration of its own.
     towers = (path for path, name, _ in fields_within(raw) if name in TOWERS)
-    if field := next(towers, "image_size" if "image_size" in own else ""):
+    if field := next(towers, "image_size" if "image_size" in declared_fields else ""):
         tower = "audio" if "audio" in field or "speech" in field else "vision"
         raise InputError(
             f"{path}: {kind} has {'an' if tower == 'audio' else 'a'} {tower} tower (config.json: {field}); only text "

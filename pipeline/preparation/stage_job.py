@@ -80,7 +80,7 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
     """
     run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
     # `rlhf train` has one report of all its stages, which it writes last.
-    reporter = Reporter(run_dir, of_road=is_of_train(), is_on=resolved.config.run.report and request.is_first_host)
+    reporter = Reporter(run_dir, all_stages=is_of_train(), is_on=resolved.config.run.report and request.is_first_host)
     while True:
         check_nobody_left(run_dir)
         if request.is_first_host:

@@ -58,10 +58,10 @@ class Panel:
 def panels_of(runs: Sequence[RunRecord]) -> list[Panel]:
     """Return the curves of all metrics with a name in words, training and held-out rows in one, by group."""
     declared = {name: metric for run in runs for name, metric in run.metrics.items()}
-    found = [panel for name, metric in declared.items() for panel in curve_of(runs, name, metric, declared)]
+    panels = [panel for name, metric in declared.items() for panel in curve_of(runs, name, metric, declared)]
     order = list(GROUPS)
-    found.sort(key=lambda panel: order.index(panel.group) if panel.group in order else len(order))
-    return found + list(sample_panels(runs))
+    panels.sort(key=lambda panel: order.index(panel.group) if panel.group in order else len(order))
+    return panels + list(sample_panels(runs))
 
 
 def curve_of(
@@ -142,11 +142,11 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(2 * len(points) / MOST_POINTS)
     if size < 3:
         return list(points)
-    kept = set[Point]()
+    extremes = set[Point]()
     for start in range(0, len(points), size):
         part = points[start : start + size]
-        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-    return sorted({points[0], *kept, points[-1]})
+        extremes |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+    return sorted({points[0], *extremes, points[-1]})
 
 
 def sample_panels(runs: Sequence[RunRecord]) -> Iterator[Panel]:

@@ -98,10 +98,10 @@ def chapters_of(folders: Sequence[Path]) -> list[Chapter]:
         InputError: a folder without a run.
     """
     labels = labels_of(list(folders)) if len(folders) > 1 else [""] * len(folders)
-    found = {folder: runs_of(folder, label=label) for folder, label in zip(folders, labels, strict=True)}
-    if empty := [folder for folder, runs in found.items() if not runs]:
+    runs_in = {folder: runs_of(folder, label=label) for folder, label in zip(folders, labels, strict=True)}
+    if empty := [folder for folder, runs in runs_in.items() if not runs]:
         raise InputError(f"{empty[0]}: found no run; give an output folder, which has runs/, or the folder of a run")
-    runs = [run for one in found.values() for run in one]
+    runs = [run for one in runs_in.values() for run in one]
     if len(folders) == 1:
         return [Chapter.of(run.label, [run]) for run in runs]
     sections = dict.fromkeys(run.stage for run in runs)

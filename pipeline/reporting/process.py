@@ -26,12 +26,12 @@ def own_reporter(run_dir: Path, *, is_on: bool) -> "Reporter":
 class Reporter:
     """A starter of the process that writes the report of a folder, never two at once. A failure is logged once.
 
-    Without metrics nothing is written. `of_road`: report on all stages of the output folder, see `stages_folder`. `is_on`
-    False: do nothing.
+    Without metrics nothing is written. `all_stages`: report on all stages of the output folder, see `stages_folder`.
+    `is_on` False: do nothing.
     """
 
-    def __init__(self, run_dir: Path, *, of_road: bool = False, is_on: bool = True) -> None:
-        self.folder = stages_folder(run_dir) if of_road else run_dir
+    def __init__(self, run_dir: Path, *, all_stages: bool = False, is_on: bool = True) -> None:
+        self.folder = stages_folder(run_dir) if all_stages else run_dir
         self._is_on = is_on and os.environ.get(SWITCH) != "false"
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

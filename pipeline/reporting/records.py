@@ -116,7 +116,7 @@ class RunRecord:
     @cached_property
     def log(self) -> list[tuple[str, str]]:
         """Level and text of the lines of log.txt since the run began; earlier runs in the folder are skipped."""
-        began, found = self.meaning.get("began", 0.0), list[tuple[str, str]]()
+        began, lines = self.meaning.get("began", 0.0), list[tuple[str, str]]()
         with suppress(OSError):
             file = self.folder / "log.txt"
             text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
@@ -124,8 +124,8 @@ class RunRecord:
                 if match := LOG_LINE.match(line):
                     moment, level, text = match.groups()
                     if datetime.strptime(moment, "%Y-%m-%d %H:%M:%S").timestamp() >= began - 1.0:
-                        found.append((level, text))
-        return found
+                        lines.append((level, text))
+        return lines
 
     @property
     def warnings(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class RunRecord:
     def ending(self) -> tuple[str, str]:
         """State of the run (finished, running, stopped, failed, died), and a sentence about it."""
         ranks = ranks_with_outcome(self.folder)
-        outcomes = [found for rank in ranks if (found := read_outcome(self.folder, rank))]
+        outcomes = [outcome for rank in ranks if (outcome := read_outcome(self.folder, rank))]
         at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
         if failed := sorted((one for one in outcomes if one.has_failed), key=lambda one: (one.secondary, one.time)):
             return "failed", f"failed at {at} with exit code {failed[0].code}: {failed[0].message}"

@@ -33,10 +33,10 @@ def verdict(runs: Sequence[RunRecord]) -> tuple[str, str, list[str]]:
         return "bad", "Broken off", broken
     if unfinished := [words for kind, words in endings if kind != "finished"]:
         return "open", "Not finished", unfinished
-    found = [(name_of(run), evaluations.verdict(run.folder)) for run in runs]
+    rated = [(name_of(run), evaluations.verdict(run.folder)) for run in runs]
     for kind, (colour, headline) in HEADLINES.items():
-        if any(one.kind == kind for _, one in found):
-            return colour, headline, [f"{name}: {one.figures}: {one.words}" for name, one in found if one.kind == kind]
+        if any(one.kind == kind for _, one in rated):
+            return colour, headline, [f"{name}: {one.figures}: {one.words}" for name, one in rated if one.kind == kind]
     return "open", "Finished; no evaluation says whether it is better than at the start", []
 
 
@@ -75,12 +75,12 @@ def times(run: RunRecord) -> list[tuple[str, float]]:
 
 def between_steps(run: RunRecord) -> float:
     """Return the seconds between lines of metrics.jsonl outside steps and restarts."""
-    restarts, found = set(run.resumed), 0.0
+    restarts, total = set(run.resumed), 0.0
     for before, line in zip(run.lines, run.lines[1:], strict=False):
         if before["step"] not in restarts and is_number(line.get("time")) and is_number(before.get("time")):
             step_s = line.get("step_s")
-            found += max(0.0, line["time"] - before["time"] - (step_s if is_number(step_s) else 0.0))
-    return found
+            total += max(0.0, line["time"] - before["time"] - (step_s if is_number(step_s) else 0.0))
+    return total
 
 
 def memory(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -125,7 +125,7 @@ def sample_rows(run: RunRecord) -> Iterator[tuple[str, list[Mapping[str, Any]]]]
     """Yield the first held-out prompts, each with its responses at evaluations from the first to the last."""
     steps = sorted({sample["step"] for sample in run.samples})
     places = {round(n * (len(steps) - 1) / max(1, SHOWN_STEPS - 1)) for n in range(SHOWN_STEPS)}
-    shown = [steps[place] for place in sorted(places)] if steps else []
+    shown = [steps[index] for index in sorted(places)] if steps else []
     by_prompt: dict[str, dict[int, Mapping[str, Any]]] = {}
     for sample in run.samples:
         by_prompt.setdefault(str(sample["prompt"]), {}).setdefault(sample["step"], sample)

@@ -108,7 +108,7 @@ class Supervised(Generic[C, B]):
             Interrupted: there is a stop request; the gradients are dropped, and the state is that before the step.
         """
         world, engine, requested = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
-        batches = self.loader.cut(step, course.halving.batch_size(state, "train", requested)).micro_batches
+        batches = self.loader.resized(step, course.halving.batch_size(state, "train", requested)).micro_batches
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         seed_dropout(self.config.run.seed, step=state.step, rank=world.rank)
         for index, cpu_batch in enumerate(batches):

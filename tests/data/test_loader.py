@@ -160,6 +160,6 @@ def test_a_batch_moves_with_all_its_tensors():
 def test_a_step_that_is_cut_anew_keeps_its_rows_in_later_epochs_too(number):
     """Two steps an epoch: the third is of the second epoch."""
     asked, whole = loader(micro=4), loader(micro=1).step(number)
-    step = asked.cut(asked.step(number), 1)
+    step = asked.resized(asked.step(number), 1)
     assert (step.number, rows_of(step)) == (number, rows_of(whole)) and step.num_tokens == whole.num_tokens
     assert len(step.micro_batches) == len(whole.micro_batches) and asked.step(0).micro_batch_size == 1

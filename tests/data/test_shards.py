@@ -319,7 +319,7 @@ def test_a_process_that_is_killed_is_named(which, options, bpe_tokenizer, small_
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill)
         with pytest.raises(
-            EnvironmentFault, match="a process that tokenises was killed .out of memory.*shards are kept"
+            EnvironmentFault, match="a process that tokenises was killed .out of memory.*finished shards"
         ):
             load_rows("reward", options, bpe_tokenizer)
         killed.result()

@@ -14,7 +14,7 @@ from support.tiny_models import NAMES, save_tiny
 from pipeline.errors import InputError
 from pipeline.inference.answer_scores import load_judge, score_rows
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import Answer, generate_answers, load_chat_model
+from pipeline.inference.answers import DecodedAnswer, generate_answers, load_chat_model
 from pipeline.models import loaded
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
@@ -43,7 +43,7 @@ def on_host(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-def answers_of(folder: str) -> tuple[list[list[Answer]], list[str]]:
+def answers_of(folder: str) -> tuple[list[list[DecodedAnswer]], list[str]]:
     chat_model = load_chat_model(folder, dtype=torch.float32)
     settings = ReplySettings(max_new_tokens=12, temperature=0.8)
     return generate_answers(chat_model, PROMPTS, settings, seed=5), on_host(chat_model.model)

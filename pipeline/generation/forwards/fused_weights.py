@@ -53,11 +53,11 @@ class BlockWeights:
         self.out, self.down = Projection([block.out], 1, shard), Projection([block.down], 1, shard)
         self.up = Projection(block.up, 0, shard)
         norms = (block.attention_norm, block.mlp_norm, block.attention_out_norm, block.mlp_out_norm)
-        made = [None if norm is None else Norm(norm) for norm in norms]
-        self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm = made
+        wrapped = [None if norm is None else Norm(norm) for norm in norms]
+        self.attention_norm, self.mlp_norm, self.attention_out_norm, self.mlp_out_norm = wrapped
         self.head_norms = None if block.head_norms is None else tuple(Norm(norm) for norm in block.head_norms)
         self.projections = [self.qkv, self.out, self.up, self.down]
-        self.norms = [norm for norm in (*made, *(self.head_norms or ())) if norm is not None]
+        self.norms = [norm for norm in (*wrapped, *(self.head_norms or ())) if norm is not None]
 
 
 def in_memory_order(block: Block) -> list[str]:

@@ -27,7 +27,7 @@ class Shard:
     rank: int = 0
     size: int = 1
 
-    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+    def slice_of(self, tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(self.size, dim)[self.rank]
 
 
@@ -220,19 +220,19 @@ def weight_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]
         return merged_weight(module) if has_adapter(module) and not isinstance(base, Int8Linear) else base.weight
 
     weights = {module: whole(module) for module in dict.fromkeys(map(module_of, layers))}
-    return [shard.cut(by_outputs(layer, weights[module_of(layer)]), dim) for layer in layers]
+    return [shard.slice_of(by_outputs(layer, weights[module_of(layer)]), dim) for layer in layers]
 
 
 def scale_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
     """Return the scales of this rank's shard of each layer, (outputs, 1)."""
     scales = [rows_of(layer, linear_of(module_of(layer)).scale) for layer in layers]
-    return [shard.cut(scale, 0) for scale in scales] if dim == 0 else scales
+    return [shard.slice_of(scale, 0) for scale in scales] if dim == 0 else scales
 
 
 def lora_down_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
     """Return A of the layers that have an adapter, with this rank's inputs."""
     downs = [module.lora_A["default"].weight for module in map(module_of, layers) if has_adapter(module)]
-    return [shard.cut(down, 1) for down in downs] if dim == 1 else downs
+    return [shard.slice_of(down, 1) for down in downs] if dim == 1 else downs
 
 
 def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float) -> list[Tensor]:
@@ -246,7 +246,7 @@ def lora_up_shards(layers: Sequence[Any], dim: int, shard: Shard, scaling: float
             up = module.lora_B["default"].weight * (module.scaling["default"] / scaling)
         else:
             up = like.new_empty(len(linear_of(module).weight), 0)
-        return shard.cut(rows_of(layer, up), 0) if dim == 0 else rows_of(layer, up)
+        return shard.slice_of(rows_of(layer, up), 0) if dim == 0 else rows_of(layer, up)
 
     return [torch.block_diag(*map(block, layers))]
 
@@ -255,5 +255,5 @@ def bias_shards(layers: Sequence[Any], dim: int, shard: Shard) -> list[Tensor]:
     """Return this rank's shard of each layer's bias; if outputs are summed over ranks, 0 on all but the first."""
     biases = [rows_of(layer, linear_of(module_of(layer)).bias) for layer in layers]
     if dim == 0:
-        return [shard.cut(bias, 0) for bias in biases]
+        return [shard.slice_of(bias, 0) for bias in biases]
     return [bias if shard.rank == 0 else torch.zeros_like(bias) for bias in biases]

@@ -106,8 +106,8 @@ class StreamedWeights(SlicedWeights):
     @property
     def num_copied_bytes(self) -> int:
         streamed = {id(tensor) for block in self.blocks for tensor in streamed_tensors(block)}
-        own = sum(tensor.num_copied_bytes for tensor in self._tensors if id(tensor) not in streamed)
-        return own if self._buffers is None else own + self._buffers.num_bytes
+        unstreamed = sum(tensor.num_copied_bytes for tensor in self._tensors if id(tensor) not in streamed)
+        return unstreamed if self._buffers is None else unstreamed + self._buffers.num_bytes
 
 
 def check_streamed_weights_fit(weights: StreamedWeights, device: torch.device) -> None:

@@ -225,8 +225,8 @@ def _llama_block(config: PretrainedConfig, layer: Any, index: int, head_dim: int
     rotary = kind if config.model_type == "gemma3_text" else "all"
     names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
     norms = {
-        name: None if place is None else getattr(layer, place)
-        for name, place in zip(names, LLAMA_SHAPE[config.model_type], strict=True)
+        name: None if attribute is None else getattr(layer, attribute)
+        for name, attribute in zip(names, LLAMA_SHAPE[config.model_type], strict=True)
     }
     return Block(
         **qkv,

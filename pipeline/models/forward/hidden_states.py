@@ -84,8 +84,8 @@ def masks_of_layers(model: nn.Module, visible: Tensor, queries: Tensor, keys: Te
 
     if not window or (kinds and SLIDING not in kinds):
         return as_taken(visible)
-    cut = as_taken(visible & (queries < keys + window))
-    return {"full_attention": as_taken(visible), SLIDING: cut} if kinds else cut
+    windowed = as_taken(visible & (queries < keys + window))
+    return {"full_attention": as_taken(visible), SLIDING: windowed} if kinds else windowed
 
 
 def last_hidden(model: nn.Module, **inputs: Any) -> Tensor:
