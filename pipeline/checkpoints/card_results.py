@@ -1,4 +1,4 @@
-"""The results of a run as a model card states them: evaluations with their errors, and a curve of training."""
+"""The results of a run for its model card: evaluations with their errors, and a curve of training."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def results(run: Run, step: int, task: str) -> list[EvalResult]:
-    """Return the last evaluation up to `step` as the hub's metadata have it."""
+    """Return the last evaluation up to `step` in the format of the hub's metadata."""
     data = run.resolved.config.data
     names = ", ".join(map(data_name, data.eval_data_path or data.data_path))
     about: dict[str, Any] = {"task_type": task, "dataset_type": "held-out", "dataset_name": names}

@@ -1,4 +1,4 @@
-"""The cards (README.md) of model folders, made of templates/, and the example of code that they share."""
+"""The cards (README.md) of model folders, rendered from templates/, and the code example that they share."""
 
 import functools
 from typing import Any

@@ -1,7 +1,7 @@
 """Models that DeepSpeed-Chat saved, read and written as model folders of this project.
 
-The only place where a pickle is read by this project itself, with `weights_only=True`. Nothing is written in
-DeepSpeed-Chat's format. The command is in `rlhf/models/convert.py`.
+Only this module reads pickles itself, with `weights_only=True`. Nothing is written in DeepSpeed-Chat's format. The
+command is in `rlhf/models/convert.py`.
 """
 
 import re
@@ -27,7 +27,7 @@ from pipeline.models.weight_files import PICKLED, TOKENIZER_FILES, check_code, c
 BACKBONE = re.compile(r"^(rwtransformer|rwtranrsformer)\.")
 HEAD = "v_head.weight"
 LORA_RIGHT, LORA_LEFT = "lora_right_weight", "lora_left_weight"  # (inputs, rank) and (rank, outputs)
-# DeepSpeed-Chat saves no tokenizer but its vocabulary files. Model types for which these are enough -> special tokens.
+# DeepSpeed-Chat saves only vocabulary files of a tokenizer. Model types for which they suffice -> special tokens.
 FROM_VOCABULARY: dict[str, dict[str, Any]] = {
     "gpt2": {}, "gpt_neo": {}, "gptj": {}, "llama": {"add_bos_token": True},
     "opt": {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>", "add_bos_token": True},

@@ -24,12 +24,12 @@ def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
 
 
 def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset]) -> None:
-    """Raise InputError where sources are not those of the checkpoint to go on from, and neither are training rows.
+    """Raise InputError if neither sources nor training rows are those of the checkpoint to resume from.
 
-    With --force-resume, and of a checkpoint that does not name its sources, the differences are told when it is loaded.
+    With --force-resume, or if the checkpoint does not name its sources, the differences are logged when it is loaded.
 
     Args:
-        prepared: the rows to train on; not asked for where no source has changed.
+        prepared: the rows to train on; read only if a source has changed.
     """
     folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
     if config.run.force_resume or "inputs" not in saved:
@@ -41,9 +41,9 @@ def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset
 
 
 def check_models(run_folder: Path, config: StageConfig) -> None:
-    """Raise InputError where start models are not those of the checkpoint to go on from; not with --force-resume.
+    """Raise InputError if start models are not those of the checkpoint to resume from; not with --force-resume.
 
-    What `check_rows` leaves to the loading of a checkpoint is left to it here too.
+    As in `check_rows`, some differences are logged only when the checkpoint is loaded.
     """
     folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
     if config.run.force_resume or "inputs" not in saved:
@@ -63,10 +63,10 @@ class RunFingerprint:
     sizes: rows of an optimizer step and the like, over all ranks.
     rounding: flags that change numbers by rounding only; other values are logged.
     defaults: values assumed for flags that the checkpoint's version did not have.
-    inputs: contents of the flags that name data and start models, for the mark of a finished run.
+    inputs: contents of the flags that name data and start models, for the marker of a finished run.
     columns: hashes of what only rewards read, further columns of data and modules of functions; compared where a
     checkpoint has them.
-    total_steps: optimizer steps of the run; fewer than before are told of.
+    total_steps: optimizer steps of the run; a smaller number than before is logged.
     reads_columns: a reward of the run reads them: a checkpoint that has their hashes must have the same.
     """
 

@@ -1,6 +1,6 @@
 """The documents beside saved weights: a model card (README.md) and training_config.json. They are meant to be shared.
 
-So they name files and folders of this machine by their last components only; ids of a hub stay whole.
+They name local files and folders by their last components only; hub ids stay whole.
 """
 
 import json
@@ -27,7 +27,7 @@ from pipeline.marks import OURS
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 
-# Flags that a resumed run may change, and that say all the same how long the model was trained.
+# Flags that a resumed run may change, but that tell how long the model was trained.
 LENGTHS = ("num_train_epochs", "max_steps")
 
 
@@ -78,7 +78,7 @@ def all_settings(config: StageConfig, shared: Mapping[str, Any]) -> dict[str, An
 
 
 def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
-    """Yield what a run began with: its models, data, reward functions and versions, each with what identifies it."""
+    """Yield the inputs of a run: its models, data, reward functions and versions, each with an identifier."""
     config = run.resolved.config
     for name, path in config.start_paths.items():
         yield [name, code(str(shareable(path))), identity(path, run.contents.get(name, ""))]
@@ -98,9 +98,9 @@ def origin_rows(run: Run, licence: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def identity(path: str, content: str) -> str:
-    """Return the commit that was read of a hub's path, else the hash of what a run has read, in words; "" for neither.
+    """Return the commit that was read of a hub's path, else the hash of what was read, as text; "" if both are unknown.
 
-    content: the hash, or the path itself where the hub keeps the content.
+    content: the hash, or the path itself if the hub stores the content.
     """
     if commit := commits_read.get(path):
         return f"commit {code(commit)}"
@@ -108,7 +108,7 @@ def identity(path: str, content: str) -> str:
 
 
 def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield flag, value and origin of the settings that are not the defaults, but for what this machine decides."""
+    """Yield flag, value and origin of the settings that are not the defaults, except machine settings."""
     origins, flags = run.resolved.origins, flag_table(type(run.resolved.config))
     values = dict(flat_items(run.resolved.config))
     for name, flag in flags.items():
@@ -120,7 +120,7 @@ def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def settings_document(settings: dict[str, Any]) -> dict[str, str]:
-    """Return what this project says of a model folder's origin as a document, name -> JSON text."""
+    """Return this project's record of a model folder's origin as a document, name -> JSON text."""
     return {OURS: json.dumps(settings, indent=2) + "\n"}
 
 

@@ -1,7 +1,7 @@
 """Finished models: plain Hugging Face folders in safetensors, written to a temporary folder that is then renamed.
 
-Under ZeRO-3 the weights are gathered one parameter at a time, so no GPU ever holds the whole model; rank 0 keeps them
-in host memory until transformers writes the shards.
+Under ZeRO-3 the weights are gathered one parameter at a time, so no GPU ever has the whole model; rank 0 stores them in
+host memory until transformers writes the shards.
 """
 
 import json
@@ -103,7 +103,7 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]
 
 
 def stable_values(parameter: Any) -> torch.Tensor:
-    """Return the values of a gathered parameter, copied where they do not stay or share memory with others."""
+    """Return the values of a gathered parameter; copied if they would be released, or share memory with others."""
     values: torch.Tensor = parameter.data
     shares = values.untyped_storage().nbytes() > values.nbytes
     return values.clone() if shares or is_partitioned(parameter) else values
@@ -139,7 +139,7 @@ def save_model(
             if inner.can_generate():
                 write_json(fresh / GENERATION_CONFIG_NAME, generation_settings(inner.generation_config, tokenizer))
         if merged or config_changes:  # an adapter's configuration is its base's, but for that of a new head
-            # The source model's configuration: its dropouts, its names.
+            # The source model's configuration, with its dropouts and names.
             config = inner.source_config
             config.architectures, config.dtype = [type(inner).__name__], dtype
             for name, value in (config_changes or {}).items():
@@ -175,7 +175,7 @@ def save_trained(
     """Write a model that a run has trained to `folder`, with its model card; a collective. Raises as `save_model`.
 
     Args:
-        module: an engine's, which holds the transformers model as `model`.
+        module: an engine's module, with the transformers model as `model`.
         model: the flags of the model.
         kind: the heading of the card.
         step: the optimizer step whose weights these are.
@@ -201,7 +201,7 @@ def save_trained(
 
 
 def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the weights as safetensors with an index where they are sharded, by transformers' own names."""
+    """Write the weights as safetensors, by transformers' names, with an index if they are sharded."""
     sampling = model.generation_config if model.can_generate() else None
     try:
         if (
@@ -215,9 +215,9 @@ def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer's files, and the start model's SentencePiece model, as converters to other formats read it.
+    """Write the tokenizer's files, and the start model's SentencePiece model, for converters to other formats.
 
-    They look for added tokens in tokenizer_config.json, where transformers 5 leaves them out.
+    Those read added tokens from tokenizer_config.json, where transformers 5 omits them.
     """
     tokenizer.save_pretrained(folder)
     file = Path(getattr(tokenizer, "vocab_file", None) or "")
@@ -245,9 +245,10 @@ def rewrite_json(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
 
 
 def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the fields that transformers 4 reads, and vLLM, SGLang, TGI and llama.cpp of its time.
+    """Return config.json with the fields that transformers 4, vLLM, SGLang, TGI and llama.cpp of its time read.
 
-    Without them they refuse some models, and take another data type or, silently, other rotary positions of others.
+    Without them these programs refuse some models, and load others with another data type or, silently, other rotary
+    positions.
     """
     rope = config.get("rope_parameters") or {}
     local = rope.get("sliding_attention")  # of Gemma 3, whose kinds of layers have positions of their own
@@ -270,7 +271,7 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_former_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Return tokenizer_config.json with the names that transformers 4 and 5 both know: 4 fails at those of 5."""
+    """Return tokenizer_config.json with the names that both transformers 4 and 5 know; 4 fails on those of 5."""
     config.pop("local_files_only", None)  # of this process, not of the tokenizer
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

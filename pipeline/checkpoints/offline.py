@@ -1,7 +1,7 @@
-"""A checkpoint read outside of its run: one process puts its weights into models that no engine holds.
+"""A checkpoint read outside of its run: one process loads its weights into models without an engine.
 
-It serves `rlhf export`. Any number of ranks and any ZeRO stage may have written the checkpoint; optimizer states are
-not read.
+`rlhf export` calls it. Any number of ranks and any ZeRO stage may have written the checkpoint; optimizer states are not
+read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ from pipeline.run.stop_request import StopRequest
 
 @dataclass(frozen=True, slots=True)
 class OfflineCheckpoint:
-    """The checkpoint `folder`, the content of its state.json, and a run of one rank with the settings it was made with.
+    """The checkpoint `folder`, the content of its state.json, and a run of one rank with its settings.
 
-    dtype: of the weights in memory: that of the run if they are saved in it, else fp32, so that they are rounded once.
+    dtype: of the weights in memory: that of the run if they are saved in it, else fp32, so that rounding happens once.
     """
 
     run: Run
@@ -49,7 +49,7 @@ class OfflineCheckpoint:
 
     @property
     def has_average(self) -> bool:
-        """True where the actor's moving average is stored."""
+        """True if the actor's moving average is stored."""
         return any(self.folder.glob("average.rank-*.safetensors"))
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -74,7 +74,7 @@ class OfflineCheckpoint:
         return module
 
     def _start(self, name: str, model: ModelConfig) -> ModelSource:
-        """Return the start model. Raises InputError where the checkpoint was trained from another one."""
+        """Return the start model. Raises InputError if the checkpoint was trained from another one."""
         key, path = name if name == "model" else f"{name} model", model.model_name_or_path
         if (here := model_fingerprint(path)) != self.saved["fingerprints"].get(key):
             what = "no such folder here, which is" if here == path else "not"
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
 
     Args:
         path: a checkpoint, or a run's folder, whose newest whole checkpoint is meant.
-        stages: those whose runs are known.
+        stages: stages whose runs can be read.
         dtype: of the saved weights; auto: as the run would have saved them.
 
     Raises:
@@ -130,7 +130,8 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
 
 
 def export_mark(output: str) -> Path:
-    """Return the file beside `output` that names the checkpoint while its export is not whole; one of it may go on."""
+    """Return the marker file beside `output`: it names the checkpoint until its export is complete, and can be
+    resumed."""
     return Path(output).absolute().with_name(f".{Path(output).name}.exporting")
 
 
@@ -140,7 +141,7 @@ def interrupt() -> None:
 
 
 def read_json(file: Path, **kinds: type) -> dict[str, Any]:
-    """Read a file of a run's folder. Raises InputError where there is none, or it lacks a field of one of `kinds`."""
+    """Read a file of a run's folder. Raises InputError if it is missing, or lacks a field of one of `kinds`."""
     try:
         fields = dict(parse_json(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,6 +1,6 @@
-"""Names of data, models and licences in documents that are meant to be shared: no path of this machine is in them.
+"""Names of data, models and licences for documents that are meant to be shared, without paths of this machine.
 
-Texts of files and of models become Markdown that stays what it is: code spans, cells of tables, fenced blocks.
+Texts of files and models are escaped in Markdown: as code spans, table cells, fenced blocks.
 """
 
 import json
@@ -35,16 +35,16 @@ LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 
 def shareable(value: Any) -> Any:
-    """Return a path, or a list of them, with local ones cut to their last component."""
+    """Return a path, or a list of them, with local ones reduced to their last component."""
     if isinstance(value, list):
         return [shareable(item) for item in value]
     return Path(value).name if value and is_local(value) else value
 
 
 def data_name(text: str) -> str:
-    """Return a source with its weight, a local one by names that tell what it is.
+    """Return a source with its weight; a local one by a meaningful name.
 
-    A file whose own name says nothing (train.jsonl) is told with that of its folder, a folder with the files in it.
+    A file with a generic name (train.jsonl) is named with its folder, a folder with its files.
     """
     name, colon, number = text.rpartition(":")
     name, weight = (name, f":{number}") if colon and WEIGHT.fullmatch(number) else (text, "")
@@ -78,7 +78,7 @@ def shareable_flags(config: StageConfig) -> dict[str, Any]:
 
 
 def without_judge(text: str) -> str:
-    """Return an entry of --reward-function without the settings of a judge: where it is, is not for others."""
+    """Return an entry of --reward-function without the settings of an LLM judge: its address is not shared."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         entry = json.loads(text)
         if entry["name"].partition(":")[0] == "judge":
@@ -87,7 +87,7 @@ def without_judge(text: str) -> str:
 
 
 def file_of(path: str, name: str) -> Path | None:
-    """Return a file of a model's folder, or of a hub id where it is in the cache; None where it is not there."""
+    """Return a file of a model's folder, or of a hub id where it is in the cache; None if it is missing."""
     repository, revision = split_revision(path)
     if is_local(path):
         local = Path(path).expanduser() / name
@@ -97,7 +97,7 @@ def file_of(path: str, name: str) -> Path | None:
 
 
 def card_of(path: str) -> dict[str, Any]:
-    """Return the metadata of the card of a model, with the licence of its LICENSE where the card names none."""
+    """Return the metadata of the card of a model, with the licence of its LICENSE if the card names none."""
     card, licence = file_of(path, "README.md"), file_of(path, "LICENSE")
     words = licence.read_text(encoding="utf-8", errors="replace")[:LICENCE_HEAD] if licence else ""
     titles = [name for title, name in LICENCES.items() if title in words]
@@ -109,7 +109,7 @@ def card_of(path: str) -> dict[str, Any]:
 
 
 def licence_of(card: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a card's metadata that tell the licence; {} where they are not known."""
+    """Return the fields of a card's metadata for the licence; {} without them."""
     return {name: card[name] for name in LICENCE_FIELDS if isinstance(card.get(name), str)}
 
 
@@ -129,7 +129,7 @@ def code(text: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return `text`, cut where it is long, as a block that nothing in it ends."""
+    """Return `text`, truncated if it is long, as a block that nothing in it ends."""
     shown = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
     return f"{fence(shown)}text\n{shown}\n{fence(shown)}"
 

@@ -1,7 +1,7 @@
-"""Matrix work of training steps, and what devices can do: the two numbers behind MFU.
+"""Matrix operations of training steps, and peak rates of devices: the two numbers behind MFU.
 
-Counted: linear layers, attention and head, on real tokens alone, with the gradients that training needs. Recomputation
-under gradient checkpointing and passes over padding are not counted: they are no progress.
+Counted: linear layers, attention and head, on real tokens only, with the gradients that training needs. Not counted,
+since they are no progress: recomputation under gradient checkpointing, and passes over padding.
 """
 
 import re
@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the matrix operations per second of a CUDA device in 16 bits, or None where they are not known."""
+    """Return the matrix operations per second of a CUDA device in 16 bits, or None if it is unknown."""
     if device.type != "cuda":
         return None
     words = re.split(r"[ -]", torch.cuda.get_device_name(device))

@@ -1,7 +1,7 @@
-"""Make a loaded model ready: weights with NaN or infinity are refused, and layers go to the devices that hold them.
+"""Prepare a loaded model: refuse weights with NaN or infinity, and put layers on devices.
 
-For the engines (which place weights themselves), chat, comparison and the report on a reward model, once after loading.
-That nothing else than finite weights is ever saved is checked in `checkpoints/model_folder.py`.
+Engines (which place weights themselves), chat, comparison and the report on a reward model call it once after loading.
+`checkpoints/model_folder.py` checks that only finite weights are saved.
 """
 
 import gc
@@ -32,9 +32,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def on_devices(model: M, path: str) -> M:
-    """Check a model that is only read, and put it on the default device; one too large for it on all GPUs and the host.
+    """Check a frozen model, and put it on the default device; if it is too large, on all GPUs and the host.
 
-    Layers fill the GPUs in order; those left on the host are copied to the first GPU in each pass. A line says so.
+    Layers fill the GPUs in order; layers on the host are copied to the first GPU in each pass, which a line notes.
 
     Raises:
         InputError: a weight is not finite, or no GPU holds the largest layer.
@@ -83,7 +83,7 @@ def check_finite(model: nn.Module, path: str) -> None:
     if not largest:
         return
     flags = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().logical_not().tolist()
-    # Each rank has looked at its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
+    # Each rank has checked its own shards. As objects: offloaded weights are where NCCL reduces no tensor.
     ranks = dist.gather_objects(flags)
     bad = [name for name, *on_ranks in zip(weights, *ranks, strict=True) if any(on_ranks)]
     unseen = [name for name, weight in model.named_parameters() if is_unseen(weight)]
@@ -94,7 +94,7 @@ def check_finite(model: nn.Module, path: str) -> None:
 
 
 def is_unseen(weight: torch.Tensor) -> bool:
-    """Return whether its values are not looked at: bitsandbytes may pass over NaN, and shards may be on a disk."""
+    """Return True if its values are not checked: bitsandbytes may tolerate NaN, and shards may be on a disk."""
     return hasattr(weight, "quant_state") or has_shards_on_disk(weight)
 
 

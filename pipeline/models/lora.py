@@ -56,7 +56,7 @@ def linear_names(model: PreTrainedModel, pattern: str, *, flag: str = "--lora-mo
 
 
 def target_names(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Return the last parts of the chosen layers' names where no other module has one of them, else the whole names.
+    """Return the last parts of the chosen layers' names if no other module has one of them, else the whole names.
 
     Programs that serve adapters (SGLang) look for names such as q_proj in adapter_config.json.
     """
@@ -66,7 +66,7 @@ def target_names(model: nn.Module, chosen: list[str]) -> list[str]:
 
 
 def lora_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the adapters that a model's flags, name -> value, ask for, as keyword arguments of `add_lora`."""
+    """Return the adapter settings in a model's flags, name -> value, as keyword arguments of `add_lora`."""
     return {name: flags[f"lora_{name}"] for name in ("dim", "alpha", "dropout", "module_name")}
 
 
@@ -104,7 +104,7 @@ def add_lora(
         # peft draws A from the global generator, on the CPU.
         torch.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
-    # A set so far, whose order in adapter_config.json would be another one in each process.
+    # peft needs a list: the order of a set, in adapter_config.json, would differ between processes.
     config.target_modules = sorted(config.target_modules or ())
     if not only_lora:
         unfreeze(wrapped)
@@ -124,7 +124,7 @@ def is_lora(model: nn.Module) -> TypeGuard[PeftModel]:
 
 
 def keep_start_adapter(model: PeftModel) -> None:
-    """Add a frozen copy of the adapter, and of a head saved with it, from which training goes on."""
+    """Add a frozen copy of the adapter, and of a head saved with it, as it is when training continues from it."""
     model.add_adapter(START, model.peft_config["default"])
     named = dict(model.named_parameters())
     for name, copy in named.items():

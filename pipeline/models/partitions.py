@@ -22,7 +22,7 @@ def is_partitioned(parameter: Any) -> bool:
 
 
 def mark_partitioned(parameter: Any) -> None:
-    """Make a parameter of a planned model, on the meta device, look as one that ZeRO-3 has partitioned."""
+    """Mark a parameter of a planned model, on the meta device, as partitioned by ZeRO-3."""
     parameter.ds_id, parameter.ds_shape = 0, parameter.shape
 
 
@@ -69,7 +69,7 @@ def local_range(parameter: Any) -> tuple[int, int]:
 
 
 def drop_whole_copy(parameter: Any) -> None:
-    """Forget the gathered values of a ZeRO-3 parameter (small ones stay whole): the next gather reads the shards."""
+    """Drop the gathered values of a ZeRO-3 parameter (small ones stay whole): the next gather reads the shards."""
     if is_partitioned(parameter):
         if parameter.ds_status.name == "AVAILABLE":
             parameter.partition()

@@ -25,7 +25,7 @@ MAX_REASON = 300  # characters of a library's error that are quoted
 def check_model_path(path: str, flag: str = "") -> None:
     """Raise InputError unless `path` is a model folder or may be a hub id. `flag` is named in the message.
 
-    `output/actr` looks like a hub id too; where its parent folder exists here, it is taken for a mistyped folder.
+    `output/actr` also looks like a hub id; if its parent folder exists here, it is treated as a mistyped folder.
     """
     if not path:
         raise InputError(f"{flag or '--model-name-or-path'}: no model is named; give a hub id or a model's folder")
@@ -79,7 +79,7 @@ def check_reward_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def last_part(path: str) -> str:
-    """Return the last part of a model's folder or hub id, without a revision, by which the model is called."""
+    """Return the last part of a model's folder or hub id, without a revision, as its short name."""
     return Path(split_revision(path)[0]).name
 
 

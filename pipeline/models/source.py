@@ -41,8 +41,8 @@ UNREAD_FIELDS = {"_model_name_or_path", "_attn_implementation_autoset"}
 class ModelSource:
     """A model that is named by a hub id, a folder or an adapter folder; each of its files is read once, when needed.
 
-    A stage makes one for each of its models. What reads a file raises InputError for a broken one, and EnvironmentFault
-    where the hub cannot be reached.
+    A stage creates one for each of its models. Reading a broken file raises InputError; an unreachable hub raises
+    EnvironmentFault.
     """
 
     path: str
@@ -191,7 +191,7 @@ def check_stored_quantization(source: ModelSource, quantization: str, flag: str,
 def attention_for(config: PretrainedConfig, requested: str, path: str, *, flag: str = "--attn-implementation") -> str:
     """Return the attention implementation to load a model with. Raises InputError for one that drops its soft caps.
 
-    Older versions of transformers give Gemma 2 to sdpa, which leaves `attn_logit_softcapping` out without a word.
+    Older versions of transformers give Gemma 2 to sdpa, which silently ignores `attn_logit_softcapping`.
     """
     if not declared(config.get_text_config(), "attn_logit_softcapping"):
         return requested
@@ -205,8 +205,8 @@ def prepare_tokenizer(source: ModelSource, template: str, kwargs: Sequence[str] 
 
     kwargs: --chat-template-kwargs.
 
-    The model's files are checked first, and that tokenizer and model belong together: rows are tokenised for minutes
-    before weights are read. Raises InputError, EnvironmentFault.
+    The model's files are checked first, and that tokenizer and model match, since tokenising rows takes minutes and
+    precedes loading. Raises InputError, EnvironmentFault.
     """
     source.check()
     tokenizer = source.tokenizer

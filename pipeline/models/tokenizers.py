@@ -128,10 +128,10 @@ def _finite(text: str) -> float:
 
 
 def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[str, Any], *, all_of: bool) -> None:
-    """Give names that the chat template reads these values wherever a caller gives none: in the template itself.
+    """Set default values, inside the chat template itself, for names that it reads; a caller may override them.
 
-    So every program that renders the saved template does the same, and may still give others. Each name has one line in
-    front of the template, which replaces the one that an earlier stage has put there.
+    So every program that renders the saved template uses them. Each name has one line in front of the template, which
+    replaces the line of an earlier stage.
 
     Args:
         all_of: refuse a name that the template does not read; else it is left out.
@@ -165,7 +165,7 @@ def set_template_values(tokenizer: "PreTrainedTokenizerBase", values: Mapping[st
 
 
 def names_read(tokenizer: "PreTrainedTokenizerBase", template: str) -> set[str]:
-    """Return the names that a chat template reads and that transformers gives it no value of. Raises InputError."""
+    """Return the names that a chat template reads and for which transformers has no value. Raises InputError."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -213,9 +213,9 @@ def num_token_ids(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def usable_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Return the ids that a row can hold: special tokens only if the template or the tokenizer itself puts them there.
+    """Return the ids that a row can contain: special tokens only if the template or the tokenizer itself adds them.
 
-    A text that spells a special token is broken up.
+    Text that spells a special token is broken up.
     """
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id} - {None}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -50,7 +50,7 @@ TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", 
 # Fields of config.json that are sizes; the deepest published models have some 200 layers.
 SIZE = re.compile(r"(^d_\w+|size|dim|inner|heads?|layers?|positions|embeddings|experts|n_embd)$")
 MAX_LAYERS = 1000
-# Private fields of config.json that carry no behaviour; the last is spelled out in `layer_types`.
+# Private fields of config.json that carry no behaviour; `layer_types` replaces the last.
 HARMLESS_FIELDS = ("_name_or_path", "_commit_hash", "_sliding_window_pattern")
 
 

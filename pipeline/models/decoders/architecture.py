@@ -1,7 +1,7 @@
 """Describe the layers of decoders in one form, for the fused and streamed decode steps.
 
-What makes a family different is data here: place and kind of norms, activation, positions, caps, windows, scales. The
-description refers to the live modules and copies no weight. Models are read in `families.py`.
+Differences of families are data here: position and kind of norms, activation, positions, caps, windows, scales. The
+description refers to the live modules and copies no weight. `families.py` reads models.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,7 @@ class Architecture:
     project_in: layer between embeddings and blocks (OPT-350M).
     project_out: layer between blocks and head (OPT-350M).
     final_norm: norm behind the blocks.
-    head: the layer that makes logits.
+    head: the layer that computes logits.
     num_heads: heads of queries.
     num_kv_heads: heads of keys and values.
     head_dim: size of a head.
@@ -140,7 +140,7 @@ def rotary_types(config: PretrainedConfig) -> set[str]:
 
 
 def longrope_limit(config: PretrainedConfig) -> int | None:
-    """Return how many tokens a pass may have before longrope takes other frequencies for all; None: no longrope."""
+    """Return how many tokens a pass may have before longrope changes all frequencies; None: no longrope."""
     rotary = declared(config, "rope_parameters") or {}
     return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
 

@@ -85,9 +85,9 @@ def read_architecture(model: nn.Module) -> Architecture:
 
 
 def fields_not_understood(config: PretrainedConfig) -> Iterator[str]:
-    """Yield what the configuration of a type with a reader says that is not understood: a field with a value, if any.
+    """Yield the settings of a supported type that this project does not understand: a field with a value.
 
-    transformers' own forward pass may go by it, in ways that no test has looked at.
+    transformers' own forward pass may depend on it, in untested ways.
     """
     if config.model_type not in READERS:
         return

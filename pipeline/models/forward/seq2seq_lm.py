@@ -1,7 +1,7 @@
 """Compute log-probabilities of an encoder-decoder model's labels.
 
 B rows, S positions of the encoder, T of the decoder, M labels that count, V vocabulary. transformers' own forward pass
-makes the logits of all T positions, because heads differ: some scale, some add a bias.
+computes the logits of all T positions, because heads differ: some scale, some add a bias.
 """
 
 import torch
