@@ -13,7 +13,7 @@ from pipeline.run import evaluations
 
 @functools.cache
 def templates() -> Environment:
-    """Return the templates. Nothing is escaped but what goes through their filters and `table`."""
+    """Return the templates. Only their filters and `table` escape text."""
     blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=PackageLoader("pipeline.checkpoints"), undefined=StrictUndefined, **blocks)
     environment.filters |= {"code": code, "fenced": fenced}
