@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items, is_left
+from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items, is_unset
 from pipeline.configuration.flags import scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
@@ -104,7 +104,7 @@ def section_lines(
         preset = Path(given_by).name
         origin = f" (preset {preset})" if preset.endswith(SUFFIXES) else ""
         yield from textwrap.wrap(f"{table[name].meaning}{origin}", WIDTH, initial_indent=NOTE, subsequent_indent=NOTE)
-        is_auto = table[name].takes_auto and is_left(given_by) and name not in given
+        is_auto = table[name].takes_auto and is_unset(given_by) and name not in given
         value = json.dumps(AUTO if is_auto else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, flag_table, flags_of_key, is_left
+from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, flag_table, flags_of_key, is_unset
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.errors import InputError, dashed
@@ -86,7 +86,7 @@ def training_json(
     if ranks == 1:
         return built | {"zero_optimization": for_one_rank(built)}
     asked = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
-    if placement.one_node and not asked and is_left(origins.get("overlap_comm", DEFAULT)):
+    if placement.one_node and not asked and is_unset(origins.get("overlap_comm", DEFAULT)):
         return built | {"zero_optimization": without_hooks(built)}
     return built
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, is_left
+from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, is_unset
 from pipeline.configuration.redact import shown
 from pipeline.errors import InputError, counted, dashed
 
@@ -236,7 +236,7 @@ def merge_user_json(
         names = [name for name, flag in table.items() if key in flag.deepspeed]
         if value == "auto" or not names or value == ours.get(key, value):
             continue
-        given = [f"{dashed(name)} ({origins[name]})" for name in names if not is_left(origins.get(name, DEFAULT))]
+        given = [f"{dashed(name)} ({origins[name]})" for name in names if not is_unset(origins.get(name, DEFAULT))]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             by = " and ".join(given) or dashed(names[0])
             errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_left
+from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_unset
 from pipeline.configuration.groups import Group
 from pipeline.configuration.redact import shown_value
 from pipeline.errors import dashed
@@ -74,7 +74,7 @@ def path_problem(flag: Flag, text: str) -> str:
 def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each given flag of a model that a run of these settings does not have."""
     for name, flag in flag_table(type(config)).items():
-        if not is_left(origins[name]) and (model := config.absent(flag)):
+        if not is_unset(origins[name]) and (model := config.absent(flag)):
             found = f"got {shown_value(values[name])} ({origins[name]})"
             yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
 
@@ -88,7 +88,7 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = 
     """
     values = dict(flat_items(config))
     for name, flag in flag_table(type(config)).items():
-        if not is_left(origins.get(name, DEFAULT)) and (need := unmet_need(flag, values, type(config), on_cpu)):
+        if not is_unset(origins.get(name, DEFAULT)) and (need := unmet_need(flag, values, type(config), on_cpu)):
             yield f"{dashed(name)} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 

@@ -187,7 +187,7 @@ class Flag(Rules):
         return " ".join(words) or "none"
 
 
-def is_left(origin: str) -> bool:
+def is_unset(origin: str) -> bool:
     """Tell whether a value of this origin was given by nobody."""
     return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD, RESOLVED))
 

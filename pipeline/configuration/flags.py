@@ -27,7 +27,7 @@ from pipeline.configuration.flag_table import (
     flag_table,
     flags_of_key,
     flat_items,
-    is_left,
+    is_unset,
     nest,
 )
 from pipeline.configuration.groups import Group
@@ -60,7 +60,7 @@ class Resolved:
 
     def is_given(self, name: str) -> bool:
         """Return True for a flag whose value is not left to its default."""
-        return not is_left(self.origins.get(name, DEFAULT))
+        return not is_unset(self.origins.get(name, DEFAULT))
 
 
 class FlagLoader(yaml.SafeLoader):
@@ -267,7 +267,7 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
     for origin, layer in layers:
         layer = with_switches(layer, table, values, errors, origin)
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
-        ended = {name for name in ended if not is_left(origins[name])}
+        ended = {name for name in ended if not is_unset(origins[name])}
         left = {name for name, value in layer.items() if table[name].takes_auto and value == AUTO}
         values |= layer | {name: table[name].default for name in (*ended, *left)}
         origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items, is_left
+from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items, is_unset
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
@@ -102,7 +102,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
         if name in unset and "presets/" in unset[name][1]:
             unset[name] = unset[name][0], hardware
-    if not all(is_left(origin) for name, (_, origin) in unset.items() if table[name].auto):
+    if not all(is_unset(origin) for name, (_, origin) in unset.items() if table[name].auto):
         return {}
     chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.startswith(CHOSEN)}
     if MICRO not in chosen:

@@ -54,7 +54,7 @@ from pipeline.run.outcome import (
     supervisor_name,
     write_outcome,
 )
-from pipeline.run.settled import Choose, as_rank_0_has_it, with_decided
+from pipeline.run.settled import Choose, broadcast_settings, with_decided
 from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def begin(run: Run, choose: Choose) -> None:
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
-    resolved, chosen = as_rank_0_has_it(run.stage, run.resolved, choose, run.world.size)
+    resolved, chosen = broadcast_settings(run.stage, run.resolved, choose, run.world.size)
     run = replace(run, resolved=resolved, plan=chosen.plan)
     run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.resolve_auto(run))))
     if run.world.is_main:

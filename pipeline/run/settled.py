@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.configuration.flag_table import RESOLVED, flat_items, is_left
+from pipeline.configuration.flag_table import RESOLVED, flat_items, is_unset
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, is_by_hand, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
@@ -196,7 +196,7 @@ def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Res
     before, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
     values = dict(before)
     for name, (value, origin) in flags.items():
-        if value != values[name] and not (is_left(origin) and resolved.is_given(name)):
+        if value != values[name] and not (is_unset(origin) and resolved.is_given(name)):
             values[name], origins[name] = value, origin
     if values == before:
         return resolved
@@ -215,7 +215,7 @@ def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
     return with_others(resolved, {ROLLOUT: responses}, why)
 
 
-def as_rank_0_has_it(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
+def broadcast_settings(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
     """Return the settings with what rank 0 says of split, rollouts and flags that are `auto`; and the choice of these.
 
     Hosts without a common storage may see other runs. A collective.

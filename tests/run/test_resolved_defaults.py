@@ -17,7 +17,7 @@ from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import check_resumed, checkpoint_state
 from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import unfinished_answers
-from pipeline.run.settled import as_rank_0_has_it
+from pipeline.run.settled import broadcast_settings
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
 from step3_dpo.stage import LORA_FACTOR as OF_DPO
@@ -158,7 +158,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
     of_rank_0 = dict.fromkeys(["lora_learning_rate"], read("dpo", words).config.model.lora_learning_rate)
     dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), dict) else work())
     monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
-    found, _ = as_rank_0_has_it(stage, elsewhere, lambda stage, resolved: Choice(), 1)
+    found, _ = broadcast_settings(stage, elsewhere, lambda stage, resolved: Choice(), 1)
     assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate
 
 

@@ -20,7 +20,7 @@ from pipeline.errors import InputError
 from pipeline.reporting.page import write_report
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
-from pipeline.run.settled import as_rank_0_has_it
+from pipeline.run.settled import broadcast_settings
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.stage import STAGE
@@ -137,7 +137,7 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
         is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, STAGE, ranks=1)
     # A host that does not see the checkpoint has what rank 0 has.
     monkeypatch.setattr(dist, "on_main", lambda work: value if type(value := work()) is not dict else {"log_kl": True})
-    other, _ = as_rank_0_has_it(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
+    other, _ = broadcast_settings(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
     assert other.config.ppo.log_kl
 
 

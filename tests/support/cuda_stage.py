@@ -59,7 +59,7 @@ def run_stage(
 
 def note_settings(folder: Path) -> None:
     """Let the rank that this process will be write the settings that it begins with: `settings-<rank>.json`."""
-    begin_with = running.as_rank_0_has_it
+    begin_with = running.broadcast_settings
 
     def noted(*given: Any) -> Any:
         resolved, choice = begin_with(*given)
@@ -69,7 +69,7 @@ def note_settings(folder: Path) -> None:
         (folder / f"settings-{os.environ['RANK']}.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
         return resolved, choice
 
-    running.as_rank_0_has_it = noted
+    running.broadcast_settings = noted
 
 
 def run_folder(stage: str, folder: Path, output: str) -> Path:
