@@ -70,7 +70,7 @@ def score_answers(judge: Judge, answers: Sequence[tuple[Turns, str, bool]], *, b
     order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
     scores = score_rows(judge, [rows[n] for n in order], batch_size=batch_size)
     if not all(map(math.isfinite, scores)):
-        raise InputError(f"--reward-model: {judge.path} got scores that are not finite")
+        raise InputError(f"--reward-model: {judge.path} gives scores that are not finite")
     return [score for _, score in sorted(zip(order, scores, strict=True))]
 
 

@@ -156,7 +156,7 @@ def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):
     torch.nn.init.constant_(broken.score.weight, 1e38)
     save(broken, bpe_folder, Path("broken"))
     assert (
-        "--reward-model: broken gives scores that are no finite"
+        "--reward-model: broken gives scores that are not finite"
         in sampled(capsys, model, "--reward-model", "broken", code=2)[1]
     )
 
