@@ -16,7 +16,15 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items, is_unset
+from pipeline.configuration.flag_table import (
+    CHOSEN,
+    DEFAULT,
+    ZERO_STAGE,
+    flag_table,
+    flags_of_key,
+    flat_items,
+    is_unset,
+)
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
