@@ -1,4 +1,4 @@
-"""Talk to a model: `rlhf chat output/actor`. For one question from a pipe, stdout holds only the answer."""
+"""Chat with a model: `rlhf chat output/actor`. For one question from a pipe, stdout has only the reply."""
 
 import contextlib
 import secrets
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 MAX_SEED = 2**31
 COMMANDS = {
     "/help": "this list",
-    "/clear": "forget the conversation",
+    "/clear": "start a new conversation",
     "/retry": "another reply to the last question",
-    "/system": "TEXT: a new system prompt (none: remove it); forgets the conversation",
+    "/system": "TEXT: start a new conversation with this system prompt (none: without)",
     "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
     "/exit": "leave, like Ctrl-D, exit and quit",
 }
 
 
 class ChatConfig(Group):
-    """Talk to a model, for example with: output/actor"""
+    """Chat with a model: `rlhf chat output/actor`."""
 
     model: str = flag(
         "",
@@ -42,14 +42,14 @@ class ChatConfig(Group):
         required=True,
     )
     system: str = flag("", "System prompt; none: the template's own, if it has one", kind="text")
-    prompt: str = flag("", "Answer this one question and leave; so does a question from a pipe", kind="text")
-    seed: int = flag(-1, "Makes sampled replies repeatable; -1: another one each time", ge=-1, lt=MAX_SEED)
-    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
+    prompt: str = flag("", "Answer this one question and exit, as for a question from a pipe", kind="text")
+    seed: int = flag(-1, "Seed of sampled replies; -1: a random one", ge=-1, lt=MAX_SEED)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
     sampling: ReplySettings = ReplySettings(temperature=0.7, top_p=0.95, max_new_tokens=512)
 
 
 def run(argv: list[str], prog: str) -> None:
-    """Check the command line, then answer one question or talk."""
+    """Check the command line, then reply to one question or start a session."""
     config = command_flags(ChatConfig, argv, section="chat", prog=prog, not_empty=("prompt",)).config
     if not config.model:
         raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
@@ -71,7 +71,7 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def single_question(config: ChatConfig) -> str | None:
-    """Return the one question of --prompt or of a pipe; None if a person types."""
+    """Return the question of --prompt or of a pipe; None in a terminal."""
     if config.prompt:
         return config.prompt
     if sys.stdin.isatty():
@@ -83,27 +83,27 @@ def single_question(config: ChatConfig) -> str | None:
 
 
 def show(piece: str) -> None:
-    """Write a piece of a reply at once. Control characters of a model never reach the terminal."""
+    """Print a piece of a reply at once, without control characters."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()
 
 
 class Shell:
-    """A terminal session of questions and /commands. Replies go to stdout, everything about them to stderr."""
+    """A terminal session of questions and /commands. Replies go to stdout, notes to stderr."""
 
     def __init__(self, conversation: "Conversation") -> None:
         self.conversation = conversation
         self.console = Console(stderr=True, highlight=False)
 
     def run(self) -> None:
-        """Answer until the user leaves."""
+        """Reply until the user leaves."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() line editing and a history
 
         self.note(banner(self.conversation))
         while True:
             try:
-                self.take(read_message())
+                self.execute(read_message())
             except EOFError:
                 print()
                 return
@@ -115,15 +115,15 @@ class Shell:
     def note(self, text: str, *, style: str = "dim") -> None:
         self.console.print(Text(printable(text), style=style))
 
-    def take(self, line: str) -> None:
-        """Carry out one line. Raises EOFError to leave."""
+    def execute(self, line: str) -> None:
+        """Execute one line: a question or a /command. Raises EOFError to leave."""
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         if not line.startswith("/"):
             if line.strip() in ("exit", "quit"):
                 raise EOFError
             if word:
-                self.answer(line)
+                self.reply_to(line)
             return
         match word:
             case "/help":
@@ -135,7 +135,7 @@ class Shell:
             case "/retry":
                 if not (question := self.conversation.take_back()):
                     raise InputError("/retry: there is no reply yet")
-                self.answer(question)
+                self.reply_to(question)
             case "/system":
                 self.conversation.start_afresh(rest)
                 self.note(f"a new conversation{' with this system prompt' if rest else ', no system prompt'}")
@@ -147,14 +147,14 @@ class Shell:
                 hint = nearest(word, COMMANDS) or "; /help lists them."
                 raise InputError(f"{word}: unknown command{hint} A space in front of / sends it as text.")
 
-    def answer(self, question: str) -> None:
+    def reply_to(self, question: str) -> None:
         reply = self.conversation.say(question, show)
         print()
         self.note(summary(reply, self.conversation.chat_model.num_positions))
 
-    def set(self, words: str) -> None:
-        """Change a setting of the replies that follow: `/set NAME VALUE`."""
-        name, _, value = words.replace("=", " ").partition(" ")
+    def set(self, assignment: str) -> None:
+        """Change a setting of later replies: `/set NAME VALUE`."""
+        name, _, value = assignment.replace("=", " ").partition(" ")
         settings = self.conversation.settings.model_dump()
         if name not in settings:
             hint = nearest(name, settings) or f"; these can be set: {', '.join(settings)}"
@@ -183,7 +183,7 @@ def settings_line(settings: ReplySettings) -> str:
 
 
 def banner(conversation: "Conversation") -> str:
-    """Return the first lines of a session: the model, the settings, and the way to help."""
+    """Return the first lines of a session: model, settings, and how to get help."""
     model = conversation.chat_model.model
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = f"{type(model).__name__}, {count / 1e6:,.1f} M parameters, {str(model.dtype).removeprefix('torch.')}"
@@ -195,12 +195,12 @@ def banner(conversation: "Conversation") -> str:
 
 
 def summary(reply: "Reply", num_positions: int | None) -> str:
-    """Return a line about a reply: its size, speed, and the reason if it was cut off."""
+    """Return a line about a reply: tokens, seconds, and why it ended early, if it did."""
     parts = [f"{reply.num_tokens} tokens, {reply.time_s:.1f} s"]
     if not reply.text:
-        parts.append("an empty reply; the question is not kept")
+        parts.append("an empty reply; the question is dropped")
     elif reply.ending == "stopped":
-        parts.append("stopped; the conversation keeps this much")
+        parts.append("stopped; the conversation keeps this part")
     elif reply.ending == "limit":
         parts.append("cut off at the token limit")
     if reply.num_forgotten:

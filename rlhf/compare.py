@@ -1,4 +1,4 @@
-"""Comparison of two or more models on the same prompts; with a reward model also scores and win rates."""
+"""Compare two or more models on the same prompts; with a reward model also by scores and win rates."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class CompareConfig(Group):
-    """Compare models, for example with: output/sft output/actor --reward-model output/reward"""
+    """Compare models: `rlhf compare output/sft output/actor --reward-model output/reward`."""
 
     model: list[str] = flag(
         [],
@@ -46,15 +46,15 @@ class CompareConfig(Group):
         aliases=("reward_model_name_or_path",),
     )
     prompts: str = flag(
-        "", "File of prompts: .txt, one per line; .json or .jsonl, `prompt`; none: bundled", kind="path"
+        "", "File of prompts: .txt, one per line; .json or .jsonl with `prompt`; none: bundled", kind="path"
     )
     language: Literal["English", "Chinese", "Japanese"] = flag("English", "Which bundled prompts to use")
     output: str = flag(
-        "", "Write <output>.json and <output>.md; a folder: prompt_eval.* in it; none: print only", kind="path"
+        "", "Write <output>.json and <output>.md (in a folder prompt_eval.*); none: print only", kind="path"
     )
-    batch_size: int = flag(8, "Prompts that are answered, and answers that are scored, at once", ge=1)
-    seed: int = flag(1234, "Makes sampled answers repeatable; the same for every model", ge=0)
-    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
+    batch_size: int = flag(8, "Number of prompts answered, or answers scored, at once", ge=1)
+    seed: int = flag(1234, "Seed of sampled answers, the same for every model", ge=0)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
     sampling: AnswerSettings = AnswerSettings(max_new_tokens=100)
 
 
@@ -70,7 +70,7 @@ def run(argv: list[str], prog: str) -> None:
     prompts = read_prompts(config.prompts) if config.prompts else bundled_prompts(config.language)
     prefix = output_prefix(config.output)
 
-    # Faults that would else end the comparison after minutes; this reads no weight.
+    # These checks read no weights; without them the comparison would fail after minutes.
     from pipeline.inference.answers import check_prompts
     from pipeline.models.source import ModelSource
 
@@ -105,7 +105,7 @@ def model_paths(config: CompareConfig) -> list[str]:
 
 
 def output_prefix(output: str) -> Path | None:
-    """Return the prefix of the files to write, whose folder it makes; None to write none."""
+    """Create the folder of the files to write and return their prefix; None to write none."""
     if not output:
         return None
     prefix = Path(output).expanduser()
@@ -113,12 +113,12 @@ def output_prefix(output: str) -> Path | None:
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output: {output}: cannot make the folder {prefix.parent}: {error.strerror}") from None
+        raise InputError(f"--output: {output}: cannot create the folder {prefix.parent}: {error.strerror}") from None
     return prefix
 
 
 def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns]) -> Contestant:
-    """Answer all prompts, in order, with one model, which is loaded for this and freed."""
+    """Load a model, answer all prompts with it in order, and free it."""
     from pipeline.data.templates import encode_prompt
     from pipeline.inference.answers import generate_answers, load_chat_model, resolve_dtype
 
@@ -136,16 +136,16 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
 
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
-    """Return the contestants with the reward model's score of every answer."""
+    """Score all answers with the reward model; return the contestants with their scores."""
     from pipeline.inference.answer_scores import load_judge, score_answers
     from pipeline.inference.answers import resolve_dtype
 
-    judge = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
+    scorer = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []
     for contestant in contestants:
         pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]
-        given = [(turns, row.text, row.finished) for turns, row in pairs]
-        scores = iter(score_answers(judge, given, batch_size=config.batch_size))
+        texts = [(turns, row.text, row.finished) for turns, row in pairs]
+        scores = iter(score_answers(scorer, texts, batch_size=config.batch_size))
         answers = tuple(tuple(replace(row, score=next(scores)) for row in rows) for rows in contestant.answers)
         result.append(replace(contestant, answers=answers))
     return result
@@ -158,7 +158,7 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
     }
     content = to_json(texts, contestants, settings)
     line = "Settings: " + ", ".join(f"{name} {code_span(str(value))}" for name, value in settings.items()) + "."
-    # with_name, not with_suffix: a prefix such as run-0.5 has a point of its own.
+    # with_name, not with_suffix: a prefix such as run-0.5 contains a dot.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
     with refused_by_disk(prefix):
         write_text(json_file, json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n")

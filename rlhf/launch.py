@@ -1,6 +1,6 @@
-"""Supervisor of one stage, which a launch script becomes: `python -m rlhf.launch DEPLOYMENT [its flags] STAGE ...`.
+"""Supervise one stage; launch scripts exec this: `python -m rlhf.launch DEPLOYMENT [its flags] STAGE ...`.
 
-It starts the ranks, signals them, reads how they ended (pipeline/run/outcome.py) and leaves no process behind.
+It starts the ranks, forwards signals, reads their outcome (pipeline/run/outcome.py) and leaves no process running.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     from pipeline.processes import Signals, wait_for_go
 
     signals = Signals()
-    # Imported once the handlers are installed: reading all flags takes a good part of a second.
+    # Imported after the handlers are installed: the import of all flags delays them by part of a second.
     from pipeline.launching.hosts import take_cpu_without_gpu
     from pipeline.launching.request import parse_request
     from pipeline.preparation.stage_job import run_job

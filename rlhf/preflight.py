@@ -1,4 +1,4 @@
-"""Preflight and plans of all stages, in a process of their own: `rlhf train` itself imports no torch."""
+"""Run preflight and plans of all stages in a separate process, so that `rlhf train` itself imports no torch."""
 
 import json
 import subprocess
@@ -38,29 +38,29 @@ def start_preflight(
     slots: Sequence[int] | None,
     base_of_output: Mapping[str, str],
 ) -> int:
-    """Run `look_before_start` in a process of its own, which prints notes and errors; return its exit code.
+    """Run `look_before_start` in a new process, which prints notes and errors; return its exit code.
 
     In a dry run it prints the plans of the stages too.
 
     Args:
-        stages: stage -> the words of its flags, in the order of the stages.
-        python: the interpreter.
-        slots: ranks of each machine of the run, for its plan; None: not known.
+        stages: stage -> its flags as command-line words, in the order of the stages.
+        python: path of the interpreter.
+        slots: ranks of each machine of the run, for its plan; None: unknown.
         base_of_output: folder of a stage that is not among `stages` -> the model that stage starts from.
     """
-    words = {stage.section: flags for stage, flags in stages.items()}
-    task = json.dumps({"stages": words, "dry_run": dry_run, "slots": slots, "base_of_output": base_of_output})
+    argvs = {stage.section: flags for stage, flags in stages.items()}
+    task = json.dumps({"stages": argvs, "dry_run": dry_run, "slots": slots, "base_of_output": base_of_output})
     command = [python, "-m", "rlhf.preflight", task]
-    # A session of its own: Ctrl-C in a terminal reaches this process alone, and `run` then kills the other.
+    # A new session: Ctrl-C in a terminal reaches only this process, and `run` then kills the other.
     return subprocess.run(command, env=python_environment(), check=False, start_new_session=True).returncode
 
 
 def main(task: str) -> int:
-    """Do the work of the process that `start_preflight` starts; return its exit code."""
+    """Run the process that `start_preflight` starts; return its exit code."""
     outlive_console()
     content = json.loads(task)
-    words, bases = content["stages"], content["base_of_output"]
-    stages = {stage_of(name): read_flags(stage_of(name), flags, sections=SECTIONS) for name, flags in words.items()}
+    argvs, bases = content["stages"], content["base_of_output"]
+    stages = {stage_of(name): read_flags(stage_of(name), flags, sections=SECTIONS) for name, flags in argvs.items()}
     try:
         if content["dry_run"]:
             look_and_plan(stages, slots=content["slots"], base_of_output=bases, named_by_section=True)

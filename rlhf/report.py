@@ -1,4 +1,4 @@
-"""Reports of runs: `rlhf report output`, or several folders side by side."""
+"""Write the report of a run, or of several to compare: `rlhf report output`."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.run.entry import command, command_flags
 
 
 class ReportConfig(Group):
-    """Write the report of runs, for example with: output"""
+    """Write the report of runs: `rlhf report output`."""
 
     folder: list[str] = flag(
         [],
@@ -19,11 +19,11 @@ class ReportConfig(Group):
         positional=True,
         required=True,
     )
-    output: str = flag("", "Folder to write to; none: the folder itself, of several ./report", kind="written path")
+    output: str = flag("", "Folder to write to; none: the given folder, or ./report for several", kind="written path")
 
 
 def run(argv: list[str], prog: str) -> None:
-    """Check the command line, write the report and say where it is. Raises InputError, EnvironmentFault."""
+    """Check the command line, write the report and print its path. Raises InputError, EnvironmentFault."""
     config: ReportConfig = command_flags(ReportConfig, argv, section="report", prog=prog).config
     folders = [Path(folder) for folder in dict.fromkeys(config.folder)]
     if not folders:

@@ -1,4 +1,4 @@
-"""The list of stages: what `rlhf train --step`, launch scripts, dry runs and exports can run."""
+"""List the stages that `rlhf train --step`, launch scripts, dry runs and exports can run."""
 
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
@@ -13,14 +13,14 @@ STAGES: tuple[Stage, ...] = (
     PPO,
     DPO,
 )
-# The sections of a YAML file: that of `rlhf train`, then one of each stage.
+# Sections of a YAML file: the one of `rlhf train`, then one for each stage.
 SECTIONS = ("train", *(stage.section for stage in STAGES))
 METHODS = tuple(method for stage in STAGES for method in stage.methods)
 NUMBERS = tuple(sorted({stage.number for stage in STAGES}))
 
 
 def stage_of(section: str) -> Stage:
-    """Return the stage of a section. Raises InputError."""
+    """Return the stage whose section has this name. Raises InputError."""
     for stage in STAGES:
         if stage.section == section:
             return stage
@@ -37,7 +37,7 @@ def stage_of_step(word: str) -> Stage:
 
 
 def stages_of_method(method: str) -> dict[int, Stage]:
-    """Return number -> stage where `method` chooses among those of one number; else the first of a number.
+    """Return number -> stage: of several stages with one number the one that has `method`, else the first.
 
     Raises:
         InputError: no stage has this method.
@@ -52,5 +52,5 @@ def stages_of_method(method: str) -> dict[int, Stage]:
 
 
 def word_of(stage: Stage) -> str:
-    """Return how a launch script calls a stage: by its number, or by its section where that is another one's."""
+    """Return a stage's name in launch scripts: its number, or its section if its number names another stage."""
     return str(stage.number) if stage_of_step(str(stage.number)) is stage else stage.section

@@ -1,4 +1,4 @@
-"""Start models and GPUs of the stages of a plan, printed before they start."""
+"""Describe the start models of a plan's stages and choose their GPUs, before any stage starts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,26 +12,26 @@ from rlhf.train_plan import Plan, target_of
 
 
 def start_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line on the preset of each stage that runs, and on a start that a stage 1 made or would have made."""
-    none = "no preset; the built-in defaults hold where --config and flags say nothing"
+    """Yield a line on each stage's preset, and one where its start model is, or would be, the output of stage 1."""
+    defaults_note = "no preset; flags that --config and the command line leave unset have their defaults"
     for planned in plan.chosen:
         section, preset, path = planned.stage.section, planned.resolved.preset, planned.base
-        yield f"{section}: {f'preset {preset}' if preset else none}"
+        yield f"{section}: {f'preset {preset}' if preset else defaults_note}"
         is_later = plan.stages[1] not in plan.chosen and planned.stage.makes_chat_model
-        made, base = plan.stages[1].model_dir, plan.stages[1].base
-        if is_later and path == str(made) and has_config(made):
-            yield f"{section} starts from {path}, which stage 1 made"
-        elif is_later and path == base and not made.exists():
-            yield f"{section} starts from {path} itself: there is no {made}"
+        sft_model, base = plan.stages[1].model_dir, plan.stages[1].base
+        if is_later and path == str(sft_model) and has_config(sft_model):
+            yield f"{section} starts from {path}, which stage 1 trained"
+        elif is_later and path == base and not sft_model.exists():
+            yield f"{section} starts from {path} itself: there is no {sft_model}"
 
 
 def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
-    """Return the plan with the launcher's flags for free GPUs (--deployment-type auto), and print which these are.
+    """Choose free GPUs for --deployment-type auto, print them, and return the plan with the launcher's flags for them.
 
-    A run to resume gets as many as its last start had. starts: False for a dry run.
+    A resumed run gets as many GPUs as its last start last_size. starts: False for a dry run.
 
     Raises:
-        EnvironmentFault: too few are free.
+        EnvironmentFault: too few GPUs are free.
     """
     config, flags, line = plan.config, {"deployment_type": "single_node"}, ""
     if config.deployment_type != "auto" or target_of(plan):
@@ -41,9 +41,9 @@ def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
         records = [
             read_object(environment_file(folder)) for folder, resumes in resumed if earlier_settings(folder, resumes)
         ]
-        had = max((start.get("num_ranks", 0) for start in records), default=0)
+        last_size = max((start.get("num_ranks", 0) for start in records), default=0)
         has_ended = all(done_file(folder).is_file() and resumes == "auto" for folder, resumes in resumed)
-        flags, line = choose_gpus(config.num_gpus, had, starts=starts and not has_ended)
+        flags, line = choose_gpus(config.num_gpus, last_size, starts=starts and not has_ended)
     if line:
         show(f"note: {line}")
     return replace(plan, config=config.model_copy(update=flags))

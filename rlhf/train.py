@@ -1,6 +1,6 @@
-"""Run stages 1 (SFT), 2 (reward model) and 3 (PPO), each by a launch script, each from the folders of those before.
+"""Run stages 1 (SFT), 2 (reward model) and 3 (PPO) by launch scripts; each starts from the models of earlier stages.
 
-The whole configuration of every stage is checked before the first one starts. Imports neither torch nor deepspeed.
+All settings of all stages are checked before the first one starts. Imports neither torch nor deepspeed.
 """
 
 import os
@@ -46,7 +46,7 @@ DEMO = Path("output/demo")
 MEANING = {
     1: "a fault of the program, or a process that was killed",
     2: "bad input",
-    3: "the machine does not offer what was asked for",
+    3: "the machine lacks what the run needs",
     4: "training diverged",
     5: "no usable checkpoint",
     75: "stopped on request; the same command resumes",
@@ -69,7 +69,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
-    """Return flags of start models that do not exist, as typed, with the stages of other runs that make them."""
+    """Return flag -> stage of each start model that does not exist and that a stage outside this run trains."""
     missing: dict[str, PlannedStage] = {}
     of_section = {planned.stage.section: planned for planned in plan.stages.values()}
     for planned in plan.chosen:
@@ -84,45 +84,45 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
 
 
 def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
-    """Raise InputError if a stage needs a model that does not exist and that no stage of this run makes."""
+    """Raise InputError if a stage needs a model that does not exist and that no stage of this run trains."""
     errors = []
     for flag, source in missing_inputs(plan).items():
-        make = command_for(source.stage.number, argv, prog)
-        errors.append(f"{flag}: {source.model_dir}: found no config.json and *.safetensors; make them: {make}")
+        command = command_for(source.stage.number, argv, prog)
+        errors.append(f"{flag}: {source.model_dir}: got no config.json and *.safetensors; train it: {command}")
     if errors:
         raise InputError("\n".join(errors))
 
 
 def command_for(number: int, argv: list[str], prog: str, *, without: Collection[str] = ()) -> str:
-    """Return the command that runs stage `number` with the other flags of this one, but those named in `without`."""
+    """Return the command that runs stage `number` with the flags of `argv` except those named in `without`."""
     for name in ("step", "dry_run", "explain", *without):
         argv = without_flag(argv, name)
     return shlex.join([*prog.split(), "--step", str(number), *with_hyphens(argv)])
 
 
 def finished_stages(plan: Plan) -> set[int]:
-    """Return the numbers of the chosen stages that are finished, with the settings and inputs of this plan.
+    """Return the numbers of the chosen stages that are finished with the settings and inputs of this plan.
 
     Raises:
-        InputError: another run of a stage is finished; a line for each difference.
+        InputError: a stage is finished with other settings; one line per difference.
     """
     ranks, finished = ranks_of(plan), set[int]()
-    made: dict[str, int] = {}  # model folders that this run makes anew
+    retrained: dict[str, int] = {}  # model folder -> number of the stage that trains it in this run
     errors: list[str] = []
     for planned in plan.chosen:
         stage, section, config = planned.stage, planned.stage.section, with_ranks(planned.resolved, ranks).config
         try:
             if not is_finished(planned.run_dir, config, stage, ranks=ranks):
-                made[str(planned.model_dir)] = stage.number
+                retrained[str(planned.model_dir)] = stage.number
                 continue
         except InputError as error:
             errors += [as_override(line, section) for line in str(error).splitlines()]
         finished.add(stage.number)
         for name, path in values_by_rule(config, "model").items():
-            if path in made:
+            if path in retrained:
                 errors.append(
-                    f"{dashed(f'{section}.{name}')}: stage {made[path]} makes {path} anew, and this stage is finished "
-                    f"with the model before; give --{section}.overwrite too"
+                    f"{dashed(f'{section}.{name}')}: stage {retrained[path]} retrains {path}; this stage is finished "
+                    f"with the earlier model; give --{section}.overwrite too"
                 )
     if errors:
         raise InputError("\n".join(errors))
@@ -130,7 +130,7 @@ def finished_stages(plan: Plan) -> set[int]:
 
 
 def show_plan(plan: Plan, finished: Collection[int]) -> None:
-    """Print the commands, and the dry run of every stage; of those that are `finished` that they are."""
+    """Print command and dry run of each stage, and for a `finished` one that it is finished."""
     ranks = ranks_of(plan)
     for planned in plan.chosen:
         is_done = planned.stage.number in finished
@@ -146,57 +146,58 @@ def finished_line(planned: PlannedStage) -> str:
 
 def header(planned: PlannedStage, config: TrainConfig) -> str:
     words = command_of(planned, config)
-    for name in ("dry_run", "explain", "target"):  # what a dry run shows is to be copied and started
+    for name in ("dry_run", "explain", "target"):  # the printed command starts the stage
         words = without_flag(words, name)
     return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shell_lines(words)}"
 
 
-def with_place(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a stage: its place among those of the plan, and how long later ones have taken."""
-    place = plan.chosen.index(planned) + 1
-    seconds = [recorded_seconds(later.run_dir) for later in plan.chosen[place:]]
-    return {**environment, **position_in_pipeline(place, len(plan.chosen), seconds)}
+def with_position(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a stage: its position in the plan, and the earlier durations of later stages."""
+    position = plan.chosen.index(planned) + 1
+    seconds = [recorded_seconds(later.run_dir) for later in plan.chosen[position:]]
+    return {**environment, **position_in_pipeline(position, len(plan.chosen), seconds)}
 
 
 def run_stage(planned: PlannedStage, config: TrainConfig, environment: Mapping[str, str], early: Script | None) -> int:
-    """Run one stage, again up to --max-restarts times after a fault; print its end. Returns its exit code.
+    """Run one stage, restart it up to --max-restarts times after a fault, print its outcome, return its exit code.
 
-    early: the process of its launch script, if it was started early.
+    early: the process of its launch script if it was started early.
     """
     stage = planned.stage
     show(header(planned, config))
     start = time.monotonic()
-    began = time.time()
-    code, asked = run_script(command_of(planned, config), environment, early)
+    start_time = time.time()
+    code, stop_requested = run_script(command_of(planned, config), environment, early)
     for restart in range(1, config.max_restarts + 1):
-        if code != EXIT_FAULT or asked:
+        if code != EXIT_FAULT or stop_requested:
             break
         show(f"== stage {stage.number}: restart {restart} of {config.max_restarts}, after a fault")
-        # --overwrite and --resume were for the first start: a restart resumes from what was saved since.
+        # --overwrite and --resume apply to the first start; a restart resumes from checkpoints saved since.
         saved = [file.stat().st_mtime for file in planned.run_dir.glob("checkpoints/*/manifest.json")]
-        again = list(RESUME) if max(saved, default=0.0) > began else []
-        code, asked = run_script([*command_of(planned, config), *again], environment)
-    took = timedelta(seconds=round(time.monotonic() - start))
+        again = list(RESUME) if max(saved, default=0.0) > start_time else []
+        code, stop_requested = run_script([*command_of(planned, config), *again], environment)
+    duration = timedelta(seconds=round(time.monotonic() - start))
     if code == EXIT_DONE:
-        found = verdict(planned.run_dir)
-        said = ", ".join(filter(None, [f"done in {took}", found.figures, found.words, cost(planned.run_dir)]))
-        show(wrapped(f"== stage {stage.number}: {said}; model: {planned.model_dir}", terminal_width()))
+        outcome = verdict(planned.run_dir)
+        parts = [f"done in {duration}", outcome.figures, outcome.words, cost(planned.run_dir)]
+        summary = ", ".join(filter(None, parts))
+        show(wrapped(f"== stage {stage.number}: {summary}; model: {planned.model_dir}", terminal_width()))
     else:
         kind = "stopped" if code == EXIT_STOPPED else "error"
-        end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {took}"
+        end = f"stage {stage.number} ended with {code} ({MEANING.get(code, 'killed')}) after {duration}"
         say(f"{kind}: {end}; log: {planned.run_dir / 'log.txt'}")
     return code
 
 
 def run(argv: list[str], prog: str) -> int:
-    """Run the stages that `argv` asks for. Returns the exit code; raises RunError for errors before a stage starts."""
+    """Run the stages that `argv` selects; return the exit code. Raises RunError for errors before a stage starts."""
     plan = make_plan(argv, prog=prog)
     if shows_data(planned.resolved for planned in plan.chosen):
         return show_rows(plan)
     dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     plan = on_free_gpus(plan, starts=not dry_run)
     check_stages(plan)
-    bases = dict[str, str]()  # folders that a plan for another machine takes as if they were there -> their start
+    bases = dict[str, str]()  # missing model folder, in a plan for another machine -> its start model
     if target_of(plan) is None:
         check_inputs(plan, argv, prog)
         check_machine(plan.config)
@@ -204,7 +205,7 @@ def run(argv: list[str], prog: str) -> int:
         sources = missing_inputs(plan).values()
         bases = {str(planned.model_dir): planned.base for planned in sources}
     check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
-    finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # a plan for elsewhere is of all
+    finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # other hardware: all stages
     if dry_run:
         outlive_console(needs_output=True)
     for line in start_lines(plan):
@@ -213,30 +214,30 @@ def run(argv: list[str], prog: str) -> int:
         read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
         if plan.stages[2].model_dir not in map(Path, read):
             show("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none")
-    # The launch scripts start the Python that runs this, whatever `python` means in their shell.
+    # Launch scripts use this interpreter, or that of PYTHON, not the `python` of their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     if dry_run:
         for folder, start in bases.items():
-            show(f"note: {folder} does not exist: planned as made from {start}")
+            show(f"note: {folder} does not exist: planned as trained from {start}")
     to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
     slots = slots_of(plan)
     python, code = environment["PYTHON"], EXIT_DONE
     waits = to_run and not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
     first = [planned for planned in plan.chosen if planned.stage in to_run][:1] if waits else []
-    # Its ranks import torch while the preflight does; a stage that is refused leaves no trace.
-    starts = [(command_of(planned, plan.config), with_place(planned, plan, environment)) for planned in first]
+    # The first stage's ranks import torch during the preflight; a stage that is refused writes nothing.
+    starts = [(command_of(planned, plan.config), with_position(planned, plan, environment)) for planned in first]
     with started_early(*starts[0]) if starts else nullcontext() as early:
         if to_run:
             code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
         if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
-            say(f"note: tiny is the demo's model, which `make demo` makes with its data in {DEMO}")
+            say(f"note: tiny is the demo's model; `make demo` creates it and its data in {DEMO}")
         if dry_run:
             show_plan(on_target(plan), finished)
             show(NOTHING_STARTED)
         if dry_run or code != EXIT_DONE:
             return code
         if plan.config.check:
-            # One machine looks at no data.
+            # On one machine the check reads no data.
             stages = plan.chosen if plan.config.deployment_type == "multi_node" else plan.chosen[:1]
             return max(run_script(command_of(planned, plan.config), environment)[0] for planned in stages)
         code = run_stages(plan, finished, environment, early)
@@ -244,7 +245,7 @@ def run(argv: list[str], prog: str) -> int:
         write_reports(plan)
     if code == EXIT_DONE:
         last = plan.chosen[-1]
-        # `python train.py` has chat.py beside it, `rlhf train` the subcommand chat.
+        # The chat command of `python train.py` is `python chat.py`, that of `rlhf train` is `rlhf chat`.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
         later = command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
         following = chat if last.stage.makes_chat_model else later
@@ -252,13 +253,13 @@ def run(argv: list[str], prog: str) -> int:
         for one in worse[:1]:
             rate = dashed(f"{one.stage.section}.{one.stage.rate_flag(one.resolved.config)}")
             again = f"--{one.stage.section}.overwrite and a lower {rate}"
-            following = f"stage {one.stage.number} ended worse than it began: again with {again}"
+            following = f"stage {one.stage.number} ended worse than it began: run it again with {again}"
         show(f"next: {following}")
     return code
 
 
 def show_rows(plan: Plan) -> int:
-    """Print rows of the chosen stages as they are trained on, also of those whose start is still to be made.
+    """Print rows of the chosen stages as they are trained on, even if a start model does not exist yet.
 
     Returns the exit code.
     """
@@ -270,28 +271,28 @@ def show_rows(plan: Plan) -> int:
 
 
 def run_stages(plan: Plan, finished: Collection[int], environment: Mapping[str, str], early: Script | None) -> int:
-    """Run the chosen stages that are not `finished`, until one fails; return its exit code.
+    """Run the chosen stages that are not `finished` until one fails; return the last exit code.
 
-    early: the process of the first one's launch script, if it was started early.
+    early: the process of the first stage's launch script if it was started early.
     """
     try:
         for planned in plan.chosen:
             if planned.stage.number in finished:
                 show(finished_line(planned))
                 continue
-            placed = with_place(planned, plan, environment)
+            placed = with_position(planned, plan, environment)
             if (code := run_stage(planned, plan.config, placed, early)) != EXIT_DONE:
                 return code
             early = None
     except KeyboardInterrupt:
-        # Between two stages nothing can be lost; in a stage the launcher's handler takes the signal.
+        # Nothing is lost between two stages; within a stage the launcher handles the signal.
         say("stopped between two stages; the same command continues")
         return EXIT_STOPPED
     return EXIT_DONE
 
 
 def write_reports(plan: Plan) -> None:
-    """Write the report of the stages that ran, however they ended: one for each folder that has their runs."""
+    """Write a report in each folder with runs of these stages, also of failed ones."""
     runs = [planned.run_dir for planned in plan.chosen if planned.resolved.config.run.report]
     reporters = [Reporter(run_dir, all_stages=True) for run_dir in runs]
     for reporter in {reporter.folder: reporter for reporter in reporters}.values():
@@ -300,17 +301,17 @@ def write_reports(plan: Plan) -> None:
 
 
 def main(argv: list[str] | None = None, *, prog: str = "rlhf train") -> int:
-    """Run the stages; returns the exit code. `prog` is how a user calls this program, for its messages."""
+    """Run the stages; returns the exit code. Messages name the program by `prog`."""
     outlive_console()
-    words = stage_arguments(argv)
+    argv = stage_arguments(argv)
     try:
         raise_on_interrupt()
-        return run(words, prog)
+        return run(argv, prog)
     except KeyboardInterrupt:
         say("stopped before the first stage; nothing was started")
         return EXIT_STOPPED
     except RunError as error:
-        if "--debug" in words:
+        if "--debug" in argv:
             raise
         return print_error(error)
 

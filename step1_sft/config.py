@@ -15,7 +15,7 @@ class SFTDataConfig(DataConfig):
 
     max_seq_len: int = flag(
         512,
-        "Tokens of a training row; longer rows are truncated on the right",
+        "Most tokens of a training row; longer rows are truncated on the right",
         ge=8,
         other_tools="max_length max_seq_length cutoff_len",
     )
@@ -40,9 +40,9 @@ class SFTConfig(SupervisedConfig):
         other_tools="predict_with_generate",
     )
     eval_max_new_tokens: int = flag(
-        128, "Tokens of each answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
+        128, "Tokens of a greedy answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
     )
-    keep_best: bool = flag(False, "Keep the weights of the lowest eval_loss, not the last ones", on_resume="output")
+    keep_best: bool = flag(False, "Save the weights of the lowest eval_loss, not the last ones", on_resume="output")
 
     @model_validator(mode="after")
     def _packing_needs_a_mask(self) -> Self:

@@ -26,11 +26,11 @@ class RewardConfig(SupervisedConfig):
     run: RunConfig = RunConfig(output_dir="output/reward")
     reward_loss: Literal["last_token", "per_token"] = flag(
         "last_token",
-        "Bradley-Terry on the score of the last token, or DeepSpeed-Chat's mean over tokens",
+        "Bradley-Terry loss of the last token's scores, or its mean over tokens (DeepSpeed-Chat)",
         refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "DPO is --step 3 --method dpo"),
     )
     centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
-    keep_best: bool = flag(False, "Keep the weights of the best accuracy, not the last ones", on_resume="output")
+    keep_best: bool = flag(False, "Save the weights of the best accuracy, not the last ones", on_resume="output")
 
     @model_validator(mode="after")
     def _options_that_do_not_go_together(self) -> Self:
@@ -54,14 +54,14 @@ class RewardEvalConfig(Group):
     )
     data_path: list[str] = flag(..., "Pairs to score", min_length=1, kind="path")
     eval_split: Literal["auto", "all", "held_out"] = flag(
-        "auto", "all: every pair; held_out: the pairs that a run holds out; auto: all unless --eval-fraction is given"
+        "auto", "all pairs, or held_out: the run's evaluation pairs; auto: all, unless --eval-fraction is given"
     )
-    eval_fraction: float = flag(0.1, "Share held out where a source has no test split; 1: all rows", gt=0, le=1)
+    eval_fraction: float = flag(0.1, "Fraction held out if a source has no test split; 1: all rows", gt=0, le=1)
     max_seq_len: int = flag(
-        512, "Tokens of a sequence, at most the model's positions; longer prompts are truncated on the left", ge=8
+        512, "Most tokens of prompt and response; longer pairs' prompts are truncated on the left", ge=8
     )
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data-seed: it chooses the held-out prompts", ge=0)
-    eval_data_path: list[str] = flag([], "Pairs to score in full instead of --data-path", kind="path")
-    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
+    eval_data_path: list[str] = flag([], "Pairs to score in full, instead of --data-path", kind="path")
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

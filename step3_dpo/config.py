@@ -16,7 +16,7 @@ class ComparisonDataConfig(PairDataConfig):
 
     take_reward_share: bool = flag(
         True,
-        "Train on stage 2's share of --data-split too; train.py sets false if stage 2 runs or has run in this folder",
+        "Use stage 2's share of --data-split too; rlhf train sets false if stage 2 runs or has run in this folder",
     )
 
 
@@ -30,20 +30,20 @@ class DPOConfig(SupervisedConfig):
     run: RunConfig = RunConfig(output_dir="output/actor")
     method: Literal["dpo", "ipo", "kto"] = flag(
         "dpo",
-        "dpo: logistic loss on the difference of log-ratios; ipo: its squared distance from 1 / (2 beta); kto: "
-        "compares each response, good or bad, with a mean log-ratio",
+        "dpo: logistic loss of the pair's difference of log-ratios; ipo: that difference's squared distance from 1 / "
+        "(2 beta); kto: each response alone, good or bad, against the mean log-ratio",
         other_tools="loss_type pref_loss",
     )
-    beta: float = flag(0.1, "Strength of the pull to the reference", gt=0, other_tools="pref_beta")
+    beta: float = flag(0.1, "Strength that holds the policy to the reference", gt=0, other_tools="pref_beta")
     label_smoothing: float = flag(0.0, "dpo: assumed share of pairs with a wrong preference (cDPO)", ge=0, lt=0.5)
     ipo_log_ratios: Literal["mean", "sum"] = flag(
         "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"
     )
     desirable_weight: float = flag(
-        1.0, "kto: weight of the losses of good responses", gt=0, other_tools="kto_chosen_weight"
+        1.0, "kto: weight of the loss of good responses", gt=0, other_tools="kto_chosen_weight"
     )
     undesirable_weight: float = flag(
-        1.0, "kto: weight of the losses of bad ones", gt=0, other_tools="kto_rejected_weight"
+        1.0, "kto: weight of the loss of bad responses", gt=0, other_tools="kto_rejected_weight"
     )
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class PPOConfig(StageConfig):
     )
     reward_model_quantization: Literal["auto", "none", "nf4", "int8"] = flag(
         "auto",
-        "Reward weights in 4 bits (nf4, by bitsandbytes), 8 (int8) or none; auto: the critic's",
+        "Store the reward model in 4 bits (nf4, bitsandbytes) or 8 (int8); auto: as the critic's",
         needs="a reward model",
     )
     reward_model_attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
@@ -66,16 +66,16 @@ class PPOConfig(StageConfig):
     )
     reward_model_offload_weights: Offload = flag(
         "auto",
-        "Where the reward weights are stored: none (on the device) or cpu (ZeRO stage 3); auto: "
-        "--offload-reward-model decides",
+        "Offload the reward model's weights to cpu (ZeRO stage 3), or none: they stay on the device; auto: as "
+        "--offload-reward-model says",
         on_resume="rounding",
         needs="a reward model",
     )
     offload_reference_model: bool = flag(
-        False, "Reference weights in host memory (ZeRO stage 3)", on_resume="rounding", needs="a reference"
+        False, "Keep the reference's weights in host memory (ZeRO stage 3)", on_resume="rounding", needs="a reference"
     )
     offload_reward_model: bool = flag(
-        False, "As --reward-model-offload-weights cpu", on_resume="rounding", needs="a reward model"
+        False, "The same as --reward-model-offload-weights cpu", on_resume="rounding", needs="a reward model"
     )
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -61,23 +61,23 @@ class DataConfig(Group):
     )
     mixture: Literal["share", "ratio"] = flag(
         "share",
-        "What weights say: share: how many of a source's prompts are kept; ratio: its part of the training rows, for "
-        "which small sources repeat theirs",
+        "Meaning of the weights; share: fraction of each source's prompts to use; ratio: fraction of the training "
+        "rows that each source gives, small ones repeated",
         other_tools="mix_strategy",
     )
-    data_split: str = flag("auto", "Shares of stages 1, 2, 3; none: all rows; auto: 2,4,4 if several run on one source")
-    data_seed: int = flag(1234, "Seed of the split; the same in all stages keeps prompts apart", ge=0)
+    data_split: str = flag("auto", "Prompt shares of stages 1, 2, 3; none: all rows; auto: 2,4,4 if several share data")
+    data_seed: int = flag(1234, "Seed of the split; stages with the same seed share no prompt", ge=0)
     eval_data_path: list[str] = flag(
         [],
-        "Evaluation rows; empty: the source's test split or a share of it",
+        "Evaluation data; empty: the source's test split, else --eval-fraction of its rows",
         kind="path",
         on_resume="data",
         other_tools="eval_dataset",
     )
     eval_fraction: float = flag(
-        0.1, "Share held out where a source has no test split", ge=0, lt=1, other_tools="val_size"
+        0.1, "Fraction held out for evaluation if a source has no test split", ge=0, lt=1, other_tools="val_size"
     )
-    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best", other_tools="columns")
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best", other_tools="columns")
     template: Literal["auto", "tokenizer", "human_assistant"] = flag(
         "auto",
         "Chat template; auto: the tokenizer's if it has one, else Human/Assistant (encoder-decoder models: plain text)",
@@ -86,12 +86,12 @@ class DataConfig(Group):
     )
     chat_template_kwargs: Words = flag(
         [],
-        "NAME=VALUE words, VALUE as JSON or text, of names that the chat template reads (enable_thinking=false): their "
-        "values where a caller gives none, in the saved template too; none: as the template has it",
+        "Variables of the chat template as NAME=VALUE, VALUE as JSON or text (enable_thinking=false); the saved "
+        "template has them as defaults; none: the template's own defaults",
     )
     data_output_path: str = flag(
         "",
-        "Cache of tokenised rows; empty: the user's cache folder",
+        "Folder that caches tokenised rows; empty: the user's cache folder",
         kind="written path",
         on_resume="free",
         other_tools="cache_dir",
@@ -112,14 +112,14 @@ class ModelConfig(Group):
         aliases=("model",),
     )
     gradient_checkpointing: bool = flag(
-        False, "Recompute activations to save memory; auto: where the plan needs it", on_resume="rounding", auto=True
+        False, "Recompute activations to save memory; auto: if the plan needs it", on_resume="rounding", auto=True
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
         "auto", "Attention kernel; auto: transformers' choice", on_resume="rounding", other_tools="flash_attn"
     )
     zero_stage: int = flag(
         0,
-        "What ZeRO partitions: 1 optimizer, 2 + gradients, 3 + weights; auto: 2, or 3 where 2 does not fit",
+        "ZeRO stage: 1 partitions optimizer states, 2 also gradients, 3 also weights; auto: 2, or 3 if 2 does not fit",
         ge=0,
         le=3,
         on_resume="rounding",
@@ -129,35 +129,35 @@ class ModelConfig(Group):
     )
     offload_optimizer: Offload = flag(
         "auto",
-        "Where the optimizer states of this model are kept: none (on its device) or cpu; auto: as --offload says",
+        "Offload this model's optimizer states to cpu, or none: they stay on the device; auto: as --offload says",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_optimizer.device",
     )
     offload_weights: Offload = flag(
         "auto",
-        "Where the weights of this model are kept: none or cpu (ZeRO stage 3); auto: as --offload-parameters says",
+        "Offload this model's weights to cpu (ZeRO stage 3), or none; auto: as --offload-parameters says",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )
     quantization: Literal["none", "nf4", "int8"] = flag(
         "none",
-        "Frozen base weights in 4 bits (nf4, by bitsandbytes) or 8 (int8 per output channel), with LoRA",
+        "Store LoRA's frozen base weights in 4 bits (nf4, bitsandbytes) or 8 (int8 per output channel)",
         other_tools="load_in_4bit load_in_8bit bnb_4bit_quant_type",
     )
     learning_rate: float = flag(
         1e-5, "Peak learning rate of all but LoRA weights", gt=0, le=MAX_LEARNING_RATE, per_stage=True, other_tools="lr"
     )
-    weight_decay: float = flag(0.0, "AdamW decay; norms, biases and embeddings are exempt", ge=0)
+    weight_decay: float = flag(0.0, "AdamW weight decay; norms, biases and embeddings are exempt", ge=0)
     dropout: float = flag(
         0.0,
-        "Dropout in the model's own layers: always 0, so that equal rows give equal numbers",
+        "Dropout in the model's own layers; must be 0, so that equal rows give equal numbers",
         ge=0,
         le=0,
         ignored={f"disable_{model}dropout": "dropout is always 0" for model in ("", "actor_", "critic_")},
     )
     lora_dim: int = flag(
         0,
-        "LoRA rank; 0: full fine-tuning. 32 is enough for stage 3, 64 or more for much data; prefer steps of 32 rows",
+        "LoRA rank; 0: full fine-tuning. Use 32 in stage 3, 64 or more for large data, about 32 rows per step",
         ge=0,
         le=MAX_LORA_RANK,
         other_tools="lora_r lora_rank use_peft",
@@ -169,7 +169,7 @@ class ModelConfig(Group):
     lora_dropout: float = flag(0.0, "Dropout on the input of LoRA layers", ge=0, lt=1, needs="LoRA")
     lora_module_name: str = flag(
         "all-linear",
-        "Linear layers that get LoRA: a part of their name; all-linear: all but the head",
+        "Linear layers that get LoRA, by a part of their names; all-linear: all except the head",
         needs="LoRA",
         other_tools="lora_target_modules",
     )
@@ -195,7 +195,7 @@ class OptimizerConfig(Group):
 
     per_device_train_batch_size: int = flag(
         16,
-        "Rows of a micro-batch on a device; auto: as the plan finds fastest, in optimizer steps of as many rows",
+        "Rows per micro-batch on each device; auto: the plan's fastest, with unchanged rows per optimizer step",
         ge=1,
         on_resume="rounding",
         auto=True,
@@ -205,13 +205,13 @@ class OptimizerConfig(Group):
     )
     per_device_eval_batch_size: int = flag(
         16,
-        "Rows of an evaluation batch on a device; auto: as the plan says, where --eval-iters counts batches of 16",
+        "Rows per evaluation batch on each device; auto: the plan's, and --eval-iters counts batches of 16",
         ge=1,
         on_resume="rounding",
         auto=True,
     )
     train_batch_size: int = flag(
-        0, "Rows of an optimizer step over all ranks, which accumulation follows; 0: it does not", ge=0,
+        0, "Rows per optimizer step over all ranks; 0: set by --gradient-accumulation-steps", ge=0,
         on_resume="rounding",
     )  # fmt: skip
     gradient_accumulation_steps: int = flag(
@@ -222,21 +222,21 @@ class OptimizerConfig(Group):
         deepspeed="gradient_accumulation_steps",
         instead_of="train_batch_size",
     )
-    lr_scheduler_type: SchedulerType = flag("cosine", "Shape of the learning rate after the warm-up")
+    lr_scheduler_type: SchedulerType = flag("cosine", "Learning rate schedule after the warm-up")
     num_warmup_steps: int = flag(0, "Optimizer steps of linear warm-up", ge=0, other_tools="warmup_steps")
-    min_learning_rate_ratio: float = flag(0.0, "Floor of the rate as a share of its peak", ge=0, le=1)
+    min_learning_rate_ratio: float = flag(0.0, "Lowest learning rate as a fraction of its peak", ge=0, le=1)
     adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ge=0, lt=1)
     adam_eps: float = flag(1e-8, "AdamW epsilon", gt=0)
     optimizer_states: OptimizerStates = flag(
-        "fp32", "AdamW's moments; 8bit: by bitsandbytes, without offload and ZeRO-3", on_resume="rounding"
+        "fp32", "Precision of AdamW's moments; 8bit excludes offload and ZeRO-3", on_resume="rounding"
     )
     max_grad_norm: float = flag(
         1.0, "Gradient norm above which gradients are scaled down; 0: never", ge=0, deepspeed="gradient_clipping"
     )
     max_bad_steps: int = flag(
         5,
-        "Non-finite steps in a row that end the run; not while an fp16 loss scale settles",
+        "Consecutive non-finite steps that end the run; those that adapt the fp16 loss scale do not count",
         ge=1,
         on_resume="free",
         ignored={"align_overflow": "actor and critic always step together"},
@@ -255,26 +255,26 @@ class DeepSpeedConfig(Group):
     )
     offload: bool = flag(
         False,
-        "Keep optimizer states in host memory, of all models that are trained",
+        "Keep the optimizer states of all trained models in host memory",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_optimizer.device",
     )
     offload_parameters: bool = flag(
         False,
-        "Keep the weights of all models that are trained in host memory too (ZeRO stage 3)",
+        "Keep the weights of all trained models in host memory too (ZeRO stage 3)",
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )
     pin_memory: bool = flag(
         True,
-        "Pin what is offloaded, which GPUs copy faster; false: host memory that can be swapped",
+        "Pin offloaded tensors in host memory, for faster copies; false: memory that can be swapped",
         on_resume="rounding",
         deepspeed=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"),
     )
-    only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train the rest too")
+    only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train them too")
     save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="output")
     deepspeed: bool = flag(
-        False, "Accepted for the launcher's sake; DeepSpeed is always used", on_resume="free", aliases=("deepscale",)
+        False, "Accepted because launchers pass it; DeepSpeed is always used", on_resume="free", aliases=("deepscale",)
     )
     deepspeed_config: str = flag(
         "",
@@ -285,7 +285,7 @@ class DeepSpeedConfig(Group):
     )
     communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = flag(
         "auto",
-        "Type in which gradients are reduced; auto: DeepSpeed's choice",
+        "Data type of the gradient reduction; auto: DeepSpeed's choice",
         on_resume="rounding",
         deepspeed="communication_data_type",
     )
@@ -310,13 +310,13 @@ class DeepSpeedConfig(Group):
     stage3_max_live_parameters: int = zero3_size(
         "stage3_max_live_parameters",
         1_000_000_000,
-        "Elements of weights that are whole at a time, gathered ahead included",
+        "Most elements of gathered weights at a time, prefetched ones included",
         ge=1,
     )
     stage3_max_reuse_distance: int = zero3_size(
         "stage3_max_reuse_distance",
         1_000_000_000,
-        "A gathered weight stays whole if it is used again within this many elements",
+        "A gathered weight is not freed if it is used again within this many elements",
         ge=0,
     )
     sub_group_size: int = zero3_size(
@@ -324,8 +324,8 @@ class DeepSpeedConfig(Group):
     )
     zero3_gather: Literal["auto", "once", "layers"] = flag(
         "auto",
-        "When ZeRO-3 gathers weights to compute with: once a phase, or layer by layer; auto: once where "
-        "they take at most an eighth of the device",
+        "How often ZeRO-3 gathers weights: once per phase, or layer by layer; auto: once if they take at most an "
+        "eighth of the device's memory",
         on_resume="rounding",
         needs="ZeRO stage 3",
         ignored={"tp_gather_partition_size": "weights are gathered a layer at a time"},
@@ -337,11 +337,11 @@ class DeepSpeedConfig(Group):
     loss_scale_window: int = flag(
         1000, "fp16: good steps before the scale is doubled", ge=1, needs="fp16", deepspeed="fp16.loss_scale_window"
     )
-    hysteresis: int = flag(2, "fp16: overflows until the scale halves", ge=1, needs="fp16", deepspeed="fp16.hysteresis")
+    hysteresis: int = flag(2, "fp16: overflows that halve the scale", ge=1, needs="fp16", deepspeed="fp16.hysteresis")
     min_loss_scale: int = flag(1, "fp16: lower bound of the scale", ge=1, needs="fp16", deepspeed="fp16.min_loss_scale")
     deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = flag(
         [],
-        "DeepSpeed's own monitors, besides the metrics of the run",
+        "DeepSpeed's own monitors, in addition to the run's metrics",
         on_resume="free",
         deepspeed=("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled"),
     )

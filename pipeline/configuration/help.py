@@ -15,9 +15,9 @@ from pipeline.configuration.names import normalise
 from pipeline.console import HELP, HELP_ALL, WIDTH, wrapped
 from pipeline.errors import InputError, dashed
 
-FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. Authority rises from
-the built-in default over the preset and the file to the command line. Both -
-and _ work in names."""
+FILES_OF_FLAGS = """--preset FILE and --config FILE are YAML files of flags. The command line
+overrides --config, which overrides --preset, which overrides the defaults.
+Flags may be written with - or _."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"  # of a checkout
 ALL_FLAGS = "docs/reference/flags.md, which `make site` makes"  # the page of a flag that no other page names
 SHOWN_PAGES = ("guides", "learn", "trouble", "start", "why")  # folders with pages that explain flags, best first
@@ -124,9 +124,9 @@ def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
 
 def is_about(flag: Flag, word: str) -> bool:
     """Tell whether a flag's name, group, need or meaning has a word, in any form: log, logs, logged, logging."""
-    stem = re.sub("(g?ing|ged|ed|s)$", "", word) if len(word) > 3 else word
+    stem = re.escape(re.sub("(g?ing|ged|ed|s)$", "", word) if len(word) > 3 else word).replace("_", "[_-]")
     text = f"{flag.name} {flag.group} {flag.needs} {flag.info.description}".lower()
-    return re.search(rf"(?<![a-z-]){re.escape(stem)}(g?ing|ged|ed|s)?(?![a-z-])", text) is not None
+    return re.search(rf"(?<![a-z])(?<![a-z]-){stem}(g?ing|ged|ed|s)?(?![a-z-])", text) is not None
 
 
 def sheet(flags: Mapping[str, Flag], readers: Mapping[str, type[Group]]) -> Iterator[str]:

@@ -38,7 +38,7 @@ class RunConfig(Group):
         per_stage=True,
         ignored={"tensorboard_path": "curves are in <run_dir>/tensorboard"},
     )
-    seed: int = flag(1234, "Every random number of the run is a function of it", ge=0)
+    seed: int = flag(1234, "Seed of all random numbers of the run", ge=0)
     num_train_epochs: float = flag(
         1.0, "Passes over the training rows; may be fractional", gt=0, on_resume="free", other_tools="epochs"
     )
@@ -52,28 +52,28 @@ class RunConfig(Group):
     save_steps: int = flag(0, "Steps between checkpoints; 0: only at the end or on a signal", ge=0, on_resume="free")
     keep_checkpoints: int = flag(
         2,
-        "Resume checkpoints kept; older ones are deleted; 0: none; left out: 1 where a run is done",
+        "Resume checkpoints to retain; older ones are deleted; 0: none; unset: 1 after the run is finished",
         ge=0,
         on_resume="free",
         other_tools="save_total_limit",
     )
     save_in_background: bool = flag(
-        False, "Train on while a checkpoint is written; takes host memory for a copy of what it holds", on_resume="free"
+        False, "Continue training while a checkpoint is written; needs host memory for a copy", on_resume="free"
     )
     resume: str = flag(
         "auto",
-        "auto: newest valid checkpoint; never: afresh; or a checkpoint folder",
+        "auto: newest valid checkpoint; never: start from scratch; or a checkpoint folder",
         kind="path",
         on_resume="free",
         other_tools="resume_from_checkpoint",
     )
-    force_resume: bool = flag(False, "Resume although settings, data or start models are other ones", on_resume="free")
+    force_resume: bool = flag(False, "Resume even if settings, data or start models changed", on_resume="free")
     deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
-    overwrite: bool = flag(False, "Start over although the output holds a finished run", on_resume="free")
+    overwrite: bool = flag(False, "Start over even if the output holds a finished run", on_resume="free")
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
-        "Steps between logged lines; left out: lines are 30 s to 5 minutes apart; a terminal has a bar below them",
+        "Steps between logged lines; unset: a line every 30 s to 5 minutes, and a progress bar on a terminal",
         ge=1,
         on_resume="free",
         other_tools="logging_steps",
@@ -90,12 +90,12 @@ class RunConfig(Group):
         ),
     )
     eval_iters: int = flag(
-        0, "Batches of per_device_eval_batch_size per evaluation, on each rank; 0: all rows", ge=0, on_resume="free"
+        0, "Batches of --per-device-eval-batch-size per evaluation, on each rank; 0: all rows", ge=0, on_resume="free"
     )
     monitors: list[Literal["tensorboard", "csv", "wandb"]] = flag(
         ["tensorboard"],
-        "Where metrics are logged besides <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv there, Weights & "
-        "Biases (needs the wandb package); none: nowhere",
+        "Where metrics are logged in addition to <run_dir>/metrics.jsonl: tensorboard/ and metrics.csv in that "
+        "folder, Weights & Biases (needs the wandb package); none: nowhere else",
         on_resume="free",
         switches={"enable_tensorboard": "tensorboard", "enable_csv": "csv", "enable_wandb": "wandb"},
         other_tools="report_to",
@@ -108,13 +108,13 @@ class RunConfig(Group):
         other_tools="hub_model_id",
     )
     report: bool = flag(
-        True, "Write report.html, report.md and curves/ while the run lasts and when it ends", on_resume="free"
+        True, "Write report.html, report.md and curves/ during the run and at its end", on_resume="free"
     )
     process_group_timeout_s: int = flag(
         1800, "Seconds before a stuck collective or a wait for ranks fails", ge=1, on_resume="free"
     )
     rank_timeout_s: int = flag(
-        1800, "Seconds without a sign of life before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
+        1800, "Seconds without a heartbeat before a rank is hung and the run ends; 0: never", ge=0, on_resume="free"
     )
     dry_run: bool = flag(False, "Check all, print a plan of memory and batches, start nothing", on_resume="free")
     explain: bool = flag(
@@ -122,7 +122,7 @@ class RunConfig(Group):
     )
     show_data: int = flag(
         0,
-        "Print counts and lengths of the rows and this many of them as they are trained on, start nothing; 0: no",
+        "Print row counts, lengths and this many rows as the model sees them, start nothing; 0: off",
         ge=0,
         le=10_000,
         on_resume="free",
@@ -134,31 +134,31 @@ class RunConfig(Group):
     )
     gpu_memory_gib: float = flag(
         0.0,
-        "GiB of each GPU that this run may take, with CUDA's own: plan, KV cache and process keep to it; 0: all of it",
+        "GiB of each GPU for this run, CUDA context included; limits plan, KV cache and process; 0: all of it",
         ge=0,
         on_resume="free",
         needs="a GPU",
     )
     auto_fit: AutoFit = flag(
         "false",
-        "Where the plan does not fit into memory, run with the cheapest changes of flags that make it fit: true: those "
-        "that train the same; any: else also those that train something else (LoRA, int8)",
+        "If the plan does not fit into memory, run with the cheapest flag changes that make it fit; true: only those "
+        "that train the same; any: also those that change training (LoRA, int8)",
         on_resume="free",
     )
     auto_batch: bool = flag(
         False,
-        "Run with the largest micro-batch that three steps have memory for, in optimizer steps of as many rows; "
-        "remembered for runs of the same shape",
+        "Run with the largest micro-batch that passes three test steps, with unchanged rows per optimizer step; runs "
+        "of the same shape reuse it",
         on_resume="free",
         other_tools="auto_find_batch_size",
     )
     verbose: bool = flag(
         False,
-        "Show what DeepSpeed, torch and other libraries print; false: it is in <run_dir>/log/rank-<r>.txt alone",
+        "Show the output of DeepSpeed, torch and other libraries; false: only in <run_dir>/log/rank-<r>.txt",
         on_resume="free",
     )
     debug: bool = flag(False, "Show tracebacks of expected errors", on_resume="free")
-    local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK wins", on_resume="free")
+    local_rank: int = flag(-1, "Set by launchers; the environment's LOCAL_RANK overrides it", on_resume="free")
 
     @property
     def starts_nothing(self) -> bool:

@@ -44,12 +44,12 @@ class PairDataConfig(DataConfig):
         512, "Tokens of prompt and response together", ge=8, other_tools="max_length max_seq_length cutoff_len"
     )
     long_pairs: Literal["drop", "truncate_left"] = flag(
-        "drop", "Pairs above max_seq_len: dropped, or the prompt cut on its left"
+        "drop", "Pairs above --max-seq-len: drop them, or truncate their prompt on the left"
     )
     balance_lengths: bool = flag(
         False,
-        "Leave out pairs to train on until the longer response is chosen as often as the shorter one at each ratio of "
-        "their lengths, so that length says nothing about which one is better",
+        "Drop training pairs until the longer response is chosen as often as the shorter one at each ratio of their "
+        "lengths, so that a model cannot tell the better one by length",
     )
 
 

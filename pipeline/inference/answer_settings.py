@@ -14,7 +14,7 @@ class DrawSettings(Group):
     """Sampling"""
 
     max_new_tokens: int = flag(
-        256, "Tokens of an answer, its end token included", ge=1,
+        256, "Most tokens of an answer, its end token included", ge=1,
         other_tools="max_tokens max_completion_length max_length max_answer_seq_len",
         refused={
             "chat_template": OTHER_TRAINERS["chat_template"],
@@ -24,9 +24,7 @@ class DrawSettings(Group):
     temperature: float = flag(0.0, "Divides the logits; 0: greedy, the most likely token each time", ge=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
-    stop_strings: StopTexts = flag(
-        [], "Texts that end an answer, with the token that completes one; they are a part of it", other_tools="stop"
-    )
+    stop_strings: StopTexts = flag([], "Texts that end an answer, which includes them", other_tools="stop")
 
 
 class ReplySettings(DrawSettings):
@@ -38,7 +36,7 @@ class ReplySettings(DrawSettings):
 class AnswerSettings(ReplySettings):
     """Sampling"""
 
-    num_beams: int = flag(1, "Beams of beam search; 1: none", ge=1)
+    num_beams: int = flag(1, "Number of beams; 1: no beam search", ge=1)
     num_return_sequences: int = flag(1, "Answers to each prompt", ge=1, le=MAX_SAMPLES)
 
     @model_validator(mode="after")

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class WorkerFlags(Group):
     """Processes of reward functions"""
 
-    reward_timeout_s: float = flag(30.0, "Seconds of one call of a reward function", gt=0, on_resume="free")
-    reward_workers: int = flag(2, "Processes of each rank that call reward functions", ge=1, on_resume="free")
+    reward_timeout_s: float = flag(30.0, "Time limit of one reward function call in seconds", gt=0, on_resume="free")
+    reward_workers: int = flag(2, "Processes per rank that call reward functions", ge=1, on_resume="free")
     reward_env: list[str] = flag(
-        [], "Environment variables, by name, that these processes see although they look like secrets", on_resume="free"
+        [], "Environment variables that reward functions may read although they look like secrets", on_resume="free"
     )
 
     reward_worker_gib: float = flag(
-        0.0, "Memory of each of these processes in GiB; 0: half of the machine's, shared by all", ge=0, on_resume="free"
+        0.0, "Memory of each reward process in GiB; 0: half of the machine's, shared by all", ge=0, on_resume="free"
     )
 
     @model_validator(mode="after")

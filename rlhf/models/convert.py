@@ -12,7 +12,7 @@ from pipeline.run.output_checks import clashes
 
 
 class ConvertConfig(Group):
-    """Convert a model of DeepSpeed-Chat, for example: ../dschat/actor output/actor"""
+    """Convert a model of DeepSpeed-Chat: `rlhf convert ../dschat/actor output/actor`."""
 
     folders: list[str] = flag(
         [],
@@ -41,9 +41,9 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def check_folders(source: Path, output: Path, *, overwrite: bool) -> None:
-    """Raise InputError for a source that is no folder, and for an output that may not be written."""
+    """Raise InputError if the source is no folder or the output may not be written."""
     if not source.is_dir():
-        raise InputError(f"{source}: no such folder; a model of a hub is fetched with `hf download` first")
+        raise InputError(f"{source}: no such folder; download a hub model with `hf download` first")
     if lines := list(clashes([("OUTPUT", output)], [("SOURCE", source)])):
         raise InputError(lines[0])
     if output.exists() and not output.is_dir():

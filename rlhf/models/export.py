@@ -1,6 +1,6 @@
 """Write a checkpoint's models as plain folders without resuming its run: `rlhf export output/runs/sft --output DIR`.
 
-With `--dtype int8` it writes a model's linear layers as int8 codes: a base for LoRA that is loaded as it is stored.
+With `--dtype int8` it writes a model's linear layers as int8 codes: a base for LoRA.
 """
 
 import os
@@ -17,31 +17,31 @@ from pipeline.run.entry import command, command_flags
 
 
 class ExportConfig(Group):
-    """Export a checkpoint as model folders, for example: output/runs/sft --output output/sft-at-200"""
+    """Export a checkpoint as model folders: `rlhf export output/runs/sft --output output/sft-at-200`."""
 
     checkpoint: str = flag(
         ...,
-        "Folder of a checkpoint, or of a run: its newest whole checkpoint; for --dtype int8 a model or hub id",
+        "Folder of a checkpoint, or of a run (its newest valid checkpoint); with --dtype int8 a model or hub id",
         kind="path",
         positional=True,
     )
     output: str = flag(..., "New folder for the model; in stage 3 the parent of actor/, critic/", kind="written path")
     dtype: Literal["auto", "bf16", "fp16", "fp32", "int8"] = flag(
-        "auto", "Data type of the saved weights; auto: as the run saves them, fp32: unrounded, int8: a quantised base"
+        "auto", "Data type of the saved weights; auto: as the run saves them; fp32: unrounded; int8: a quantised base"
     )
 
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, read the checkpoint, and write its models."""
     config = command_flags(ExportConfig, argv, section="export", prog=prog).config
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing runs on a GPU; else DeepSpeed says that it found none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no GPU is used; else DeepSpeed logs that there is none
     import transformers
 
     from pipeline.checkpoints.offline import export_mark, open_checkpoint
     from rlhf.stages import STAGES
 
     transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # the checkpoint has what a report of missing weights names
+    transformers.logging.set_verbosity_error()  # it would report weights as missing that the checkpoint has
     if config.dtype == "int8":
         show(write_int8(config.checkpoint, Path(config.output).expanduser()))
         return
@@ -57,10 +57,10 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def write_int8(path: str, output: Path) -> str:
-    """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line that says so.
+    """Write the model at `path` with linear layers as int8 codes and fp32 scales; return a line about it.
 
-    The other weights have 16 bits, and so has what is quantised: fp32 is rounded to bf16 first.
-    Raises InputError for an adapter, a run, weights of fewer bits, and for an output that exists.
+    Other weights are stored in 16 bits; fp32 weights are rounded to bf16 before they are quantised.
+    Raises InputError for an adapter, a run, weights of fewer bits, and an output that exists.
     """
     from pipeline.checkpoints.model_card import settings_document
     from pipeline.checkpoints.model_folder import save_model
@@ -74,13 +74,13 @@ def write_int8(path: str, output: Path) -> str:
         raise InputError(f"--output: {output} exists; name a new folder")
     folder = Path(path).expanduser()
     if (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
-        raise InputError(f"--dtype int8: takes a model, and {path} is of a run; export that without it, then its model")
+        raise InputError(f"--dtype int8: got {path}, a folder of a run, expected a model; export the run first")
     if read_adapter_config(folder) is not None:
-        raise InputError(f"--checkpoint: {path} is an adapter; `rlhf merge` makes a model of it first")
+        raise InputError(f"--checkpoint: {path} is an adapter; merge it with `rlhf merge` first")
     source = ModelSource(path)
     source.check("--checkpoint")
     if (stored := source.stored_quantization) not in ("none", "int8"):
-        raise InputError(f"--checkpoint: {path} is stored as {stored}; name the 16-bit folder that it was made of")
+        raise InputError(f"--checkpoint: {path} is stored as {stored}; name its 16-bit original")
     dtype, scores = sixteen_bits(source.config), "Classification" in "".join(source.config.architectures or ())
     model = load(source, dtype, scores=scores, quantization="int8")
     documents = {

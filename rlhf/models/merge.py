@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into the 16-bit weights of its base: `rlhf merge output/sft output/sft-merged`.
 
-An adapter that was trained on a quantised base meets other base weights there: the difference of the logits is printed.
-Of a base that is stored as codes, the weights are the values of the codes.
+After training on a quantised base, the 16-bit weights differ from it: the difference of the logits is printed.
+A base that is stored as codes is dequantised first.
 """
 
 import json
@@ -30,7 +30,7 @@ SENTENCES = [
 
 
 class MergeConfig(Group):
-    """Merge a LoRA adapter into its base, for example with: output/sft output/sft-merged"""
+    """Merge a LoRA adapter into its base: `rlhf merge output/sft output/sft-merged`."""
 
     folders: list[str] = flag(
         [],
@@ -42,13 +42,13 @@ class MergeConfig(Group):
     )
     dtype: Dtype = flag("auto", "Data type of the merged weights; auto: the base's if it has 16 bits, else bf16")
     quantization: Literal["auto", "none", "nf4", "int8"] = flag(
-        "auto", "Base that the adapter was trained on; auto: as it is stored, or by the adapter's training_config.json"
+        "auto", "How the base was quantised in training; auto: as stored, else by the adapter's training_config.json"
     )
     sentences: list[str] = flag([], "Texts whose logits are compared; none: three bundled ones", kind="text")
 
 
 def run(argv: list[str], prog: str) -> None:
-    """Check the command line, merge, and print how far the merged model is from the trained one."""
+    """Check the command line, merge, and print the difference of the merged model from the trained one."""
     config = command_flags(MergeConfig, argv, section="merge", prog=prog).config
     if len(config.folders) != 2:
         raise InputError(f"--folders: got {len(config.folders)}, expected two: {prog} ADAPTER OUTPUT")
@@ -81,7 +81,7 @@ def run(argv: list[str], prog: str) -> None:
         load(source, dtype, quantization=quantization, merged=False, scores=scores), tokenizer, sentences
     )
     if not all(logits.isfinite().all() for logits in trained):
-        raise InputError(f"{path}: its base with it gives NaN or infinity; train it anew, or give another --dtype")
+        raise InputError(f"{path}: with its base it gives NaN or infinity; train it again, or give another --dtype")
     write_merged(source, output, tokenizer, dtype=dtype, scores=scores)
     merged = logits_of(
         load(ModelSource(output), dtype, quantization="none", merged=True, scores=scores), tokenizer, sentences
@@ -94,7 +94,7 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def trained_quantization(path: str, *, scores: bool) -> str:
-    """Return the quantisation of the base that an adapter was trained on, by its run's settings; none without them."""
+    """Return the quantisation of an adapter's base in training, from its run's settings; none if there are none."""
     from pipeline.checkpoints.model_card import saved_settings
 
     (settings,) = map(json.loads, saved_settings(path).values())
@@ -103,7 +103,7 @@ def trained_quantization(path: str, *, scores: bool) -> str:
 
 
 def sixteen_bits(config: "PretrainedConfig") -> "torch.dtype":
-    """Return the data type that a configuration names if it has 16 bits, else bf16."""
+    """Return the data type of a configuration if it has 16 bits, else bf16."""
     import torch
 
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
@@ -131,7 +131,7 @@ def logits_of(
 ) -> "list[torch.Tensor]":
     """Return fp32 logits of each sentence on the CPU, (S, V); (1, 1), the score, from a reward model.
 
-    An encoder-decoder model reads the sentence and writes it again.
+    An encoder-decoder model gets the sentence as input and as labels.
     """
     import torch
 
@@ -150,7 +150,7 @@ def write_merged(
 ) -> None:
     """Write the model folder: base weights plus adapter, added in fp32 and rounded once; the adapter beside them.
 
-    Of a base that is stored as codes, the values of the codes.
+    A base that is stored as codes is dequantised first.
     """
     from pipeline.checkpoints.cards import card
     from pipeline.checkpoints.model_card import saved_settings
@@ -171,7 +171,7 @@ def write_merged(
 def difference_lines(
     trained: "Sequence[torch.Tensor]", merged: "Sequence[torch.Tensor]", sentences: Sequence[str]
 ) -> list[str]:
-    """Return a line for each sentence: largest and mean difference, and how often the largest logit is the same."""
+    """Return a line for each sentence: largest and mean difference, and the share of equal most likely tokens."""
     lines = []
     for first, second, text in zip(trained, merged, sentences, strict=True):
         difference = (first - second).abs()

@@ -1,1 +1,1 @@
-"""Programs about rewards: reward tries functions, sample writes scored answers."""
+"""Commands for rewards: `rlhf reward` tries functions, `rlhf sample` writes scored answers."""

@@ -1,4 +1,4 @@
-"""Reward functions on rows of a data set, before any training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
+"""Try reward functions on rows of a data set before training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
 
 import json
 import logging
@@ -20,21 +20,21 @@ from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
 from pipeline.run.logs import StderrHandler
 
-JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of an example
-WIDTH = 40  # characters of a completion
+LLM_JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of the LLM judge in a printed example
+WIDTH = 40  # printed characters of a completion
 
 
 class RewardTrialConfig(WorkerFlags):
-    """Try reward functions on rows of a data set, for example: rewards.py:length --data prompts.jsonl"""
+    """Try reward functions on rows of a data set: `rlhf reward rewards.py:length --data prompts.jsonl`."""
 
     reward_function: list[str] = flag(
-        [], "FILE.py:NAME of your own, or a NAME of the box; each also with :WEIGHT", positional=True, required=True
+        [], "Your FILE.py:NAME, or a built-in NAME; each with an optional :WEIGHT", positional=True, required=True
     )
     data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
-    n: int = flag(20, "Rows to read, the first ones; also -n", ge=1)
-    completion: str = flag("", "A response to each row, beside its own where it has one", kind="text")
-    num_samples_per_prompt: int = flag(4, "Responses of a call, as in training: those of a row, again and again", ge=1)
-    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
+    n: int = flag(20, "Number of rows to read; also -n", ge=1)
+    completion: str = flag("", "A response to score for each row, in addition to its own", kind="text")
+    num_samples_per_prompt: int = flag(4, "Responses per call, as in training; a row's are repeated", ge=1)
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -46,22 +46,22 @@ def run(argv: list[str], prog: str) -> None:
         raise InputError("--data: missing; name a file with prompts, a folder or a hub id")
     functions = parse_reward_functions(config.reward_function)
     rows = responses_of(config)
-    logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # what functions print, to stderr
+    logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # functions print to stderr
     show_settings([function for function in functions if function.target in BOX and not function.args])
     with reward_pool(config, functions, prints_traces=False) as pool:
         pool.check(sorted({name for row in rows for name in row.columns}))
         values = pool.gather([pool.submit(repeated(row, config.num_samples_per_prompt)) for row in rows])
     pairs = list(zip(rows, values, strict=True))
-    by_name = {one.name: [value for row, found in pairs for value in found[one.name][: len(row.texts)]]
+    by_name = {one.name: [value for row, by_function in pairs for value in by_function[one.name][: len(row.texts)]]
                for one in functions}  # fmt: skip
     print_table(functions, [row.alone(number) for row in rows for number in range(len(row.texts))], by_name)
-    for name, found in by_name.items():
-        if first := first_of_failures(found):
-            FailureWindow().check(name, [counts_of(found)], first)
+    for name, results in by_name.items():
+        if first := first_of_failures(results):
+            FailureWindow().check(name, [counts_of(results)], first)
 
 
 def responses_of(config: RewardTrialConfig) -> list[Responses]:
-    """Return the first rows of the data with a response each. Raises InputError where a row has none."""
+    """Return the first rows of the data, each with a response. Raises InputError if a row has none."""
     from pipeline.data.counts import Counts
     from pipeline.data.formats import read_records
     from pipeline.data.selection import parse_column_map
@@ -74,25 +74,25 @@ def responses_of(config: RewardTrialConfig) -> list[Responses]:
         texts = list(filter(None, [record.chosen or record.rejected, config.completion]))
         if not record.messages or not texts:
             what = "a response; give one by --completion TEXT" if record.messages else "a prompt"
-            raise InputError(f"{record.origin}: found columns {', '.join(record.columns)}, none is {what}")
-        # There is no tokenizer here: bytes stand for tokens.
-        own = (str(record.origin), record.messages, is_conversation, texts, [[*text.encode()] for text in texts])
-        rows.append(Responses(*own, columns=json.loads(record.extra)))
+            raise InputError(f"{record.origin}: got columns {', '.join(record.columns)}, none is {what}")
+        # This command has no tokenizer; each byte counts as a token.
+        content = (str(record.origin), record.messages, is_conversation, texts, [[*text.encode()] for text in texts])
+        rows.append(Responses(*content, columns=json.loads(record.extra)))
     say(*(f"note: {line}" for line in counts.lines()))
     return rows
 
 
 def repeated(row: Responses, number: int) -> Responses:
-    """Return a row with so many responses, or as many as it has: its own, again and again."""
-    places = [place % len(row.texts) for place in range(max(number, len(row.texts)))]
-    return replace(row, texts=[row.texts[place] for place in places], ids=[row.ids[place] for place in places])
+    """Repeat a row's responses until there are `number`, or as many as it has if these are more."""
+    indices = [index % len(row.texts) for index in range(max(number, len(row.texts)))]
+    return replace(row, texts=[row.texts[index] for index in indices], ids=[row.ids[index] for index in indices])
 
 
 def show_settings(functions: Sequence[RewardFunction]) -> None:
-    """Print a YAML file with all settings of those functions of the box that have any, at their defaults."""
-    known = [(one, settings_of(BOX[one.target]) | (JUDGE if one.name == "judge" else {})) for one in functions]
-    if entries := [{"name": one.name, "weight": one.weight, "args": args} for one, args in known if args]:
-        say("note: settings are given in a file, --config FILE; this one has the defaults:")
+    """Print a YAML file with the default settings of all built-in functions that have settings."""
+    shown_args = [(one, settings_of(BOX[one.target]) | (LLM_JUDGE if one.name == "judge" else {})) for one in functions]
+    if entries := [{"name": one.name, "weight": one.weight, "args": args} for one, args in shown_args if args]:
+        say("note: give settings in a YAML file (--config FILE); this one has the defaults:")
         say(*yaml.safe_dump({"reward_function": entries}, sort_keys=False).splitlines())
 
 
@@ -110,20 +110,20 @@ def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], 
     for name in names:
         given = {str(value) for value in values[name] if isinstance(value, float | list)}
         if len(given) == 1 < len(values[name]):
-            say(f"note: {name}: {shown(values[name][0])} for each response: it teaches nothing")
+            say(f"note: {name}: {shown(values[name][0])} for each response, so it trains nothing")
         for failure, count in Counter(value for value in values[name] if isinstance(value, Failure)).items():
             say(f"note: {name}: {failure.kind}: {failure.message}; {count} of {len(values[name])} responses")
 
 
 def shown(value: Value) -> str:
-    """Return a value as the table shows it; of tokens the sum, of a failure its kind."""
+    """Return a table cell: a value, the sum of values per token, or the kind of a failure."""
     if isinstance(value, Failure):
         return value.kind
     return "None" if value is None else f"sum {sum(value):.4g}" if isinstance(value, list) else f"{value:.4g}"
 
 
 def mean(values: Sequence[Value]) -> str:
-    """Return the mean of a column's values; of those of tokens it is that of their sums."""
+    """Return the mean of a column's values; values per token are summed first."""
     numbers = [sum(value) if isinstance(value, list) else value for value in values if isinstance(value, float | list)]
     return f"{sum(numbers) / len(numbers):.4g}" if numbers else "-"
 

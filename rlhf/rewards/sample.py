@@ -1,4 +1,4 @@
-"""Answers of a model to the prompts of files, as JSON lines: `rlhf sample output/sft --data prompts.jsonl -n 8`."""
+"""Write a model's answers to the prompts of files as JSON lines: `rlhf sample output/sft --data prompts.jsonl -n 8`."""
 
 import os
 import sys
@@ -80,7 +80,7 @@ def run(argv: list[str], prog: str) -> None:
         pool.check(data.columns)
         samples = open_samples(file, settings, overwrite=config.overwrite)
         if samples.last:
-            say(f"{file}: going on behind prompt {samples.last} of {num_prompts}")
+            say(f"{file}: resuming after prompt {samples.last} of {num_prompts}")
         if data.prompts and samples.last < data.prompts[-1].number:
             write_rows(config, data, pool, samples)
     if whole and size > 1 and (count := join_parts(whole, settings, rank=rank, size=size)):
@@ -88,7 +88,7 @@ def run(argv: list[str], prog: str) -> None:
 
 
 def scorers(config: SampleConfig) -> list[RewardFunction]:
-    """Return the reward functions. Raises InputError for one, or a reward model, that is none or has no own name."""
+    """Return the reward functions. Raises InputError for an invalid function or reward model, or a repeated name."""
     functions = parse_reward_functions(config.reward_function)
     paths = [path for path, _ in config.reward_models()]
     for path in paths:
@@ -96,13 +96,13 @@ def scorers(config: SampleConfig) -> list[RewardFunction]:
     names = Counter([*(one.name for one in functions), *map(last_part, paths)])
     if twice := [name for name, count in names.items() if count > 1]:
         raise InputError(
-            f"--reward-model: {twice[0]} names two rewards, by which scores are told apart; rename a folder or function"
+            f"--reward-model: {twice[0]} names two rewards, expected a name for each; rename a folder or function"
         )
     return functions
 
 
 def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data: "PromptData") -> dict[str, Any]:
-    """Return what rows depend on: a file of other settings is not gone on with."""
+    """Return the settings that rows depend on; a file with other settings is not resumed."""
     from pipeline.inference.answers import resolve_dtype
 
     return {
@@ -119,7 +119,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
 
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:
-    """Sample the answers that the file does not have yet, and write a row for each prompt that gives one."""
+    """Sample the missing answers of the file, and write a row for each prompt that yields one."""
     from pipeline.inference.answer_scores import load_judge
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.sampling import sample
@@ -129,11 +129,11 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     counts = {function.name: Counter[str]() for function in pool.functions}
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
-    judges = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
-    deviations = {judge.name: judge.deviation for judge in judges if judge.deviation}
+    reward_models = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
+    deviations = {model.name: model.deviation for model in reward_models if model.deviation}
     summary = ScoreSummary(deviations, max_tokens=config.sampling.max_new_tokens)
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
-    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=judges, **settings):
+    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=reward_models, **settings):
         summary.add(answers)
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)
         row = row_of(config.write_as, columns, answers)
@@ -141,9 +141,9 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
             reasons[row] += 1
         else:
             samples.write(prompt.number, row)
-        for name, given in values.items():
-            counts[name].update(counts_of(given))
-            if failures := [one for one in given if isinstance(one, Failure)]:
+        for name, results in values.items():
+            counts[name].update(counts_of(results))
+            if failures := [one for one in results if isinstance(one, Failure)]:
                 causes.setdefault(name, failures[0])
         if time.monotonic() - last_time > PROGRESS_S:
             last_time = time.monotonic()

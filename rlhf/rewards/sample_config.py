@@ -13,7 +13,7 @@ from pipeline.rewards.worker_flags import WorkerFlags
 
 
 class SampleConfig(WorkerFlags):
-    """Sample answers of a model, for example with: output/sft --data prompts.jsonl -n 8 --output answers.jsonl"""
+    """Sample answers of a model: `rlhf sample output/sft --data prompts.jsonl -n 8 --output answers.jsonl`."""
 
     model: str = flag(
         "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True, required=True,
@@ -26,26 +26,25 @@ class SampleConfig(WorkerFlags):
         required=True,
         aliases=("data_path",),
     )
-    column_map: str = flag("", "Columns of other names: prompt=question,chosen=best")
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
     max_prompt_seq_len: int = flag(
-        0, "Tokens of a prompt, longer ones are left out; 0: as many as --max-new-tokens leaves", ge=0
+        0, "Most tokens of a prompt, longer ones are dropped; 0: what --max-new-tokens leaves", ge=0
     )
     output: str = flag(
         "",
-        "File of JSON lines, which the same command goes on with, and ranks of torchrun write together; none: standard "
-        "output",
+        "File of JSON lines, which the same command resumes and all ranks of torchrun write to; none: standard output",
         kind="path",
     )
-    overwrite: bool = flag(False, "Begin --output anew")
+    overwrite: bool = flag(False, "Replace --output instead of resuming it")
     write_as: RowLayout = flag(
         "answers",
-        "A row is all answers to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, for stage 2 "
-        "or DPO",
+        "Content of a row; answers: all to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, "
+        "for stage 2 or DPO",
         aliases=("as",),
     )
     reward_function: list[str] = flag(
         [],
-        "Functions that score answers: FILE.py:NAME, or a NAME of the box, each with an optional :WEIGHT",
+        "Functions that score answers: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT",
         aliases=("reward",),
     )
     reward_model: list[str] = flag(
@@ -54,8 +53,8 @@ class SampleConfig(WorkerFlags):
         aliases=("reward_model_name_or_path",),
     )
     batch_size: int = flag(16, "Prompts whose answers are sampled at once", ge=1)
-    seed: int = flag(1234, "Makes answers repeatable, whatever is sampled beside them", ge=0)
-    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 where the device has it, else fp32")
+    seed: int = flag(1234, "Seed of the answers; an answer does not depend on its batch", ge=0)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
     sampling: SampleSettings = SampleSettings(temperature=1.0)
 
     @model_validator(mode="after")

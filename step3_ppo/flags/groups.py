@@ -25,9 +25,9 @@ def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
 class PromptDataConfig(DataConfig):
     """Data"""
 
-    max_prompt_seq_len: int = flag(256, "Tokens of a prompt", ge=1, other_tools="max_prompt_length")
+    max_prompt_seq_len: int = flag(256, "Most tokens of a prompt", ge=1, other_tools="max_prompt_length")
     long_prompts: Literal["drop", "truncate_left"] = flag(
-        "drop", "Prompts longer than max_prompt_seq_len: drop them, or truncate them on the left"
+        "drop", "Prompts above --max-prompt-seq-len: drop them, or truncate them on the left"
     )
     unsupervised_data_path: list[str] = flag(
         [],
@@ -51,8 +51,7 @@ class SamplingConfig(Group):
 
     rollout_batch_size: int = flag(
         0,
-        "Responses sampled before the policy is updated, over all GPUs (OpenRLHF's flag of this name counts prompts); "
-        "0: one optimizer step's",
+        "Responses sampled before a policy update, over all GPUs (OpenRLHF counts prompts); 0: one optimizer step's",
         ge=0,
         on_resume="rounding",
         instead_of="generation_batches",
@@ -63,8 +62,8 @@ class SamplingConfig(Group):
     )
     per_device_generation_batch_size: int = flag(
         16,
-        "Prompts sampled at once on a device, at most its rollout; without --rollout-batch-size, a given value times "
-        "--generation-batches is the rollout; auto: as many as fit in memory",
+        "Prompts that a device samples at once, at most its rollout's; without --rollout-batch-size, a given value "
+        "times --generation-batches is that rollout; auto: as many as fit into memory",
         ge=1,
         on_resume="rounding",
         auto=True,
@@ -72,7 +71,7 @@ class SamplingConfig(Group):
     )
     generation_batches: int = flag(
         0,
-        "Batches of prompts in a device's rollout; 0: --rollout-batch-size decides",
+        "Generation batches in a device's rollout; 0: --rollout-batch-size decides",
         ge=0,
         on_resume="rounding",
         instead_of="rollout_batch_size",
@@ -83,13 +82,13 @@ class SamplingConfig(Group):
     )
     max_answer_seq_len: int = flag(
         256,
-        "Tokens of a response, EOS included",
+        "Most tokens of a response, EOS included",
         ge=1,
         auto_is="256, or 512 where functions alone reward",
         before=256,
         other_tools="max_new_tokens response_length max_completion_length",
     )
-    temperature: float = flag(1.0, "Temperature of sampling and of all log-probabilities", gt=0)
+    temperature: float = flag(1.0, "Divisor of the logits in sampling and in all log-probabilities", gt=0)
     top_p: float = flag(1.0, "Sample from the most likely tokens of this total probability", gt=0, le=1)
     top_k: int = flag(0, "Sample from this many most likely tokens; 0: all", ge=0)
     stop_strings: StopTexts = flag(
@@ -106,20 +105,20 @@ class SamplingConfig(Group):
     )
     release_inference_cache: bool = flag(
         False,
-        "Free the memory of generation (cache, graph, copied weights) after each rollout; false: only if an update "
-        "runs out of memory; auto: if the plan expects that",
+        "Free the memory of generation (KV cache, graph, copied weights) after each rollout; false: only if an update "
+        "runs out of memory; auto: if the plan predicts that",
         on_resume="free",
         auto=True,
     )
     rollout_weights: Literal["auto", "whole", "streamed"] = flag(
         "auto",
-        "Actor weights under ZeRO-3 during generation: whole on each GPU, or streamed, a few layers at a time; "
+        "The actor's weights under ZeRO-3 during generation: whole on each GPU, or streamed a few layers at a time; "
         "auto: whole if they fit",
         on_resume="rounding",
     )
     inference_tp_size: int = flag(1, "GPUs that share the actor's weights in a rollout", ge=1, on_resume="rounding")
     offload_optimizer_during_rollout: bool = flag(
-        False, "Move optimizer states to host memory during a rollout, and free its cache after it", on_resume="free"
+        False, "Move optimizer states to host memory during a rollout; its cache is freed after it", on_resume="free"
     )
 
 
@@ -134,39 +133,39 @@ class PPOCoefficients(Group):
     ppo_epochs: int = flag(1, "Passes over each rollout", ge=1, other_tools="num_ppo_epochs")
     policy_loss: str = flag(
         "clipped",
-        "PPO's clipped loss; cispo: each token keeps a gradient, its ratio is capped; or FILE.py:NAME, a function of "
-        "log-probabilities and advantages",
+        "PPO's clipped loss; cispo: each token has a gradient, weighted by its capped ratio; or FILE.py:NAME, a "
+        "function of log-probabilities and advantages",
         kind="path",
     )
     policy_ratio: Literal["token", "sequence"] = flag(
         "token",
-        "The probability ratio: of a token, or the geometric mean of its response's (GSPO, published with "
-        "loss_aggregation sequence_mean and a policy_clip of about 3e-4)",
+        "Probability ratio of each token, or its geometric mean over the response (GSPO; its paper has "
+        "--loss-aggregation sequence_mean and --policy-clip about 3e-4)",
     )
     policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange epsilon")
-    policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as policy_clip", ge=0)
+    policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as --policy-clip", ge=0)
     dual_clip: float = flag(
-        0.0, "Ratio above which a token of negative advantage has no gradient: 3 is usual; 0: none", ge=0
+        0.0, "Ratio (for example 3) above which a token with negative advantage has no gradient; 0: none", ge=0
     )
     ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1)
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = flag(
         "token_mean",
-        "Mean of the policy loss and its further terms: over all tokens; over responses, of the mean of each; or "
-        "constant: the sum of each response over max_answer_seq_len (Dr. GRPO)",
+        "Mean of the policy loss and its further terms: over tokens, over the means of responses, or constant: sums "
+        "of responses divided by --max-answer-seq-len (Dr. GRPO)",
     )
     off_policy_weights: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = flag(
         "auto",
-        "Importance weights of the policy loss: the trainer's over the sampler's probability of a token, a response or "
-        "its mean token, truncated at off_policy_cap or 0 outside the limits; auto: token_truncate for adapters that "
-        "are merged in 16 bits, else none",
+        "Weigh the policy loss by the ratio of the trainer's to the sampler's probability of a token, a response, or "
+        "its geometric mean; truncate: capped; mask: 0 beyond limits; auto: token_truncate for adapters merged in 16 "
+        "bits, else none",
         before="none",
     )
-    off_policy_cap: float = flag(2.0, "Largest of these weights", gt=0)
-    off_policy_low: float = flag(0.5, "Kinds with a mask: weights below this become 0", ge=0)
+    off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0)
+    off_policy_low: float = flag(0.5, "With a mask: smallest off-policy weight; lower ones become 0", ge=0)
     off_policy_veto: float = flag(
-        0.0, "Leave out responses with a token whose weight is below this (1e-4 is usual); 0: none", ge=0
+        0.0, "Drop responses with a token whose off-policy weight is below this (1e-4); 0: none", ge=0
     )
     value_clip: float = flag(
         0.2,
@@ -180,76 +179,78 @@ class PPOCoefficients(Group):
         0.95, "Lambda of generalised advantage estimation", ge=0, le=1, needs="a critic", other_tools="lam"
     )
     returns_lambda: float = flag(
-        -1.0, "Lambda of the returns that the critic learns (VC-PPO: 1); -1: gae_lambda", ge=-1, le=1, needs="a critic"
+        -1.0, "Lambda of the critic's target returns (VC-PPO: 1); -1: as --gae-lambda", ge=-1, le=1, needs="a critic"
     )
     lambda_alpha: float = flag(
         0.0,
-        "Advantages with lambda 1 - 1 / (lambda_alpha x length) for each response, not below 0 (VAPO: 0.05, for long "
-        "ones: 256 tokens get 0.92, 64 get 0.69, 20 get 0); 0: gae_lambda",
+        "Lambda of a response's advantages is 1 - 1 / (lambda_alpha x length), at least 0 (VAPO: 0.05, for long ones: "
+        "256 tokens get 0.92, 64 get 0.69, 20 get 0); 0: as --gae-lambda",
         ge=0,
         needs="a critic",
     )
     whiten_advantages: bool = flag(
-        True, "Advantages get mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
+        True, "Normalise advantages to mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
     )
-    scale_by_group: bool = flag(True, "grpo: divide by the standard deviation of the prompt's rewards; false: Dr. GRPO")
+    scale_by_group: bool = flag(
+        True, "grpo: divide by the standard deviation of the prompt's rewards; false: not (Dr. GRPO)"
+    )
     replace_equal_groups: bool = flag(
         False,
-        "grpo, rloo: replace prompts whose responses all have the same reward by the next prompts, up to 3 times, then "
-        "leave them out (DAPO)",
+        "grpo, rloo: replace prompts whose responses all have the same reward by the next ones, up to 3 times, then "
+        "drop them (DAPO)",
         other_tools="dynamic_sampling",
     )
-    group_baseline: bool = flag(False, "ppo, reinforce_pp: subtract the mean reward of the prompt first")
+    group_baseline: bool = flag(False, "ppo, reinforce_pp: first subtract the prompt's mean reward")
     entropy_coef: float = flag(
         0.0,
-        "Weight of the entropy bonus, which is subtracted from the loss; 0: none",
+        "Weight of the policy's entropy, which is subtracted from the loss; 0: none",
         ge=0,
         other_tools="entropy_loss_coef entropy_coeff",
     )
     positive_nll_coef: float = flag(
         0.0,
-        "Weight of the negative log-likelihood of right responses in the policy's loss (VAPO: 0.1); 0: none",
+        "Weight of the negative log-likelihood of correct responses in the policy loss (VAPO: 0.1); 0: none",
         ge=0,
     )
     positive_score: float = flag(
-        1.0, "positive_nll_coef: a response is right if the weighted sum of its reward functions is at least this"
+        1.0, "--positive-nll-coef: a response is correct if the weighted sum of its functions is at least this"
     )
     kl_coef: float = flag(
-        0.1, "Weight of the KL penalty; with kl_target its first value", ge=0, other_tools="init_kl_coef beta"
+        0.1, "Weight of the KL penalty; its initial value with --kl-target", ge=0, other_tools="init_kl_coef beta"
     )
-    log_kl: bool = flag(False, "Log objective/kl at kl_coef 0 too; this loads the reference", before=True)
+    log_kl: bool = flag(False, "Log objective/kl at --kl-coef 0 too, which loads the reference", before=True)
     kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
-    kl_target: float = flag(0.0, "Nats per sequence that an adaptive kl_coef aims at; 0: fixed", ge=0)
-    kl_horizon: int = flag(10_000, "Sequences in which the adaptive kl_coef moves by at most a fifth", ge=1)
+    kl_target: float = flag(0.0, "KL in nats per sequence to which --kl-coef adapts; 0: it is fixed", ge=0)
+    kl_horizon: int = flag(10_000, "Sequences in which an adaptive --kl-coef changes by at most a fifth", ge=1)
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
         "auto",
-        "Source of the log-probabilities before the update; sampler: saves a pass, needs one step per rollout; auto: "
-        "sampler with one step per rollout, the fused backend, 16 bits, and neither top_p, top_k nor merged adapters",
+        "Whose log-probabilities of the old policy are used; sampler: saves a pass, needs one step per rollout; auto: "
+        "sampler if that holds and its kernels agree with the trainer's (learning report: within noise)",
     )
-    approx_kl_stop: float = flag(0.0, "Skip the rest of a rollout's updates above this KL; 0: never", ge=0)
+    approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase if its KL exceeds this; 0: never", ge=0)
     reward_clip: float = flag(
         5.0, "Clip a reward model's normalised scores to plus and minus this", gt=0, needs="a reward model"
     )
     missing_eos_penalty: float = flag(
         1.0,
-        "Subtracted from the reward of a response without an EOS, in standard deviations of a reward model's scores",
+        "Penalty on the reward of a response without EOS, in standard deviations of a reward model's scores",
         ge=0,
         auto_is="1, or 0 where functions alone reward",
     )
     normalise_scores: bool = flag(
         True,
-        "Use the mean and std of scores that stage 2 stored, else the first rollout's",
+        "Normalise scores by the mean and std that stage 2 stored, else the first rollout's",
         needs="a reward model",
     )
     critic_warmup_steps: int = flag(
         0,
-        "First steps, in which only the critic learns; rollouts that begin in them have Monte-Carlo returns: lambda 1 "
+        "First steps, which train only the critic; rollouts that begin in them use Monte-Carlo returns, lambda 1 "
         "(VC-PPO)",
         ge=0,
         needs="a critic",
     )
-    enable_ema: bool = flag(False, "Keep an exponential moving average of the actor (actor_ema/)")
+    enable_ema: bool = flag(False, "Save an exponential moving average of the actor too (actor_ema/)")
     ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
 
     @property

@@ -15,32 +15,32 @@ class RewardConfig(WorkerFlags):
 
     reward_function: list[str] = flag(
         [],
-        "Functions that score responses: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT; in YAML also "
-        "name, weight and args of each",
+        "Functions that score responses: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT; in YAML each "
+        "may have name, weight and args",
     )
     reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
     more_reward_models: list[str] = flag(
         [],
-        "Further reward models, FOLDER[:WEIGHT], with the flags of --reward-model-*",
+        "Further reward models, FOLDER[:WEIGHT]; --reward-model-* apply to them too",
         needs="a reward model",
     )
     reward_scaling: Literal["none", "batch", "running"] = flag(
         "none",
-        "Divide each reward by its standard deviation in this rollout (batch) or in all so far (running) before the "
-        "weighted sum; for a reward model this replaces the stored std, and reward_clip clips the quotient",
+        "Divide each reward by its own standard deviation, over the rollout (batch) or all rollouts so far (running), "
+        "before the weighted sum; it replaces a reward model's stored std, before --reward-clip",
     )
     eval_samples_per_prompt: int = flag(
         1,
-        "Responses to each held-out prompt; pass_at_1 and pass_at_k are logged for each function, and a value of at "
-        "least 1 passes",
+        "Responses to each held-out prompt, for pass_at_1 and pass_at_k of reward functions; a value of at least 1 "
+        "passes",
         ge=1,
         le=MAX_SAMPLES,
         on_resume="free",
     )
     max_reward_failures: float = flag(
         0.05,
-        "Largest share of failed calls among the last 1,000 responses; above it and 20 failures, the run saves a "
-        "checkpoint and ends",
+        "Share of failed reward calls among the last 1,000 responses above which the run saves and ends, after at "
+        "least 20 failures",
         ge=0,
         le=1,
         on_resume="free",

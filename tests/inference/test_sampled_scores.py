@@ -118,7 +118,7 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
     sampled(capsys, model, *words)
     whole = Path("a.jsonl").read_text()
     Path("a.jsonl").write_text("".join(whole.splitlines(keepends=True)[:2]))
-    assert "going on behind prompt 2 of 4" in sampled(capsys, model, *words)[1]
+    assert "resuming after prompt 2 of 4" in sampled(capsys, model, *words)[1]
     again = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
     for row, other in zip(again, map(json.loads, whole.splitlines()), strict=True):
         for one, twin in zip(row["answers"], other["answers"], strict=True):

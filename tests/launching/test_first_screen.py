@@ -103,7 +103,7 @@ def test_required_words_are_shown_as_required(capsys):
 
 def test_what_names_all_flags_names_help_all(capsys):
     assert run_subcommand("init", ["--help"], prog="rlhf init") == 0
-    assert "Flags are those of rlhf train, whose --help-all lists them." in capsys.readouterr().out
+    assert "It takes the flags of rlhf train: rlhf train --help-all" in capsys.readouterr().out
     page = (ROOT / "website" / "errors.yaml").read_text(encoding="utf-8")
     assert "`--help-all` lists all" in page
 

@@ -155,7 +155,7 @@ def test_a_finished_step_whose_start_model_is_to_be_made_again_is_refused(finish
     assert train(finished, *TINY, "--step", "2", "3", STUB_OUTCOMES="0").returncode == 0
     again = train(finished, *TINY, "--sft.max-steps", "11", STUB_OUTCOMES="0")
     assert again.returncode == 2 and len(started(finished)) == 3
-    assert "error: --ppo.actor-model-name-or-path: stage 1 makes output/sft anew, and this stage is" in again.stderr
+    assert "error: --ppo.actor-model-name-or-path: stage 1 retrains output/sft; this stage is" in again.stderr
     again = train(finished, *TINY, "--sft.max-steps", "11", "--ppo.overwrite", STUB_OUTCOMES="0")
     assert again.returncode == 0 and len(started(finished)) == 5
 

@@ -315,11 +315,11 @@ def test_step_3_needs_the_models_of_2_and_of_1_where_none_is_named(tmp_path):
     done = train(tmp_path, *TINY, "--step", "3")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --ppo.critic-model-name-or-path: output/reward: found no config.json")
+    assert line.startswith("error: --ppo.critic-model-name-or-path: output/reward: got no config.json")
     assert line.endswith("python train.py --step 2 --actor-model tiny --reward-model tiny")
     planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
     assert planned.returncode == 0, planned.stderr
-    assert "note: output/reward does not exist: planned as made from output/demo/base\n" in planned.stdout
+    assert "note: output/reward does not exist: planned as trained from output/demo/base\n" in planned.stdout
     for words in ((), ("--method", "grpo", "--ppo.reward-function", "length")):
         noted = train(tmp_path, *TINY, "--step", "1", "2", "3", "--target", "1xH100", *words).stdout
         assert ("note: stage 3 does not read the reward model of stage 2" in noted) == bool(words)

@@ -111,7 +111,7 @@ def test_split_overrides():
 def test_the_commands_that_train_prints_are_plans_of_the_stages_that_they_name(tmp_path, monkeypatch):
     refused = train(tmp_path, "--step", "3", "--output-dir", "my out").stderr
     ended = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", STUB_OUTCOMES="0").stdout
-    printed = [*re.findall("make them: (.*)", refused), ended.splitlines()[-1].removeprefix("next: ")]
+    printed = [*re.findall("train it: (.*)", refused), ended.splitlines()[-1].removeprefix("next: ")]
     monkeypatch.chdir(tmp_path)
     plans = [make_plan(shlex.split(command)[2:], prog="x").chosen for command in printed]
     assert [[(one.stage.number, one.model_dir) for one in plan] for plan in plans] == [

@@ -208,7 +208,7 @@ def test_what_else_bitsandbytes_stores_is_refused(
 def test_no_int8_codes_are_made_of_4_bits(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = with_entry(base, tmp_path / "nf4", **ENTRY)
     assert export.main([folder, "--output", f"{tmp_path}/int8", "--dtype", "int8"]) == EXIT_INPUT
-    line = f"error: --checkpoint: {folder} is stored as nf4; name the 16-bit folder that it was made of"
+    line = f"error: --checkpoint: {folder} is stored as nf4; name its 16-bit original"
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 

@@ -64,7 +64,7 @@ def test_init_escapes_the_names_of_files(tmp_path, monkeypatch, capsys):
     escaped(capsys)
     Path(f"{STEERS}.yaml").touch()
     assert init.main([f"{STEERS}.yaml"]) == 2
-    assert "exists and stays as it is" in escaped(capsys)
+    assert "exists and is not overwritten" in escaped(capsys)
     Path(f"{STEERS}.yaml").unlink()
     assert init.main([f"{STEERS}.yaml", "--actor-model", "x/y", "--data-path", "r.jsonl", "--step", "1"]) == 0
     assert "written: a" in escaped(capsys)

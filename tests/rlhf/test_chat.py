@@ -274,24 +274,24 @@ def test_an_adapter_folder_answers_like_the_merged_model(rambling, tmp_path, mon
 )
 def test_wrong_commands_say_what_would_be_right(speaking, line, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        chat.Shell(conversation(speaking)).take(line)
+        chat.Shell(conversation(speaking)).execute(line)
 
 
 def test_commands_act_on_the_conversation(speaking, capsys):
     talk = conversation(speaking)
     shell = chat.Shell(talk)
     for line in ("hello", "/set temperature 0.5", "/set top_k=7"):
-        shell.take(line)
+        shell.execute(line)
     assert (talk.settings.temperature, talk.settings.top_k, len(talk.turns)) == (0.5, 7, 2)
-    shell.take("/clear")
+    shell.execute("/clear")
     assert talk.turns == []
-    shell.take(" /etc is a folder")
+    shell.execute(" /etc is a folder")
     assert talk.turns[0].content == "/etc is a folder"
-    shell.take("/system Be kind.")
-    shell.take("/help")
+    shell.execute("/system Be kind.")
+    shell.execute("/help")
     for word in ("/exit", "exit", "quit "):
         with pytest.raises(EOFError):
-            shell.take(word)
+            shell.execute(word)
     shown = capsys.readouterr()
     assert shown.out == f"{SHOWN}\n{SHOWN}\n"
     assert "/retry" in shown.err and "temperature 0.5" in shown.err

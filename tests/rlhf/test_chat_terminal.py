@@ -86,7 +86,7 @@ def test_talking_in_a_terminal(endless, in_terminal):
     terminal.type("hello\n")
     terminal.wait_for("ababab")  # it streams: 20000 tokens are far away
     terminal.type("\x03")
-    terminal.wait_for("stopped; the conversation keeps this much")
+    terminal.wait_for("stopped; the conversation keeps this part")
     terminal.wait_for("> ")
     time.sleep(0.3)  # CPython prints the prompt a moment before it listens to signals
     terminal.type("\x03")

@@ -127,7 +127,11 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
             "--checkpoint: {made}/adapter is an adapter; `rlhf merge`",
         ),
         (main, ["{made}/none", "--output", "{made}/new"], "--checkpoint: {made}/none: no such folder"),
-        (main, ["{made}/run", "--output", "{made}/new"], "--dtype int8: takes a model, and {made}/run is of a run; "),
+        (
+            main,
+            ["{made}/run", "--output", "{made}/new"],
+            "--dtype int8: got {made}/run, a folder of a run, expected a model; ",
+        ),
         (
             merge.main,
             ["{made}/adapter", "{made}/new", "--quantization", "none"],

@@ -80,8 +80,8 @@ def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("old.yaml",), "old.yaml exists and stays as it is; name another file: rlhf init other.yaml"),
-        (("--actor-model", "tiny", "old.yaml"), "old.yaml exists and stays"),
+        (("old.yaml",), "old.yaml exists and is not overwritten; name another file: rlhf init other.yaml"),
+        (("--actor-model", "tiny", "old.yaml"), "old.yaml exists and is not"),
         (("rlhf",), "rlhf: expected a name that ends in .yaml"),
         (("--actor-modl", "tiny"), "--actor-modl: unknown flag; did you mean --actor-model?"),
         (("--config", "old.yaml"), "--config: a file of flags is what this writes"),

@@ -241,7 +241,7 @@ def test_an_adapter_that_lacks_a_weight_is_not_filled_with_random_numbers(
 @pytest.mark.parametrize(
     ("factor", "says"),
     [
-        (1e15, ": its base with it gives NaN or infinity"),
+        (1e15, ": with its base it gives NaN or infinity"),
         (float("nan"), f"/{ADAPTER_WEIGHTS}: base_model."),
     ],
 )

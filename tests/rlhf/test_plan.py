@@ -50,7 +50,7 @@ def test_each_card_has_its_cheapest_way_and_the_configuration_is_read_once(monke
     "words, line",
     [
         (["--cards", "RTX9999"], "error: --target RTX9999: RTX9999: known are "),
-        (["--target", "1xH100"], "error: --target: found with the plan of many cards; give --cards"),
+        (["--target", "1xH100"], "error: --target: got it with a plan of many cards; give --cards"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(capsys, words, line):
@@ -63,7 +63,7 @@ def test_help_says_what_is_cheapest_and_what_else_it_takes(capsys):
     assert main(["plan", "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: rlhf plan [--cards CARD ...] [--FLAG VALUE ...]")
-    assert "fewest of 1, 2, 4 and 8 GPUs" in printed
+    assert "fewest GPUs (1, 2, 4 or 8)" in printed
 
 
 @pytest.mark.slow

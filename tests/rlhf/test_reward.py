@@ -93,7 +93,7 @@ def test_a_call_has_all_responses_of_a_group(folder, capsys):
 
 def test_a_function_that_tells_no_responses_apart_is_told_of(folder, capsys):
     _, errors = table(capsys, "f.py:zero", "f.py:length", "f.py:solved", *ON, "--completion", "b")
-    assert "note: zero: 0 for each response: it teaches nothing\n" in errors and "note: length" not in errors
+    assert "note: zero: 0 for each response, so it trains nothing\n" in errors and "note: length" not in errors
 
 
 def test_settings_of_the_box_are_shown_as_a_file_that_works(folder, capsys):
@@ -186,8 +186,8 @@ WRONG = [
         "comes before other flags",
     ),
     (["f.py:length", "--data", "e.jsonl"], "data path 'e.jsonl': no such file or folder; did you mean "),
-    (["f.py:length", "--data", "d.jsonl"], "d.jsonl:3: found columns prompt, solution, none is a response; give "),
-    (["f.py:solved", "--data", "t.txt"], "t.txt:1: found columns text, none is a prompt"),
+    (["f.py:length", "--data", "d.jsonl"], "d.jsonl:3: got columns prompt, solution, none is a response; give "),
+    (["f.py:solved", "--data", "t.txt"], "t.txt:1: got columns text, none is a prompt"),
     (
         ["f.py:wrong", *ON],
         "--reward-function {}/f.py:wrong: wrong, prompt d.jsonl:1: response 0: returned 'good' (str)",

@@ -238,7 +238,7 @@ def test_a_file_that_is_cut_anywhere_is_gone_on_with(folder, model, capsys, layo
         Path("a.jsonl").write_bytes(whole[:cut])
         again, shown = sampled(capsys, model, *flags)
         num_kept = sum(end <= cut for end in ends)
-        told = f"going on behind prompt {rows[num_kept - 1]['number']} of 5"
+        told = f"resuming after prompt {rows[num_kept - 1]['number']} of 5"
         assert ("going on" in shown, told in shown) == (num_kept > 0, num_kept > 0), cut
         if layout == "answers":
             assert plain(again) == plain(rows) and log_probs(again) == pytest.approx(log_probs(rows), abs=1e-4)

@@ -68,7 +68,7 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     of_rank(1, "--overwrite")
     assert not Path("two.jsonl").exists(), "the other part is torn"
     shown = of_rank(0)
-    assert "going on behind prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
+    assert "resuming after prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
     both = rows_of("two.jsonl")
     assert both == [row | {"answers": [close_to(one) for one in row["answers"]]} for row in alone]
     assert sorted(path.name for path in Path().glob("*two.jsonl*part*")) == []

@@ -75,7 +75,7 @@ def test_stage_3_starts_from_the_named_model_where_no_stage_1_is(words, flags):
     make_model(Path("output/sft"))
     plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
     assert [values(plan)[flag] for flag in flags] == ["output/sft"] * len(flags)
-    assert f"{section} starts from output/sft, which stage 1 made" in list(start_lines(plan))
+    assert f"{section} starts from output/sft, which stage 1 trained" in list(start_lines(plan))
     assert preset(plan) == "small.yaml"
 
 
@@ -101,7 +101,7 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
     (ranks,) = started(tmp_path)
     assert ranks[ranks.index("--actor-model-name-or-path") + 1] == "output/demo/base"
     unnamed = train(tmp_path / "other", *words)
-    assert unnamed.returncode == 2 and "output/sft: found no config.json" in unnamed.stderr
+    assert unnamed.returncode == 2 and "output/sft: got no config.json" in unnamed.stderr
 
 
 # --- presets --------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_a_model_that_a_stages_flag_names_brings_its_own_preset():
     plan = planned("--step", "3", "--method", "dpo", "--dpo.model-name-or-path", "Qwen/Qwen3-0.6B")
     assert preset(plan) == "small.yaml" and values(plan)["chat_template_kwargs"] == ["enable_thinking=false"]
     unknown = planned("--step", "3", "--ppo.actor-model-name-or-path", "org/model")
-    assert preset(unknown) == "" and "ppo: no preset; the built-in" in "\n".join(start_lines(unknown))
+    assert preset(unknown) == "" and "ppo: no preset; flags that" in "\n".join(start_lines(unknown))
 
 
 def test_later_stages_follow_the_model_that_the_flag_of_stage_1_names(tmp_path):
