@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "sample": "write answers to prompts, with log-probabilities and scores",
     "report": "write report.html, report.md and curves/ of one or more runs",
     "convert": "convert a DeepSpeed-Chat model to a folder of this project",
-    "export": "write a checkpoint's models as plain folders",
+    "export": "write a checkpoint's models as plain model folders",
     "merge": "merge a LoRA adapter into its base model",
     "reward": "try reward functions on rows of a data set",
 }

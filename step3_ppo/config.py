@@ -244,16 +244,16 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
         if self.sampling.num_samples_per_prompt < 2 and (self.method.compares or self.ppo.group_baseline):
-            asks = "group_baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
-            raise ValueError(f"num_samples_per_prompt: got 1: {asks} compares responses to a prompt; give 2 or more")
+            rule = "group_baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
+            raise ValueError(f"num_samples_per_prompt: got 1: {rule} compares responses to a prompt; give 2 or more")
         return self
 
     @model_validator(mode="after")
     def _functions_reward(self) -> Self:
         if self.ppo.positive_nll_coef and not self.rewards.reward_function:
-            raise ValueError("positive_nll_coef: needs a --reward-function, which tells right responses; leave it out")
+            raise ValueError("positive_nll_coef: needs a --reward-function to tell correct responses; leave it out")
         if self.ppo.positive_score != 1.0 and not self.ppo.positive_nll_coef:
-            raise ValueError("positive_score: only --positive-nll-coef reads it; leave it out")
+            raise ValueError("positive_score: needs --positive-nll-coef; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: scores of a reward model are never equal; leave it out")
         return self
@@ -306,7 +306,7 @@ class PPOConfig(StageConfig):
         return "token_truncate" if self.merges_adapters and dtype != "fp32" else "none"
 
     def rollout_size(self, ranks: int) -> RolloutSize:
-        """Return the size of a rollout over all ranks, from which all counts of prompts and responses follow."""
+        """Return the size of a rollout over all ranks; all counts of its prompts and responses come from it."""
         values = self.sampling.model_dump() | self.optimizer.model_dump() | self.ppo.model_dump() | {"ranks": ranks}
         return RolloutSize(**{field.name: values[field.name] for field in fields(RolloutSize)})
 

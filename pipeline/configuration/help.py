@@ -116,7 +116,7 @@ def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
         near = ", ".join(map(dashed, get_close_matches(name, set().union(*tables.values()))))
         raise InputError(f"{topic}: neither a flag nor a topic; {f'nearest: {near}' if near else '--help-all has all'}")
     lines = [line for flags in exact.values() for line in (*sheet(flags, readers), "")]
-    lines += [f"Flags about {name}:"] * bool(about)
+    lines += [f"Flags about {name.replace('_', '-')}:"] * bool(about)
     lines += [line for flag in about.values() for line in help_lines(flag)]
     lines += [] if exact else ["", f"page: {page_of([name, *about])}"]
     return "\n".join(lines).rstrip()

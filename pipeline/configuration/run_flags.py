@@ -179,7 +179,7 @@ class RunConfig(Group):
     @classmethod
     def _names_a_repository(cls, text: str) -> str:
         if text and not HUB_ID.fullmatch(text):
-            raise ValueError("the id of a repository is right, as in my-name/my-model")
+            raise ValueError("expected the id of a repository, as my-name/my-model")
         return text
 
     @model_validator(mode="after")

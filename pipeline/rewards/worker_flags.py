@@ -32,7 +32,7 @@ class WorkerFlags(Group):
     @model_validator(mode="after")
     def _variables_are_names(self) -> Self:
         if any("=" in name for name in self.reward_env):  # whose value is not shown
-            raise ValueError("reward_env: found NAME=VALUE; NAME alone is right, the value stays in the environment")
+            raise ValueError("reward_env: got NAME=VALUE, expected NAME; the value stays in the environment")
         return self
 
 

@@ -288,12 +288,12 @@ class PPOCoefficients(Group):
         if self.kl_target and not self.kl_coef:
             raise ValueError("kl_target: it multiplies kl_coef, which is 0; give --kl-coef too, or leave it out")
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip: got {self.dual_clip:g}: a ratio above 1 is right, as 3; 0: none")
+            raise ValueError(f"dual_clip: got {self.dual_clip:g}, expected a ratio above 1, as 3, or 0 for none")
         if -1 < self.returns_lambda < 0:
-            raise ValueError(f"returns_lambda: got {self.returns_lambda:g}: 0 to 1 is right; -1: gae_lambda")
+            raise ValueError(f"returns_lambda: got {self.returns_lambda:g}, expected 0 to 1, or -1 for gae_lambda")
         if self.off_policy_weights.endswith("_mask") and self.off_policy_low > self.off_policy_cap:
-            found = f"got {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
-            raise ValueError(f"off_policy_low: {found}: each weight would be 0; give less")
+            weights = f"got {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
+            raise ValueError(f"off_policy_low: {weights}: each weight would be 0; give less")
         if self.replace_equal_groups and not METHODS[self.method].compares:
             raise ValueError(f"replace_equal_groups: needs method grpo or rloo, got {self.method}; leave it out")
         if not self.scale_by_group and self.method != "grpo":

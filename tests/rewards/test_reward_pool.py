@@ -235,7 +235,7 @@ def f(completions):
 
 
 def test_variables_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="reward_env: found NAME=VALUE; NAME alone is right") as caught:
+    with pytest.raises(ValueError, match="reward_env: got NAME=VALUE, expected NAME") as caught:
         WorkerFlags(reward_env=["KEY=canary"])
     assert "canary" not in str(caught.value.errors()[0]["msg"])
     functions = functions_in(tmp_path / "f.py", "def f(completions): return [1]", "f")

@@ -84,7 +84,7 @@ def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
         (("--actor-model", "tiny", "old.yaml"), "old.yaml exists and is not"),
         (("rlhf",), "rlhf: expected a name that ends in .yaml"),
         (("--actor-modl", "tiny"), "--actor-modl: unknown flag; did you mean --actor-model?"),
-        (("--config", "old.yaml"), "--config: a file of flags is what this writes"),
+        (("--config", "old.yaml"), "--config: this command writes such a file"),
         (("--sft.learning-rate", "fast"), "--sft.learning-rate: got 'fast'"),
     ],
 )
