@@ -26,7 +26,7 @@ from pipeline.generation import device_work, scheduler
 from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Room, generate
+from pipeline.generation.session import Capacity, generate
 from pipeline.generation.slots import CACHE_LENGTH_MULTIPLE, GenerationBuffers
 
 # Many tokens end a response, so that rows end at different times.
@@ -240,7 +240,7 @@ def test_evaluations_between_rollouts_take_their_buffers():
 def test_the_number_of_slots_does_not_follow_from_who_came_first():
     """The last bits of a 16-bit product depend on its rows, and a resumed run may evaluate before it samples."""
     model = llama()
-    gen = Generator(StaticCacheForward(model), Vocabulary(frozenset(ENDS), PAD), least=Room(5, 0, 0))
+    gen = Generator(StaticCacheForward(model), Vocabulary(frozenset(ENDS), PAD), least=Capacity(5, 0, 0))
     assert_same(*rollouts(model, gen, PROMPTS[:1], sampling=Sampling(5), num_slots=1, ends=ENDS))
     assert gen._buffers.num_slots == 5
 
