@@ -44,7 +44,7 @@ def words_of(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler.subprocess, "Popen", popen)
 
     def start(config: dict, *words: str) -> list[str]:
-        args = Namespace(master_port=29500, user_script="step1_sft/main.py", user_args=["--deepspeed-config", "d.json"])
+        args = Namespace(master_port=29500, user_script="step1_sft/main.py", user_args=["--deepspeed_config", "d.json"])
         args.user_args += words
         manager = scheduler.ResourceManager(args, ["localhost"], 2, str(tmp_path), "exps", MAPPINGS)
         (tmp_path / "z2.json").write_text(json.dumps({"name": "z2", "ds_config": config, "hostfile": "none",
@@ -75,7 +75,7 @@ def test_the_run_after_tuning_measures_nothing_and_trains_to_the_end(words_of, t
     (tmp_path / "z2" / "metrics.json").write_text("{}")
     optimal = tmp_path / "ds_config_optimal.json"
     optimal.write_text("{}")
-    assert stage_arguments(words)[:2] == ["--deepspeed-config", str(optimal)]
+    assert stage_arguments(words)[:2] == ["--deepspeed_config", str(optimal)]  # with underscores
     assert stage_arguments(["eyJ", "eyJhIjogMX0=", "ds.json"]) == ["eyJ", "eyJhIjogMX0=", "ds.json"]
 
 
@@ -97,7 +97,7 @@ def test_what_the_search_has_found_is_a_preset_and_what_is_run(tmp_path, mode):
     done = launched(tmp_path, *words, STUB_TUNED=json.dumps(found), STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr
     search, *runs = started(tmp_path)
-    assert search[search.index("--deepspeed-config") + 1] == "ds.json", "DeepSpeed looks for two words"
+    assert search[search.index("--deepspeed_config") + 1] == "ds.json", "DeepSpeed looks for two words"
     script = search.index(str(ROOT / "step1_sft/main.py"))
     assert search[script - 3 : script] == ["--no_local_rank", "--autotuning", "tune"]
     assert search[-4:] == ["--run-dir", "out/runs/sft/autotuning/run", "--output-dir", "out/runs/sft/autotuning/model"]

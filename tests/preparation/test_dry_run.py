@@ -88,7 +88,7 @@ def test_only_rank_0_prints(tmp_path):
 
 
 def test_settings_that_contradict_are_refused_in_one_line(tmp_path):
-    done = stage_dry_run(tmp_path / "empty", 1, "--dry-run", "--offload")
+    done = stage_dry_run(tmp_path / "empty", 1, "--dry-run", "--zero-stage", 0, "--offload")
     assert done.code == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --offload: needs ZeRO stage 1, 2 or 3") and done.stderr.count("\n") == 1
 

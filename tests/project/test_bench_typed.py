@@ -40,9 +40,10 @@ def play(monkeypatch, rates: dict[str, float | None]) -> None:
         if name.startswith(typed.BASELINE):
             return json.dumps({"samples_per_s": rate, "peak_gib": 1.0})
         # Nothing else decides where a typed run's metrics are.
-        run_dir, output_dir = "--run_dir", "--output_dir"  # with underscores
-        folder = command[command.index(run_dir if run_dir in command else output_dir) + 1]
-        folder = Path(folder) if run_dir in command else Path(folder, "runs/ppo")
+        names = [word.replace("-", "_") for word in command]
+        has_run_dir = "__run_dir" in names
+        folder = command[names.index("__run_dir" if has_run_dir else "__output_dir") + 1]
+        folder = Path(folder) if has_run_dir else Path(folder, "runs/ppo")
         folder.mkdir(parents=True)
         values = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
         values |= {"per_device_generation_batch_size": 32}

@@ -118,10 +118,10 @@ def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_
         return [settings[name]["value"] for name in CUT], line
 
     first, said = goes_on(GPU, 2)
-    assert first == [8, 1] and said.startswith("--per-device-train-batch-size 8 ")
+    assert first == [8, 1] and said.startswith("--zero-stage 2 --per-device-train-batch-size 8 ")
     # Another version of the plan would choose otherwise.
     monkeypatch.setattr("pipeline.planning.fastest.micro_batches", lambda resolved, names: [4])
-    again = "--per-device-train-batch-size 8 --per-device-eval-batch-size 32 (as the run began)"
+    again = "--zero-stage 2 --per-device-train-batch-size 8 --per-device-eval-batch-size 32 (as the run began)"
     assert goes_on(GPU, 3) == ([8, 1], again)
     # Its memory was measured in between.
     assert goes_on(replace(GPU, memory=int(8.1 * GIB)), 4) == ([8, 1], again)
