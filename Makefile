@@ -9,7 +9,7 @@ ADDED = dev trl trackers site
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL_ADDED = $(PIP_INSTALL) $(foreach part,$(1),-c requirements/$(part).lock -r requirements/$(part).txt)
 
-.PHONY: demo demo-grpo demo-seeds test test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
+.PHONY: demo demo-grpo demo-seeds test test-quick test-slow test-faults test-hosts test-gpu bench check audit constraints sbom site readings plans stale clean
 
 demo: $(VENV)/installed
 	$(PYTHON) -m demo.run
@@ -36,6 +36,11 @@ test test-slow test-faults test-hosts: export CUDA_VISIBLE_DEVICES =
 FOLDERS ?=
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow and not faults and not hosts and not gpu" $(FOLDERS)
+
+# Two minutes on two cores: numbers, settings, data and losses, without runs of several ranks.
+QUICK = $(addprefix tests/,mathematics flags configuration data leaves step3_dpo)
+test-quick: FOLDERS = $(QUICK)
+test-quick: test
 
 # Parts of at most ten minutes: all in turn, or one of them by `make test-slow SHARDS=2/5`.
 SHARDS ?= 1/5 2/5 3/5 4/5 5/5
