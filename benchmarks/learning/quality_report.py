@@ -196,7 +196,8 @@ def draw(file: Path, names: Sequence[str], found: dict[tuple[str, str, int], Fou
 def written(kept: list[dict[str, Any]], *, base: str = "", plot: Path | None = None) -> str:
     """Return the Markdown of all tables: best-of-n, the recipes on the first half, the chosen one on the second.
 
-    base: a recipe beside which those that add to it are shown, seed by seed. plot: file for the picture of the rates.
+    base: a recipe beside which those that add to it are shown, seed by seed, without its name. plot: file for the
+    picture of the rates.
     """
     sft = next(answers_of(line) for line in kept if line["recipe"] == "sft")
     runs, kls = defaultdict[str, list[list[Answer]]](list), defaultdict[str, list[float]](list)
@@ -217,18 +218,15 @@ def written(kept: list[dict[str, Any]], *, base: str = "", plot: Path | None = N
         "## Best of eight answers of SFT\n",
         table(["score", "slope a token", *HEAD], best_of_rows(sft)),
     ]
+    head = ["recipe", "seeds", "KL", *HEAD[:2], *(f"{name} by {gold}" for gold in GOLDS for name in HEAD[2:])]
     for half, title in enumerate(HALVES):
-        for gold in GOLDS:
-            rows = [
-                [
-                    name,
-                    len(runs[name]),
-                    f"{estimates.mean_and_spread(kls[name])[0]:.1f}",
-                    *found[name, gold, half].cells,
-                ]
-                for name in runs
-            ]
-            parts += [f"## The half for {title}, by {gold}\n", table(["recipe", "seeds", "KL", *HEAD], rows)]
+        rows = []
+        for name in runs:
+            kl, _ = estimates.mean_and_spread(kls[name])
+            by_gold = [found[name, gold, half].cells for gold in GOLDS]
+            cells = [*by_gold[0][:2], *(cell for of_gold in by_gold for cell in of_gold[2:])]
+            rows.append([name.removeprefix(f"{base}, "), len(runs[name]), f"{kl:.1f}", *cells])
+        parts += [f"## The half for {title}\n", table(head, rows)]
     if base:
         head = ["beside the same seed of it", "seeds", *(f"wins by {key}" if key in GOLDS else key for key in BESIDE)]
         parts += [f"## Beside {base}\n", table(head, beside_rows(kept, base))]

@@ -1,7 +1,8 @@
 """Plan runs, make them on the GPUs of this machine, and compare: peaks of torch's allocator by phase.
 
 `plan_runs.py plan PLANNED` writes what the planner says of each run, on any machine; `measure PLANNED MEASURED GPUS`
-makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as Markdown.
+makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as
+Markdown, and how near the phases are.
 Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
 to themselves are compared in their times, too.
 """
@@ -29,7 +30,7 @@ from benchmarks.speed.jobs import (
     run_logged,
     showing,
 )
-from benchmarks.speed.planned import PlannerOfThen, Run, planner_of
+from benchmarks.speed.planned import PlannerOfThen, Run, peak_summary, planner_of
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from benchmarks.speed.run_list import RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
@@ -256,7 +257,8 @@ def main() -> None:
     if command == "measure":
         measure(measured, planned, int(sys.argv[4]), *sys.argv[5:])
     found = read_peaks(measured)
-    print(*table(planned, found), "", *time_table(planned, found), sep="\n")
+    lines = table(planned, found)
+    print(*lines, "", *peak_summary(lines), "", *time_table(planned, found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Planned against measured: `python -m benchmarks.speed.planned` prints the table of benchmarks/reports/memory.md.
+"""Planned against measured: `python -m benchmarks.speed.planned` prints tables of the planner against reports.
 
-Measured are peaks of torch's allocator in GiB, from the reports in benchmarks/reports; the planner counts the same
-runs.
+Summaries of them are in benchmarks/reports/memory.md and times.md, the tables of November 2026 in
+benchmarks/raw/plans_202611.jsonl.bz2. Measured are peaks of torch's allocator in GiB and seconds of phases, from the
+reports in benchmarks/reports; the planner counts the same runs.
 """
 
 import atexit
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -267,6 +269,41 @@ def time_table() -> list[str]:
     return lines + [time_row(run, planned_seconds(run)) for run in timed_runs()]
 
 
+def cells_of(lines: Sequence[str]) -> list[list[str]]:
+    """The cells of the rows of a table in Markdown, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def peak_summary(lines: Sequence[str]) -> list[str]:
+    """The lines of a table of how near the peaks of each phase in a table are, as `table` makes it.
+
+    Near means within the larger of 5 % and 1 GiB. Rows of runs that were not made do not count.
+    """
+    found = defaultdict[str, list[tuple[float, list[str]]]](list)
+    for cells in cells_of(lines):
+        if cells[5]:
+            found[cells[2]].append((float(cells[5]), cells))
+    rows = ["| phase | compared | within 5 % or 1 GiB | farthest below | farthest above |", "|---|---|---|---|---|"]
+    for phase, differences in found.items():
+        near = [abs(gib) <= max(1.0, float(cells[4]) / 20) for gib, cells in differences]
+        ends = [f"{gib:+.1f}: {cells[3]} for {cells[4]}" for gib, cells in (min(differences), max(differences))]
+        rows.append(f"| {phase} | {len(near)} | {sum(near)} | {' | '.join(ends)} |")
+    return rows
+
+
+def time_summary(lines: Sequence[str]) -> list[str]:
+    """The lines of a table of how near the seconds of each phase in a table are, as `time_table` makes it."""
+    head = "| phase | compared | within 10 % | within 20 % | farthest below | farthest above |"
+    rows = [head, "|---|---|---|---|---|---|"]
+    for number, phase in enumerate(("generate", "score", "train"), start=2):
+        cells = [row[number] for row in cells_of(lines) if row[number]]
+        misses = [(int(cell.partition("(")[2].strip("*%)")), cell.partition(" (")[0]) for cell in cells]
+        near = [sum(abs(percent) <= limit for percent, _ in misses) for limit in (10, 20)]
+        ends = [f"{percent:+d} %: {seconds}" for percent, seconds in (min(misses), max(misses))]
+        rows.append(f"| {phase} | {len(cells)} | {' | '.join(map(str, near))} | {' | '.join(ends)} |")
+    return rows
+
+
 def shared_seconds(case: tuple[str, str, str, str, float]) -> float:
     """The planned seconds of one of SHARED, exchange between GPUs included."""
     phase, _, target, words, _ = case
@@ -283,5 +320,6 @@ def shared_row(case: tuple[str, str, str, str, float]) -> str:
 
 
 if __name__ == "__main__":
-    print(*table(), "", *time_table(), "", sep="\n")
+    peaks, times = table(), time_table()
+    print(*peaks, "", *peak_summary(peaks), "", *times, "", *time_summary(times), "", sep="\n")
     print(*map(shared_row, SHARED), sep="\n")

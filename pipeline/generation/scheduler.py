@@ -25,7 +25,7 @@ from pipeline.tensor_ops import pad_rows
 # the device; without it, steps are decoded after the last response has ended. Chosen by hand.
 POLL_INTERVAL = 16
 # Decode steps between two polls while responses wait for a slot, where a longer interval would leave slots empty: on an
-# H200 a token takes 52.4 us with 4 and 51.9 us with 2 (benchmarks/reports/experiments.md, "Continuous batching").
+# H200 a token takes 52.4 us with 4 and 51.9 us with 2 (benchmarks/reports/decode.md, "Continuous batching").
 POLL_INTERVAL_WHILE_WAITING = 4
 # Decode steps between two polls while responses wait, where prefills overlap decode steps and a scheduler iteration
 # costs less: a token takes 51.0 us with 2 (ibid.).

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.kernels.split_kv import HeadLayout
 
 # Up to this many rows, all of them run on a GPU at a time, and twice the threads per row make each faster; measured on
-# an H200 at 64 to 256 rows (benchmarks/reports/experiments.md, "Decode step on H200", third round).
+# an H200 at 64 to 256 rows (benchmarks/reports/decode.md, third round).
 MAX_ROWS_WITH_MORE_WARPS = 1024
 
 

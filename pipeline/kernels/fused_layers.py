@@ -33,7 +33,7 @@ ROTARY_ATTENTIONS = frozenset(f"{name}Attention" for name in (*GATED_FAMILIES, "
 GATE_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' files
 # Outputs of a layer above which the kernels save more time on the device than their launch costs on the host; measured
-# on an H200 (benchmarks/reports/experiments.md, "Norms and ReLUs in training").
+# on an H200 (benchmarks/reports/kernels.md, "Norms and ReLUs in training").
 MIN_ELEMENTS = 2**23
 
 

@@ -16,7 +16,7 @@ from pipeline.tensor_ops import linear_relu
 
 # Programs of a norm's gradient times channels: many keep a large GPU busy, few leave less to sum up afterwards. Chosen
 # by hand, like the programs and the tile of a ReLU's gradient; times on an H200 are in
-# benchmarks/reports/experiments.md, "Norms and ReLUs in training".
+# benchmarks/reports/kernels.md, "Norms and ReLUs in training".
 NORM_PROGRAMS_TIMES_WIDTH = 2**20
 RELU_PROGRAMS = 1_056
 RELU_ROWS, RELU_COLUMNS = 32, 64

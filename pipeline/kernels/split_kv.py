@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Warps that keep the memory of a large GPU busy; with few heads or rows there are more programs than rows. With twice
-# as many programs as rows, a step of 64 active rows took 5 % longer on an H200 (benchmarks/reports/experiments.md,
-# "Decode step on H200").
+# as many programs as rows, a step of 64 active rows took 5 % longer on an H200 (benchmarks/reports/decode.md).
 TARGET_WARPS = 2_048
-# Warps of a program of grouped-query attention; measured on an H200 (benchmarks/reports/experiments.md, "Decode step
-# on H200").
+# Warps of a program of grouped-query attention; measured on an H200 (benchmarks/reports/decode.md).
 GROUP_WARPS = 4
 # Splits of one row at most; the last one to finish combines them all. Chosen by hand.
 MAX_SPLITS = 8

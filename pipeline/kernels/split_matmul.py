@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Up to this many rows the Triton kernel is the fastest on an H200, with this tile and as many loads in flight; above,
-# cuBLAS is (benchmarks/reports/experiments.md, "Decode step on H200", third round).
+# cuBLAS is (benchmarks/reports/decode.md, third round).
 MAX_TRITON_ROWS = 64
 TILE_OUTPUTS, TILE_INNER, STAGES = 32, 128, 4
 # Programs of one product at most: about two of that kernel, or one of cuBLAS, per multiprocessor of the largest GPUs.

@@ -2,7 +2,7 @@
 
 A pass takes the device's time for its kernels or the host's time to launch them, whichever is longer; a decode step
 takes the time to read its data and a constant for each kernel. Kernels are those of the pass on the meta device
-(`counting.py`). The constants were set from runs on H200s (benchmarks/reports/memory.md); other devices are assumed to
+(`counting.py`). The constants were set from runs on H200s (benchmarks/reports/times.md); other devices are assumed to
 reach the same shares of their data sheets. `exchange.py` counts exchange between GPUs. Not counted: offload, data,
 evaluation, saving.
 """
@@ -19,8 +19,8 @@ from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import gathers_once
 
-# Each constant names the runs on H200s that it was set from; without it at least one phase in the table of
-# benchmarks/reports/memory.md moves by 5 %.
+# Each constant names the runs on H200s that it was set from; without it at least one phase of
+# benchmarks/reports/times.md moves by 5 %.
 # Share of the TFLOP/s that products reach: 97 % of what large products do, as in the profile of a step of OPT-1.3B.
 PRODUCTS = 0.78
 # Share that attention would reach with endless heads, and the width whose products take as long as the exponentials of

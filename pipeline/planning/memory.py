@@ -17,7 +17,8 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import States, states_of, with_average
 from pipeline.run.device import bytes_of_cuda
 
-# What a process takes besides its tensors, expected and high, all measured (benchmarks/reports/memory.md).
+# What a process takes besides its tensors, expected and high, all measured (memory.md and host.md of
+# benchmarks/reports).
 # Unused part of the allocator's blocks, as a share of the tensors. The largest one measured is 8.5 % (7B with LoRA, on
 # a device with little memory to spare).
 UNUSED_REST = (0.04, 0.09)

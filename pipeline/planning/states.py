@@ -1,6 +1,6 @@
 """Count what an engine holds of a model on a rank: weights, gradients, optimizer states and buffers, in bytes.
 
-It follows from the JSON of the engine, by the rules of DeepSpeed's optimizers (benchmarks/reports/memory.md).
+It follows from the JSON of the engine, by the rules of DeepSpeed's optimizers (benchmarks/reports/states.md).
 """
 
 from dataclasses import dataclass, replace

@@ -97,7 +97,7 @@ def test_a_run_is_near_fp32_and_resumes_exactly(folder, tmp_path, stage):
 
 
 def test_states_in_bf16_are_two_bytes_each_and_resume_exactly(folder, tmp_path):
-    """By DeepSpeed's own keys; benchmarks/reports/memory.md says what they cost."""
+    """By DeepSpeed's own keys; benchmarks/reports/states.md says what they cost."""
     file = tmp_path / "bf16.json"
     file.write_text(json.dumps({"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}))
     words = ("--deepspeed_config", str(file), "--zero_stage", "1", "--dtype", "bf16")

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from support.kept_tables import table_lines
 from support.marks import HAS_TESTED_TORCH
-from support.source_tree import ROOT
 
 from benchmarks.speed.planned import (
     CHECKPOINTING,
@@ -50,10 +50,9 @@ WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048
 H200 = parse_target("1xH200")
 TIMED = timed_runs()
-PAGE = (ROOT / "benchmarks/reports/memory.md").read_text(encoding="utf-8")
+KEPT = table_lines("plans_202611.jsonl.bz2", "times")
 PYTHIA_WITH_QWEN3 = "PPO, Pythia-1.4B and Qwen3-0.6B, ZeRO-2, checkpointing, 3 samples of 28 prompts, 384 + 576"
-# Phases that are missed by more than 20 %, as the table of benchmarks/reports/memory.md shows: run, phase -> planned
-# over measured.
+# Phases that are missed by more than 20 %, as benchmarks/reports/times.md says: run, phase -> planned over measured.
 MISSED = {
     ("PPO, Llama-7B LoRA 64, critic 1B", "score"): 0.77,
     ("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "generate"): 0.76,
@@ -248,13 +247,13 @@ def test_a_cache_that_is_given_back_takes_three_tenths_of_a_second_more():
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(TIMED)))])
 def test_times_are_within_20_percent_of_those_measured(number):
-    """And so says the page's table."""
+    """And so say the kept rows."""
     run = TIMED[number]
     planned, phases = planned_seconds(run), ("generate", "score", "train")[-len(run.seconds) :]
     for phase, value, measured in zip(phases, planned, run.seconds, strict=True):
         missed = MISSED.get((run.name, phase))
         assert value / measured == (pytest.approx(missed, abs=0.02) if missed else pytest.approx(1, abs=0.2)), phase
-    assert time_row(run, planned) in PAGE or not HAS_TESTED_TORCH
+    assert time_row(run, planned) in KEPT or not HAS_TESTED_TORCH
 
 
 def test_the_phases_that_are_missed_are_of_runs_that_are_compared():

@@ -8,10 +8,22 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from engine.test_engine_memory import accumulate, tiny_engine
 from support.ds_arguments import built
 from support.in_process import group_of_one
+from support.kept_tables import table_lines
 from support.marks import of_tested_torch
 from support.source_tree import ROOT
 
-from benchmarks.speed.planned import FOUR, OPT, RUNS, planned, planner_of, ppo, table, time_table
+from benchmarks.speed.planned import (
+    FOUR,
+    OPT,
+    RUNS,
+    peak_summary,
+    planned,
+    planner_of,
+    ppo,
+    table,
+    time_summary,
+    time_table,
+)
 from pipeline.configuration.groups import DeepSpeedConfig
 from pipeline.engine.memory import model_memory
 from pipeline.engine.state import masters
@@ -21,6 +33,7 @@ from pipeline.planning.page import model_lines, phase_lines
 from pipeline.planning.states import page_locked, states_of
 from pipeline.training.steps import step_together
 
+KEPT = {name: table_lines("plans_202611.jsonl.bz2", name) for name in ("memory", "times")}
 N = 10**9
 SIZE = ModelSize(weights=N, trained=N, embeddings=10**8, linear=8 * 10**8, largest=10**8, layer=2 * 10**7,
                  num_bytes=2 * N, element=2)  # fmt: skip
@@ -148,9 +161,37 @@ def test_peaks_are_those_that_were_measured(number):
 
 @of_tested_torch
 @pytest.mark.slow
-def test_the_table_in_the_documents_is_the_scripts():
-    text = (ROOT / "benchmarks/reports/memory.md").read_text(encoding="utf-8")
-    assert "\n".join(table()) in text and "\n".join(time_table()) in text
+@pytest.mark.parametrize(("report", "lines"), [("memory", table), ("times", time_table)])
+def test_the_kept_rows_are_the_scripts(report, lines):
+    head, _, *rows = lines()
+    assert [head, *rows] == [*KEPT[report][:1], *KEPT[report][2:]] and len(rows) > 25
+
+
+@pytest.mark.parametrize(("report", "summary"), [("memory", peak_summary), ("times", time_summary)])
+def test_the_summary_in_the_report_is_that_of_the_kept_rows(report, summary):
+    text = (ROOT / f"benchmarks/reports/{report}.md").read_text(encoding="utf-8")
+    assert "\n".join(summary(KEPT[report])) in text
+
+
+def test_a_summary_counts_what_is_near_and_shows_the_farthest():
+    """A phase's rows of a run that was not made have no difference, and a phase that a run has not is an empty cell."""
+    peaks = ["head", "rule", "| a | 1 | train | 3.0 | 4.1 | -1.1 | |", "| b | 1 | train | 33.0 | 32.0 | +1.0 | yes |",
+             "| c | 4 | train | 9.0 | not run | | |", "| d | 1 | score | 41.9 | 40.0 | +1.9 | yes |"]  # fmt: skip
+    assert peak_summary(peaks)[2:] == [
+        "| train | 2 | 1 | -1.1: 3.0 for 4.1 | +1.0: 33.0 for 32.0 |",
+        "| score | 1 | 1 | +1.9: 41.9 for 40.0 | +1.9: 41.9 for 40.0 |",
+    ]
+    seconds = [
+        "head",
+        "rule",
+        "| a | 1 |  |  | 0.79 / 1.00 (**-21%**) |",
+        "| b | 1 | 2.2 / 2.0 (+10%) | 1 / 1 (+0%) | 1.20 / 1.00 (+20%) |",
+    ]
+    assert time_summary(seconds)[2:] == [
+        "| generate | 1 | 1 | 1 | +10 %: 2.2 / 2.0 | +10 %: 2.2 / 2.0 |",
+        "| score | 1 | 1 | 1 | +0 %: 1 / 1 | +0 %: 1 / 1 |",
+        "| train | 2 | 0 | 1 | -21 %: 0.79 / 1.00 | +20 %: 1.20 / 1.00 |",
+    ]
 
 
 def plan_of(words: str, target: str):

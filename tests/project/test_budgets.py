@@ -1,6 +1,7 @@
 """Sizes that keep the code readable, and a docstring on everything public."""
 
 import ast
+import re
 import statistics
 from collections import Counter
 
@@ -14,6 +15,7 @@ MAX_TEST_FILE_LINES = 400
 MAX_FILES = 14  # Python files of a folder
 MAX_FUNCTION_LINES = 80
 MAX_POSITIONAL = 5
+MAX_REPORT_LINES = 60
 MAX_RAW_BYTES = 3_000_000  # of what is kept of measurements
 # Words that do not begin the first line of a docstring: it is a verb in the imperative, or a noun phrase.
 NO_BEGINNING = set(
@@ -64,6 +66,26 @@ def test_no_test_file_is_too_long():
 def test_what_is_kept_of_measurements_is_small():
     sizes = [path.stat().st_size for path in (ROOT / "benchmarks/raw").iterdir()]
     assert len(sizes) > 20 and sum(sizes) < MAX_RAW_BYTES
+
+
+def test_reports_are_short():
+    """At most 60 lines; lines have 120 characters at most, but for rows of tables, comments and commands."""
+    pages = {relative(path): path.read_text("utf-8") for path in (ROOT / "benchmarks/reports").iterdir()}
+    assert len(pages) > 30 and {page: len(text.splitlines()) for page, text in pages.items() if is_long(text)} == {}
+
+
+def is_long(text: str) -> bool:
+    prose = re.sub(r"^(?:\||<!--|!\[)[^\n]*$|^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return len(text.splitlines()) > MAX_REPORT_LINES or any(len(line) > 120 for line in prose.splitlines())
+
+
+def test_a_long_report_is_found():
+    assert is_long("a\n" * 61) and is_long(f"a\n{'a' * 121}\n") and not is_long(f"|{'a' * 121}\n" + "a\n" * 59)
+
+
+def test_each_file_of_measurements_is_named_by_a_report():
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "benchmarks").rglob("*.md"))
+    assert [path.name for path in (ROOT / "benchmarks/raw").iterdir() if path.name not in text] == []
 
 
 def test_each_package_has_its_folder_of_tests():

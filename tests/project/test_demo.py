@@ -13,7 +13,7 @@ from support.source_tree import ROOT
 from demo import run, seeds
 from demo.report import failed_claims, table
 
-# A run that was sound, as in benchmarks/reports/experiments.md; each of the others breaks one claim.
+# A run that was sound, as in benchmarks/reports/methods_cpu_202611.md; each of the others breaks one claim.
 SOUND = {
     "prompts": 600, "method": "PPO", "minutes": 1.3, "base_rate": 0.0, "base_error": 0.0, "base_distinct": 1.0,
     "sft_rate": 0.48, "sft_error": 0.02, "sft_distinct": 1.0, "ppo_rate": 0.99, "ppo_error": 0.003, "ppo_distinct": 1.0,
