@@ -10,6 +10,7 @@ from support.source_tree import ROOT, tree_of
 
 from pipeline import errors
 from pipeline.configuration.flag_table import flag_table
+from pipeline.launching import request
 from pipeline.training.metrics import SUPERVISED
 from rlhf.main import FOLDERS, SUBCOMMANDS
 from step1_sft.metrics import METRICS as SFT
@@ -67,9 +68,10 @@ def test_every_metric_of_a_stage_is_on_the_page_once() -> None:
 
 
 def unknown_flags(text: str) -> list[str]:
-    """Flags, with or without a section, that no command has; `--help`, `--help-all` and `--check` are everybody's."""
+    """Flags, with or without a section, that no command or launch script has; all have `--help` and `--help-all`."""
     tables = [flag_table(config) for config in CONFIGS]
-    known = {"help", "help_all", "config", "preset"} | {
+    of_scripts = {name.lstrip("-").replace("-", "_") for names in request.FLAGS for name in names.split()}
+    known = {"help", "help_all", "config", "preset", *of_scripts} | {
         name for table in tables for flag in table.values() for name in (flag.name, *flag.aliases)
     }
     named = re.findall(r"(?<![\w-])--(?:sft\.|reward\.|ppo\.|dpo\.)?([a-zA-Z][\w-]*)", text)
