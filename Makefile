@@ -5,7 +5,8 @@ VENV ?= .venv
 PYTHON := $(abspath $(VENV))/bin/python
 export PYTHON
 # Lists of packages besides requirements.txt, each with a lock of its own: requirements/dev.txt and dev.lock.
-ADDED = dev trl trackers site
+FOR_TESTS = dev trl trackers
+ADDED = $(FOR_TESTS) site
 PIP_INSTALL = $(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL_ADDED = $(PIP_INSTALL) $(foreach part,$(1),-c requirements/$(part).lock -r requirements/$(part).txt)
 
@@ -137,9 +138,9 @@ $(VENV)/installed: requirements.txt constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) -r requirements.txt
 	touch $@
 
-$(VENV)/installed-dev: $(foreach part,dev trl trackers,requirements/$(part).txt requirements/$(part).lock) $(VENV)/installed
+$(VENV)/installed-dev: $(foreach part,$(FOR_TESTS),requirements/$(part).txt requirements/$(part).lock) $(VENV)/installed
 	$(call INSTALL_UNHASHED,triton)
-	$(call INSTALL_ADDED,dev trl trackers)
+	$(call INSTALL_ADDED,$(FOR_TESTS))
 	touch $@
 
 $(VENV)/installed-site: requirements/site.txt requirements/site.lock $(VENV)/installed

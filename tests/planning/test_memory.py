@@ -176,10 +176,11 @@ def test_the_summary_in_the_report_is_that_of_the_kept_rows(report, summary):
 def test_a_summary_counts_what_is_near_and_shows_the_farthest():
     """A phase's rows of a run that was not made have no difference, and a phase that a run has not is an empty cell."""
     peaks = ["head", "rule", "| a | 1 | train | 3.0 | 4.1 | -1.1 | |", "| b | 1 | train | 33.0 | 32.0 | +1.0 | yes |",
-             "| c | 4 | train | 9.0 | not run | | |", "| d | 1 | score | 41.9 | 40.0 | +1.9 | yes |"]  # fmt: skip
+             "| c | 4 | train | 9.0 | not run | | |", "| d | 1 | score | 41.9 | 40.0 | +1.9 | yes |",
+             "| e | 1 | score | 42.1 | 40.0 | +2.1 | |"]  # fmt: skip
     assert peak_summary(peaks)[2:] == [
         "| train | 2 | 1 | -1.1: 3.0 for 4.1 | +1.0: 33.0 for 32.0 |",
-        "| score | 1 | 1 | +1.9: 41.9 for 40.0 | +1.9: 41.9 for 40.0 |",
+        "| score | 2 | 1 | +1.9: 41.9 for 40.0 | +2.1: 42.1 for 40.0 |",
     ]
     seconds = [
         "head",

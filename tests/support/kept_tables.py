@@ -1,16 +1,14 @@
 """Tables that a report leaves to a file of benchmarks/raw, as the lines of Markdown that its page had."""
 
-import bz2
-import json
-
 from support.source_tree import ROOT
 
+from benchmarks.learning.quality import read_kept
 
-def table_lines(file: str, report: str, part: str = "") -> list[str]:
-    """The lines of a report's tables in `benchmarks/raw/<file>`, of one part or of all."""
-    tables = map(json.loads, bz2.decompress((ROOT / "benchmarks/raw" / file).read_bytes()).splitlines())
+
+def table_lines(file: str, report: str) -> list[str]:
+    """The lines of a report's tables in `benchmarks/raw/<file>`."""
     lines = []
-    for table in (x["rows"] for x in tables if x["report"] == report and part in ("", x["part"])):
+    for table in (kept["rows"] for kept in read_kept(ROOT / "benchmarks/raw" / file) if kept["report"] == report):
         cells = [list(table[0]), ["---"] * len(table[0]), *(row.values() for row in table)]
         lines += [f"| {' | '.join(map(str, row))} |" for row in cells]
     return lines
