@@ -28,7 +28,7 @@ def start_lines(plan: Plan) -> Iterator[str]:
 def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:
     """Choose free GPUs for --deployment-type auto, print them, and return the plan with the launcher's flags for them.
 
-    A resumed run gets as many GPUs as its last start last_size. starts: False for a dry run.
+    A resumed run gets as many GPUs as its last start had. starts: False for a dry run.
 
     Raises:
         EnvironmentFault: too few GPUs are free.

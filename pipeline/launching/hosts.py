@@ -177,8 +177,6 @@ def starts_by_host(request: LaunchRequest, module: str, port: int) -> dict[str, 
             num_ranks=num_ranks,
             port=port,
             log_folder=request.enable_each_rank_log,
-            binds_cores=request.bind_cores_to_rank,
-            core_list=request.bind_core_list,
         )
         first += len(names)
     return starts

@@ -28,8 +28,6 @@ class RankStart:
     port: port of rank 0.
     address: address of rank 0.
     log_folder: folder for a file of what each rank prints; empty: the console.
-    binds_cores: each rank runs on cores that no other rank of the host has.
-    core_list: these cores, `0-3,8`; empty: all of the host.
     """
 
     module: str
@@ -40,8 +38,6 @@ class RankStart:
     port: int
     address: str = ""
     log_folder: str = ""
-    binds_cores: bool = False
-    core_list: str = ""
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return torchrun's variables for a rank of the host, and the devices that it sees."""
@@ -55,27 +51,7 @@ class RankStart:
         }
         if os.environ.get("DS_ACCELERATOR") != "cpu":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        if cores := self.cores(local_rank):
-            values["OMP_NUM_THREADS"] = len(cores)
         return {name: str(value) for name, value in values.items()}
-
-    def cores(self, local_rank: int) -> list[int]:
-        """Return the cores of a rank of the host; [] if ranks are not bound to cores.
-
-        Raises:
-            InputError: the list is malformed, names a core that does not exist, or has fewer cores than ranks.
-        """
-        if not self.binds_cores:
-            return []
-        here = sorted(os.sched_getaffinity(0))
-        listed = parse_cores(self.core_list) if self.core_list else here
-        if strange := [core for core in listed if core not in here]:
-            raise InputError(f"--bind-core-list: no core {strange[0]}; this process has {', '.join(map(str, here))}")
-        count = len(listed) // len(self.devices)
-        if not count:
-            ranks = len(self.devices)
-            raise InputError(f"--bind-cores-to-rank: {len(listed)} cores for {ranks} ranks; each needs one")
-        return listed[count * local_rank : count * (local_rank + 1)]
 
 
 def start_ranks(
@@ -104,8 +80,6 @@ def start_ranks(
             stdout=file,
             stderr=file,
         )
-        if cores := start.cores(local_rank):
-            os.sched_setaffinity(started[rank].pid, cores)
     return started
 
 
@@ -130,14 +104,3 @@ def wait_for_ranks(started: Started, signals: Signals) -> int:
     finally:
         kill_ranks(started)
     return EXIT_STOPPED if code is None else code
-
-
-def parse_cores(text: str) -> list[int]:
-    """Return the cores of a list such as `1,3-5`. Raises InputError."""
-    cores = set[int]()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise InputError(f"--bind-core-list: got {part!r}, expected numbers of cores such as 0-3,8")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return sorted(cores)

@@ -37,10 +37,6 @@ class LaunchRequest:
     ssh_port: port of ssh on other hosts; 0: as ssh is configured.
     venv_script: shell script that activates the Python environment on other hosts.
     enable_each_rank_log: folder for a file of what each rank prints; empty: the console.
-    bind_cores_to_rank: each rank runs on cores that no other rank of its host has.
-    bind_core_list: the cores for that, `0-3,8`; empty: all of the host.
-    save_pid: write the process id of the supervisor to a file, as DeepSpeed's launcher does.
-    autotuning: run: DeepSpeed's search, then the run; tune: the search only; empty: neither.
     check: check the hosts or measure the device, and start no stage.
     step: the number or the section of the stage; empty if none was given.
     words: the flags of the stage.
@@ -59,10 +55,6 @@ class LaunchRequest:
     ssh_port: int = 0
     venv_script: str = ""
     enable_each_rank_log: str = ""
-    bind_cores_to_rank: bool = False
-    bind_core_list: str = ""
-    save_pid: bool = False
-    autotuning: str = ""
     check: bool = False
     step: str = ""
     words: tuple[str, ...] = ()
@@ -94,6 +86,9 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
         name, reason = (error.argument_name or "").partition("/")[0], error.message
         raise InputError(f"{name}: {'got no value' if reason == 'expected one argument' else reason}") from None
     if unknown:
+        name = dashed(unknown[0].partition("=")[0].lstrip("-"))
+        if name in GONE:
+            raise InputError(f"{name}: removed after version 30c383a8; {GONE[name]}")
         raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STAGE")
     given = vars(values)
     step, *rest = given.pop("words", None) or [""]
@@ -138,12 +133,12 @@ def in_both_spellings(names: str) -> Iterable[str]:
 def backend(text: str) -> str:
     """Return the name of a launcher in lower case."""
     if text.lower() in BY_HAND:
-        raise refused(f"start {text} by hand: deepspeed --launcher {text.lower()} --module step1_sft.main FLAGS")
+        raise refused(f"start {text} {BY_DEEPSPEED.format(f'--launcher {text.lower()}')}")
     return one_of("ssh", "srun", "pdsh", "none")(text.lower())
 
 
 def launcher_args(text: str) -> str:
-    raise refused("by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module step1_sft.main FLAGS")
+    raise refused(BY_DEEPSPEED.format("--launcher LAUNCHER --launcher_args ARGS"))
 
 
 def count(text: str) -> int:
@@ -191,10 +186,16 @@ FLAGS: dict[str, Callable[[str], object]] = {
     "--ssh-port": port,
     "--venv-script": str,
     "--enable-each-rank-log": str,
-    "--bind-core-list": str,
-    "--autotuning": one_of("tune", "run"),
     "--log-level": one_of("debug", "info", "warning", "error", "critical"),
 }
-SWITCHES = ("--bind-cores-to-rank", "--save-pid", "--check")
+SWITCHES = ("--check",)
+BY_DEEPSPEED = "by hand: deepspeed {} --module step1_sft.main FLAGS"
+# Removed flags of DeepSpeed's launcher -> what to use instead.
+GONE = {
+    "--bind-cores-to-rank": BY_DEEPSPEED.format("--bind_cores_to_rank"),
+    "--bind-core-list": BY_DEEPSPEED.format("--bind_cores_to_rank --bind_core_list CORES"),
+    "--save-pid": BY_DEEPSPEED.format("--save_pid"),
+    "--autotuning": "--auto-batch searches too; by hand: deepspeed --autotuning run step1_sft/main.py FLAGS",
+}
 # Switches of DeepSpeed's launcher that have no effect here: they ask for the default, or set its own verbosity.
 IDLE_SWITCHES = ("--module", "--no-python", "--no-local-rank", "--no-ssh-check", "--force-multi", "--quiet -q")

@@ -2,14 +2,12 @@
 
 import os
 import signal
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 from pipeline import errors
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage
@@ -20,7 +18,7 @@ from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
 from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
-from pipeline.preparation.choice import chosen_words, searches
+from pipeline.preparation.choice import chosen_words
 from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.processes import WAITS, Signals, end_with_parent, is_of_train, wait_for_go
 from pipeline.reporting.process import Reporter
@@ -41,10 +39,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if is_of_train():
         end_with_parent(os.getppid(), signal.SIGTERM)
-    words = list(request.words)
-    # The file of a search holds lists, of which a stage never hears.
-    words = without_flag(words, "deepspeed_config") if request.autotuning else words
-    resolved = read_flags(stage, words, sections=sections)
+    resolved = read_flags(stage, list(request.words), sections=sections)
     if resolved.config.run.starts_nothing:
         slots = None if resolved.config.run.target else ranks_by_host(request)
         dry_run_stage(stage, resolved, slots=slots)
@@ -58,18 +53,16 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     if request.check:
         return check(stage, request, resolved, signals)
     outputs = stage.outputs(resolved.config)
-    with locked(run_dir, outputs) if request.is_first_host else nullcontext(), pid_file(request):
-        if searches(request, resolved):
+    with locked(run_dir, outputs) if request.is_first_host else nullcontext():
+        if resolved.config.run.searches:
             chosen = chosen_words(stage, resolved, request, signals)
             request = replace(request, words=(*request.words, *chosen))
-        if request.autotuning == "tune":
-            return errors.EXIT_DONE
         return supervise(stage, request, resolved, signals, early)
 
 
 def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
-    is_other = request.check or request.enable_each_rank_log or searches(request, resolved)
+    is_other = request.check or request.enable_each_rank_log or resolved.config.run.searches
     return request.is_on_one_machine and not is_other
 
 
@@ -85,7 +78,7 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
         check_nobody_left(run_dir)
         if request.is_first_host:
             clear_outcomes(run_dir)
-        is_again = bool(variables) or searches(request, resolved)
+        is_again = bool(variables or resolved.config.run.searches)
         job = Job(
             run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again, early=early
         )
@@ -125,19 +118,3 @@ def check(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Sig
     with locked(run_dir):
         check_hosts(request, f"{stage.package}.main", run_dir, signals=signals, inputs=inputs)
     return errors.EXIT_DONE
-
-
-@contextmanager
-def pid_file(request: LaunchRequest) -> Iterator[None]:
-    """Hold the file of --save-pid, which says as DeepSpeed's launcher does which process starts the ranks."""
-    if not request.save_pid:
-        yield
-        return
-    file = Path(f"/tmp/{os.getpid()}.deepspeed")
-    file.unlink(missing_ok=True)  # of an earlier process, or a link to what is none of ours
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(str(os.getpid()))
-        yield
-    finally:
-        file.unlink(missing_ok=True)

@@ -122,7 +122,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
 
 def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
     """Write the flags that a search chose as a preset, with the values that were given for them."""
-    heading = "# Chosen by --auto-fit, --auto-batch or --autotuning; a preset for --preset or --config.\n"
+    heading = "# Chosen by --auto-fit or --auto-batch; a preset for --preset or --config.\n"
     replaced = f"{IN_PLACE_OF}{json.dumps(given_values(resolved, flags))}\n"
     write_text(file, heading + replaced + yaml.safe_dump(dict(flags), sort_keys=False))
 
@@ -133,14 +133,11 @@ def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if resolved.is_given(name)}
 
 
-def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False) -> list[str] | None:
+def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
     """Return the saved choice of --auto-fit and --auto-batch as words of a command line, for the run that resumes here.
 
     Flags given on this command line win over the saved choice, unless they are as they were when it was made. Returns
     None if nothing resumes or nothing was chosen, and if an optimizer step is to have another number of rows than then.
-
-    Args:
-        tuned: return the choice of --autotuning, whatever the rows of an optimizer step.
 
     Raises:
         InputError: a flag of this command line contradicts the saved choice.
@@ -149,13 +146,13 @@ def automatic_words(resolved: Resolved, run_folder: Path, *, tuned: bool = False
     run = config.run
     saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
     goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
-    if not ((run.searches or tuned) and goes_on and file.is_file()):
+    if not (run.searches and goes_on and file.is_file()):
         return None
     flags, before = load_yaml(str(file)), dict[str, Any]()
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith(IN_PLACE_OF):
             before = json.loads(line.removeprefix(IN_PLACE_OF))
-    if BATCH[1] in flags and not tuned:
+    if BATCH[1] in flags:
         rows = flags[BATCH[0]] * flags[BATCH[1]]
         if rows != batch_sizes(config, 1)["rows of an optimizer step"]:
             return None

@@ -74,7 +74,7 @@ def stages_folder(run_dir: Path) -> Path:
 
 
 def automatic_file(run_dir: Path) -> Path:
-    """Return the preset with the flags that --auto-fit, --auto-batch and --autotuning chose for a run."""
+    """Return the preset with the flags that --auto-fit and --auto-batch chose for a run."""
     return run_dir / "automatic.yaml"
 
 

@@ -130,7 +130,7 @@ def test_every_flag_is_read_in_both_spellings(title):
 
 
 def test_every_flag_of_a_launch_script_is_read_in_both_spellings():
-    values = {"launcher": "srun", "autotuning": "run", "log-level": "info"}
+    values = {"launcher": "srun", "log-level": "info"}
     named = (word.removeprefix("--") for names in FLAGS for word in names.split() if word.startswith("--"))
     for name in (name for name in named if name != "launcher-args"):  # which is refused, with what to do instead
         words = [values.get(name, "3"), "1", "--max-seq-len", "9"]

@@ -16,7 +16,6 @@ from support.marks import slow_but
 from pipeline.errors import InputError
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import parse_request
-from pipeline.preparation.stage_job import pid_file
 from rlhf.stages import NUMBERS, STAGES, stage_of, stages_of_method, word_of
 from rlhf.train_plan import make_plan, ranks_of
 
@@ -68,21 +67,11 @@ def test_single_node_takes_all_gpus(tmp_path):
 
 def test_launcher_flags_come_before_the_step(tmp_path):
     flags = ("--num-gpus", "2", "--master-port=1234", "--module", "--no-python", "-q", "--log-level", "debug")
-    flags += ("--save-pid", "--enable-each-rank-log", "logs")
+    flags += ("--enable-each-rank-log", "logs")
     ranks = launch(tmp_path, "single_node", *flags, "3", "--seed", "3")
-    assert [(rank["argv"], rank["pid_file"]) for rank in ranks] == [([MODULES["3"], "--seed", "3"], True)] * 2
+    assert [rank["argv"] for rank in ranks] == [[MODULES["3"], "--seed", "3"]] * 2
     assert [variables(rank, "MASTER_PORT") for rank in ranks] == [["1234"]] * 2
     assert sorted(file.name[-10:] for file in (tmp_path / "logs").iterdir()) == ["_rank0.log", "_rank1.log"]
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_each_rank_is_bound_to_cores_of_its_own(tmp_path):
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    flags = ("--num-gpus", "2", "--bind-cores-to-rank", "--bind-core-list")
-    ranks = launch(tmp_path, "single_node", *flags, f"{first},{second}", "1", DS_ACCELERATOR="cpu")
-    assert [(rank["cores"], *variables(rank, "OMP_NUM_THREADS")) for rank in ranks] == [([first], "1"), ([second], "1")]
-    wrong = run_script(tmp_path / "wrong", *flags, "4000-4001", "1", DS_ACCELERATOR="cpu")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --bind-core-list: no core 4000; this process has ")
 
 
 def run_script(folder: Path, *words: str, deployment: str = "single_node", **more: str) -> Any:
@@ -92,14 +81,6 @@ def run_script(folder: Path, *words: str, deployment: str = "single_node", **mor
         ["bash", str(ROOT / f"launch/{deployment}.sh"), *words], env=environment, cwd=folder, capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip
-
-
-def test_the_file_of_the_supervisors_process_id():
-    """--save-pid writes what DeepSpeed's launcher writes."""
-    file = Path(f"/tmp/{os.getpid()}.deepspeed")
-    with pid_file(parse_request("single_gpu", ["--save-pid", "1"])):
-        assert file.read_text() == str(os.getpid())
-    assert not file.exists()
 
 
 # Play ssh, srun and pdsh: the last word is a shell's line, or all words after the flags are a command's.

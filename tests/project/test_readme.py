@@ -261,8 +261,6 @@ def check_command(words: list[str]) -> None:
         pass
     elif program in ("python", "torchrun", "deepspeed", "bash"):
         config_class, flags = script_config(rest) if program == "bash" else module_config(rest)
-        if "--autotuning" in rest:  # its file may have lists, of which a stage never hears
-            del flags[(at := flags.index("--deepspeed_config")) : at + 2]
         parse(config_class, flags, section="none")
     else:
         assert program in OTHERS, words

@@ -27,16 +27,15 @@ if [ "$1 $2" = "-m rlhf.preflight" ]; then
 fi
 exec {python} "$@"
 """
-# Each Python imports it at its start: one that is to be a rank, or DeepSpeed's search, becomes the stand-in.
+# Each Python imports it at its start: one that is to be a rank becomes the stand-in.
 SITE_STUB = """
 import os, sys
 words = [word for word in sys.orig_argv[1:] if word != "-u"]
-if words[:1] == ["-m"] and ("RANK" in os.environ or words[1] == "deepspeed.launcher.runner"):
+if words[:1] == ["-m"] and "RANK" in os.environ:
     os.execv(sys.executable, [sys.executable, {stub!r}, *words[1:]])
 """
-# Plays a rank, or DeepSpeed's search (--autotuning), which finds $STUB_TUNED. It notes its words; the first rank of a
-# host does what $STUB_OUTCOMES wants: "0,0" are two ranks that write these codes ("null": none), "wait" is one rank
-# that runs until SIGTERM.
+# Plays a rank. It notes its words; the first rank of a host does what $STUB_OUTCOMES wants: "0,0" are two ranks that
+# write these codes ("null": none), "wait" is one rank that runs until SIGTERM.
 RANK_STUB = """
 import json, os, signal, socket, sys, time
 from contextlib import suppress
@@ -48,14 +47,7 @@ if os.environ.pop("RLHF_WAITS", ""):
     if not os.read(0, 1):
         sys.exit(75)
 with open(os.environ["STUB_LOG"], "a") as log:
-    log.write(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(),
-                          "cores": sorted(os.sched_getaffinity(0)),
-                          "pid_file": Path(f"/tmp/{os.getppid()}.deepspeed").is_file()}) + "\\n")
-if "--autotuning" in sys.argv:
-    if "STUB_TUNED" in os.environ:
-        Path("autotuning_results").mkdir()
-        Path("autotuning_results/ds_config_optimal.json").write_text(os.environ["STUB_TUNED"])
-    sys.exit(0)
+    log.write(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd()}) + "\\n")
 wanted = os.environ.get("STUB_OUTCOMES")
 if wanted is None or os.environ["LOCAL_RANK"] != "0" or "--output-dir" not in sys.argv:
     sys.exit(0)
