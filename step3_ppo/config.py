@@ -244,7 +244,7 @@ class PPOConfig(StageConfig):
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
         if self.sampling.num_samples_per_prompt < 2 and (self.method.compares or self.ppo.group_baseline):
-            rule = "group_baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
+            rule = "--group-baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
             raise ValueError(f"num_samples_per_prompt: got 1: {rule} compares responses to a prompt; give 2 or more")
         return self
 

@@ -1,7 +1,7 @@
 """The recipes that are compared: PPO against length, other methods with as many samples, settings of PPO.
 
 Length is taken out of a reward in two ways: by pairs in which the longer answer is chosen as often as the shorter one,
-and by the function `length` of the box, whose slope is the score's own on answers of SFT to one prompt.
+and by the built-in function `length`, whose slope is the score's own on answers of SFT to one prompt.
 """
 
 from dataclasses import dataclass, field

@@ -89,7 +89,7 @@ def make_instructions(source: Path, folder: Path) -> None:
 
 
 def drawn_instructions(random: Random) -> list[tuple[str, dict[str, Any]]]:
-    """Return one or two instructions that can be followed together, in words and for the function of the box."""
+    """Return one or two instructions that can be followed together, in words and for the built-in function."""
     while True:
         found = random.sample(instructions_of(random), random.choice(TOGETHER))
         names = {check["name"] for _, check in found}

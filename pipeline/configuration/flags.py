@@ -338,7 +338,8 @@ def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if (flag := flag_of(problem, table)) is None:
-        return str(message)
+        name, _, rest = str(message).partition(": ")
+        return f"{dashed(name)}: {rest}" if name in table else str(message)
     found = problem["input"]
     if problem["type"] == "missing":
         return f"{dashed(flag.name)}: missing; expected {flag.type_name}: {flag.meaning}"

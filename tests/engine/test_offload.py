@@ -121,7 +121,7 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
         train(folder, tmp_path / "sft", code=3, deepspeed_config=file, **kind, **sft)
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         key = f"error: --deepspeed-config {file}: zero_optimization.offload_optimizer.device nvme"
-        assert re.fullmatch(f"{re.escape(key)}: got {told}", line)
+        assert re.fullmatch(f"{re.escape(key)}: found {told}", line)
     train(folder, tmp_path / "sft", deepspeed_config=file, target="1xH100", **sft)
     assert "\n  sft      fits " in capsys.readouterr().out, "on another machine, nobody knows"
 

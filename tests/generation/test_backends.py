@@ -202,7 +202,7 @@ def test_a_backend_by_name_that_does_not_fit_is_refused(name):
 @pytest.mark.parametrize("requested", ["fused", "static"])
 def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(InputError, match=f"generation_engine {requested}: there is no CUDA device; use auto"):
+    with pytest.raises(InputError, match=f"--generation-engine {requested}: there is no CUDA device; use auto"):
         choose_backend(opt(), GenerationOptions(backend=requested), CPU)
 
 
@@ -212,7 +212,7 @@ def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
 def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():
     check_tensor_parallelism(gpt_neox(), 1, "eager")
     check_tensor_parallelism(opt(), 2, "fused")
-    with pytest.raises(InputError, match="inference_tp_size 2: needs the fused backend, got static"):
+    with pytest.raises(InputError, match="--inference-tp-size 2: needs the fused backend, got static"):
         check_tensor_parallelism(opt(), 2, "static")
     with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 heads of keys and values"):
         check_tensor_parallelism(llama(), 2, "fused")

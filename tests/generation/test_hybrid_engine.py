@@ -255,7 +255,7 @@ def test_prompts_at_once_are_slots():
 
 def test_ranks_that_do_not_divide_are_refused():
     options = GenerationOptions(FUSED.backend, tensor_parallel_size=2)
-    with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 ranks"):
+    with pytest.raises(InputError, match="--inference-tp-size 2: must divide the 1 ranks"):
         hybrid_of(engine_of(opt(), 0), options)
 
 

@@ -59,7 +59,7 @@ def test_not_even_one_slot_is_an_error_that_says_what_to_do(monkeypatch, free_me
     complaint = "--max-answer-seq-len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
     assert str(no_slot_fits(model_on("cuda", 20), 64)).startswith(complaint)
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 63)
-    with pytest.raises(InputError, match="max_answer_seq_len: one slot of 64 tokens"):
+    with pytest.raises(InputError, match="--max-answer-seq-len: one slot of 64 tokens"):
         generate(generator_of(StaticCacheForward(llama())), PROMPTS, **ONE_TOKEN)
 
 
@@ -73,7 +73,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory,
         check_copies_fit(2**29, torch.device("cuda"))
     assert "copied weights take at most 0.50 GiB of the 1.00 GiB" in caplog.text
     with pytest.raises(
-        InputError, match="weights take 1.50 GiB during a rollout, 1.00 GiB are free.*inference_tp_size"
+        InputError, match="weights take 1.50 GiB during a rollout, 1.00 GiB are free.*--inference-tp-size"
     ):
         check_copies_fit(3 * 2**29, torch.device("cuda"))
 

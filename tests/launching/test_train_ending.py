@@ -71,7 +71,7 @@ def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_
     following = done.stdout.splitlines()[-1]
     if "WORSE" in said:
         rate = {"1": "--sft.learning-rate", "2": "--reward.learning-rate", "3": "--ppo.actor-learning-rate"}[number]
-        rate = rate.replace("learning", "lora_learning") if "lora" in case else rate
+        rate = rate.replace("learning", "lora-learning") if "lora" in case else rate
         assert following.startswith(f"next: stage {number} ended worse") and following.endswith(f"a lower {rate}")
     else:
         assert following.startswith("next: python train.py --step 3" if number == "2" else "next: python chat.py")

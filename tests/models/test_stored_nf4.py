@@ -183,7 +183,7 @@ def test_the_flag_says_what_is_stored(base: str, tmp_path: Path) -> None:
     check_settings(ModelSource(folder), ModelConfig(lora_dim=2, quantization="nf4"))
     says = "nf4: its weights are stored as nf4; give --{}quantization nf4, with LoRA$"
     for kind in ("none", "int8"):
-        with pytest.raises(InputError, match=says.format("actor_")):
+        with pytest.raises(InputError, match=says.format("actor-")):
             check_settings(ModelSource(folder), ModelConfig(quantization=kind), "actor_")
         with pytest.raises(InputError, match=says.format("")):
             load_causal_lm(folder, dtype=torch.float32, quantization=kind)

@@ -33,7 +33,7 @@ FOREIGN_PAGES = ("docs/coming_from/trl.md", "docs/coming_from/openrlhf_verl.md",
            "docs/reference/flags.md")  # fmt: skip
 FOREIGN = {
     "no-deps", "wheel-dir", "upgrade", "index-url", "version", "served-model-name", "outfile", "logdir",
-    "enable-lora", "lora-modules", "max-lora-rank", "FLAG", "nproc_per_node", "module", "nodes",
+    "enable-lora", "lora-modules", "max-lora-rank", "FLAG", "nproc_per_node", "module", "nodes", "autotuning",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The names of the box, and the check of a function with its settings before a run starts."""
+"""The names of the built-in functions, and the check of a function with its settings before a run starts."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""Entries of --reward-function: files, the box, weights and args, and what is wrong with them in one line."""
+"""Entries of --reward-function: files, built-in ones, weights and args, and what is wrong with them in one line."""
 
 import hashlib
 import os
@@ -88,12 +88,12 @@ WRONG = [
     ("own.py:length:", "own.py:length:: found the weight ''; a finite number is right"),
     ("own.py:length:1:2", "own.py:length:1:2: found the weight '1:2'; a finite number is right"),
     ("digits:inf", "digits:inf: found the weight 'inf'; a finite number is right"),
-    ("digit", "digit: no such function in the box; did you mean digits?, or FILE.py:NAME for one of your own"),
-    ("helpfulness", "helpfulness: no such function in the box; the box has digits, upper, or FILE.py:NAME"),
-    ("own:length", "own:length: no such function in the box; the box has digits, upper, or FILE.py:NAME"),
+    ("digit", "digit: no such built-in function; did you mean digits?, or FILE.py:NAME for one of your own"),
+    ("helpfulness", "helpfulness: no such built-in function; the built-in ones are digits, upper, or FILE.py:NAME"),
+    ("own:length", "own:length: no such built-in function; the built-in ones are digits, upper, or FILE.py:NAME"),
     ("./own", "./own: names no function of a file"),
-    ("", ": no such function in the box"),
-    (".", ".: no such function in the box"),
+    ("", ": no such built-in function"),
+    (".", ".: no such built-in function"),
     ({"name": "digits", "weight": True}, "digits: found the weight True; a finite number is right"),
     ({"name": "digits", "weight": None}, "digits: found the weight None; a finite number is right"),
     ({"name": "digits:1", "weight": 2}, "digits:1: weight: 2 is given beside that in the name; give it once"),

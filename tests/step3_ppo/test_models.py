@@ -207,7 +207,7 @@ def test_a_stored_reward_model_names_its_flag(trained_folders, tmp_path):
 def test_lengths_beyond_the_positions_are_refused(world, trained_folders, tmp_path):
     config = ppo_config(trained_folders)
     config = config.replace(data=config.data.replace(max_prompt_seq_len=60).model_dump())
-    with pytest.raises(InputError, match="max_answer_seq_len 68: the model .* has 64 positions"):
+    with pytest.raises(InputError, match="--max-answer-seq-len 68: the model .* has 64 positions"):
         made(world, tmp_path, config)
 
 

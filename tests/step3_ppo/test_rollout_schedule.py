@@ -49,7 +49,7 @@ def test_rows_that_do_not_divide_are_refused_with_the_nearest_numbers_that_do(ge
     """All sizes up to 200 are tried: no other one that fits is nearer to what was given."""
     with pytest.raises(ValueError, match="the nearest that fit") as error:
         config(generated=generated, micro=micro, accumulation=accumulation)
-    at_once, rollout = map(int, re.findall(r"(?:generation|rollout)_batch_size (\d+)(?:,| without)", str(error.value)))
+    at_once, rollout = map(int, re.findall(r"(?:generation|rollout)-batch-size (\d+)(?:,| without)", str(error.value)))
     step = micro * accumulation
     nearest = min(abs(other - generated) for other in range(step, 200, step))
     assert at_once % step == rollout % step == 0 and abs(at_once - generated) == abs(rollout - generated) == nearest

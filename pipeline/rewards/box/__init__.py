@@ -1,1 +1,1 @@
-"""Reward functions in the box, by the name that a user types (table.py); pure Python with TRL's signature."""
+"""Built-in reward functions, by the name that a user types (table.py); pure Python with TRL's signature."""

@@ -1,4 +1,4 @@
-"""The reward functions in the box by their names, and a check of one with its settings before a run starts."""
+"""The built-in reward functions by their names, and a check of one with its settings before a run starts."""
 
 import asyncio
 import inspect
@@ -23,13 +23,13 @@ BOX: dict[str, Callable[..., Any]] = {function.__name__: function for function i
 
 
 def settings_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the settings of a function in the box with their defaults: its parameters that have names alone."""
+    """Return the settings of a built-in function with their defaults: its parameters that have names alone."""
     parameters = inspect.signature(function).parameters.values()
     return {one.name: one.default for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Call a function of the box without responses.
+    """Call a built-in function without responses.
 
     Raises:
         InputError: a setting that it refuses, or a package that it needs.
