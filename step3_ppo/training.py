@@ -256,7 +256,7 @@ def moved_too_far(ppo: PPO, update: Update | None) -> bool:
 
 
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
-    """With `--kl-target`, adapt the KL coefficient once the critic's warm-up has ended."""
+    """Adapt the KL coefficient to `--kl-target`, if there is one, once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
     # During the warm-up the policy is still the start model, so its KL says nothing.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps

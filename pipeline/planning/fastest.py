@@ -133,8 +133,9 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
     or nothing fits and a remedy offloads weights.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
-    ranks, own = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
-    tried = [dict(zip(reversed(own), stages, strict=True)) for stages in product((2, 3), repeat=len(own))]
+    ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
+    combinations = product((2, 3), repeat=len(stage_flags))
+    tried = [dict(zip(reversed(stage_flags), stages, strict=True)) for stages in combinations]
     allowed = [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
     return (allowed[:1] + allowed[1:][-1:] if ranks == 1 else allowed) or [{}]
 

@@ -309,8 +309,8 @@ def run_pass(wrapped: Any, use: ModelUse, work: Pass, *, lowest: nn.Module | Non
     mask = torch.ones(shape, dtype=torch.bool, device=device)
     positions = torch.arange(length, device=device).unsqueeze(0)
     selected = torch.ones(rows, length - 1, dtype=torch.bool, device=device)
-    held = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
-    counter = PassCounter([*held, ids, mask, positions, selected])
+    before_pass = [*wrapped.parameters(), *wrapped.buffers(), *(p.grad for p in trained if p.grad is not None)]
+    counter = PassCounter([*before_pass, ids, mask, positions, selected])
 
     def watch(layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output if isinstance(output, torch.Tensor) else output[0]

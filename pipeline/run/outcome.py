@@ -29,7 +29,7 @@ OTHERS_FIRST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a rank ended: its exit code and the reason in words.
+    """The end of a rank: its exit code and the reason in words.
 
     rank: number of the rank.
     code: exit code; None while the rank runs, and also if it was killed.

@@ -109,7 +109,7 @@ def check_writable(run_dir: Path, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the loop knows of its run.
+    """A run as its loop knows it.
 
     world: ranks and device.
     folder: folder of the run.
