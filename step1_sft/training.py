@@ -68,7 +68,7 @@ def train(run: Run, config: SFTConfig) -> None:
                     break
                 course.stop_if_asked()
                 if course.save_is_due(state):
-                    course.save(state, sft.content(state), lambda: save_unless_best(sft, state))
+                    course.save(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 
                 course.begin("train")
                 step = steps.step(state.step)
@@ -79,7 +79,7 @@ def train(run: Run, config: SFTConfig) -> None:
                 sft.log_step(step, state, course, loss=loss / step.num_trained, num_head_tokens=step.num_trained)
                 if not stepped:
                     sft.note_skipped(step, state)
-    course.finish(state, sft.content(state), lambda: save_unless_best(sft, state))
+    course.finish(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 
 
 def build(run: Run, config: SFTConfig) -> SFT:
@@ -87,7 +87,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     source, tokenizer, rows = start_supervised(run, config)
     data, seq2seq = config.data, source.is_encoder_decoder
     if seq2seq:
-        check_sources(rows)
+        check_encoder_inputs(rows)
     collate = partial(seq2seq_batch if seq2seq else packed_sft_batch, pad_id=tokenizer.pad_token_id)
     units = pack_rows(rows.train["num_tokens"], data.max_seq_len) if data.packing else None
     engine = language_model_engine(run, source, config.model)
@@ -98,7 +98,7 @@ def build(run: Run, config: SFTConfig) -> SFT:
     return assemble(run, config, tokenizer=tokenizer, data=rows, engine=engine, collate=collate, units=units)
 
 
-def check_sources(data: StageData) -> None:
+def check_encoder_inputs(data: StageData) -> None:
     """Raise InputError for a row without input for the encoder, such as plain text, whose tokens are all trained."""
     for split in (data.train, data.eval):
         lengths = np.asarray(split["num_tokens"][:]) - np.asarray(split["num_trained"][:])
@@ -130,7 +130,7 @@ def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
         return
     with sft.evaluation(state, course) as batches:
         measured, rows = measure(sft, batches)
-    course.recorder.write(state.step, measured, rows)
+    course.recorder.write_evaluation(state.step, measured, rows)
     state.evaluated = state.step
     loss = measured.get("eval_loss")
     if not sft.config.keep_best or loss is None or not math.isfinite(loss):
@@ -153,7 +153,7 @@ def measure(sft: SFT, batches: list[Callable[[], Any]]) -> tuple[dict[str, float
     return measured, rows
 
 
-def save_unless_best(sft: SFT, state: State) -> None:
+def save_unless_best_is_saved(sft: SFT, state: State) -> None:
     """Write the model folder, unless `--keep-best` has put the best model there."""
     if sft.config.keep_best and state.best_eval_loss is not None and is_saved(sft.config.run.output_dir):
         log_best(sft.run, "eval_loss", step=state.best_step, value=state.best_eval_loss)

@@ -71,7 +71,7 @@ def train(run: Run, config: RewardConfig) -> None:
                     break
                 course.stop_if_asked()
                 if course.save_is_due(state):
-                    course.save(state, reward.content(state), lambda: save_unless_best(reward, state))
+                    course.save(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
                 course.begin("train")
                 step = steps.step(state.step)
@@ -82,7 +82,7 @@ def train(run: Run, config: RewardConfig) -> None:
                 reward.log_step(step, state, course, loss=loss / step.num_rows)
                 if not stepped:
                     reward.note_skipped(step, state)
-    course.finish(state, reward.content(state), lambda: save_unless_best(reward, state))
+    course.finish(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
 
 def build(run: Run, config: RewardConfig) -> Reward:
@@ -132,7 +132,9 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
         log.warning("no pair is held out: the mean and std of scores come from the last %s", state.score_pairs)
         return
     measured = summary(scores)
-    course.recorder.write(state.step, measured, {name: values.tolist() for name, values in of_pairs(scores).items()})
+    course.recorder.write_evaluation(
+        state.step, measured, {name: values.tolist() for name, values in of_pairs(scores).items()}
+    )
     accuracy = measured.get("eval_accuracy")
     if not reward.config.keep_best or accuracy is None:
         return
@@ -151,7 +153,7 @@ def last_training_pairs(reward: Reward, state: State) -> list[Callable[[], PairB
     return evaluation_batches(last, collate, batch_size=size, **ranks)
 
 
-def save_unless_best(reward: Reward, state: State) -> None:
+def save_unless_best_is_saved(reward: Reward, state: State) -> None:
     """Write the model folder, unless `--keep-best` has put the best model there."""
     if reward.config.keep_best and state.best_accuracy is not None and is_saved(reward.config.run.output_dir):
         log_best(reward.run, "eval_accuracy", step=state.best_step, value=state.best_accuracy)

@@ -162,7 +162,7 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
     # KTO's margin is a difference of two means; with these weights it is one mean over all responses.
     margins *= torch.where(is_chosen > 0, num_rows / max(num_chosen, 1), num_rows / max(num_rejected, 1))
     of_rows = {"eval_accuracy": won.tolist(), "eval_margin": margins.tolist()}
-    course.recorder.write(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)
+    course.recorder.write_evaluation(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)
 
 
 def save(dpo: DPO, state: Counters) -> None:

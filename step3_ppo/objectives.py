@@ -41,8 +41,9 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
-    num_positive: response tokens of right responses among them, with `--positive-nll-coef`.
-    num_positive_rows: number of right responses.
+    num_positive: response tokens of responses whose reward is at least `--positive-score`; 0 without
+        `--positive-nll-coef`.
+    num_positive_rows: number of these responses.
     """
 
     num_rows: int
@@ -61,10 +62,10 @@ class Sums:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}
-        self.sketches: dict[str, GradientSketch] = {}  # of the parts "loss" and "text" of a gradient, where it has both
+        self.sketches: dict[str, GradientSketch] = {}  # "loss" and "text" -> that part's gradient, if there is text
 
     def add(self, **terms: Tensor) -> None:
-        """Add scalars to the sums of their names; a sum that is not finite drops the step."""
+        """Add scalars to the sums of their names. A step with a sum that is not finite is skipped later."""
         for name, term in terms.items():
             self.sums[name] = self.sums.get(name, 0.0) + term.detach().double()
 
@@ -75,7 +76,7 @@ class Sums:
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
     def over_ranks(self) -> dict[str, float]:
-        """The sums under their names, maxima as `<name>_max`, norms as `<part>_norm`. A collective, which waits."""
+        """The sums under their names, maxima as `<name>_max`, norms as `<part>_norm`. A collective."""
         everywhere = dist.gather_rows(torch.stack([*self.sums.values(), *self.maxima.values()]).unsqueeze(0))
         sums, maxima = everywhere.split([len(self.sums), len(self.maxima)], dim=1)
         totals = torch.cat([sums.sum(0), maxima.amax(0)]).tolist()
@@ -84,13 +85,13 @@ class Sums:
 
 
 class Objective(ABC):
-    """A trained model and a loss of it, one of several perhaps; an object serves one optimizer step.
+    """A trained model with a loss, for one optimizer step.
 
-    role: role of the model, the prefix of its metrics.
+    role: the model's role: actor or critic.
     engine: the model with its optimizer.
     work: counts the matrix operations of its forward and backward passes.
     text: plain text whose gradients are added after those of the rollout; None: there is none. At most one objective
-        of a model has any.
+        of a model has text.
     """
 
     role: str
@@ -100,18 +101,22 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
-        """Return the loss, summed over the response tokens of a micro-batch; `sums` get what `metrics` reads."""
+        """Return the loss, summed over the response tokens of a micro-batch; `sums` get what `metrics` reads.
+
+        batch: the model's inputs. part: the responses in it. known: what their rollout stored: old log-probabilities,
+        advantages, mask.
+        """
 
     def text_backward(self, sums: Sums) -> None:
-        """Add the gradients of `text`, which close the accumulation."""
+        """Add the gradients of `text`, in the last backward passes of the step."""
         assert self.text is None, "an objective with text adds its gradients itself"
 
     @abstractmethod
     def metrics(self, totals: dict[str, float], num_tokens: int) -> dict[str, float]:
-        """Return the metrics of the step, of its totals over all ranks."""
+        """Return the metrics of the step from its totals over all ranks; num_tokens: `StepSize.num_trained`."""
 
     def flops(self, size: StepSize) -> float:
-        """Return the matrix operations of the step on all ranks; those on responses, where there is no text."""
+        """Return the matrix operations of the step on all ranks, for prompts with responses; `text` is not counted."""
         return self.work.flops(
             num_tokens=size.num_tokens, num_squares=size.num_squares, num_head_tokens=size.num_response_tokens
         )
@@ -119,7 +124,7 @@ class Objective(ABC):
 
 @dataclass(slots=True)
 class PolicyObjective(Objective):
-    """The clipped policy loss of PPO, with KL, entropy and right responses in it if so asked, and the ptx loss of text.
+    """The policy loss, built-in or the user's, with KL, entropy and positive NLL by their flags; the ptx loss of text.
 
     engine: the policy with its optimizer.
     work: counts the matrix operations of its forward and backward passes.
@@ -130,7 +135,7 @@ class PolicyObjective(Objective):
     temperature: sampling temperature, by which logits are divided.
     unsup_coef: factor of the ptx loss.
     world: ranks and device.
-    role: prefix of its metrics.
+    role: the model's role.
     text: plain text of this step for the ptx loss; None without one.
     own_loss: the user's loss in place of the clipped one, see `load_loss`; None: a built-in one.
     """
@@ -159,7 +164,8 @@ class PolicyObjective(Objective):
             with_entropy=from_sampler or self.ppo.entropy_coef > 0,
         )
         mask = known.response_mask
-        # With the sampler's log-probabilities the old ones are the new ones: ratio 1, gradient grad log pi.
+        # --old-log-probs sampler: a rollout has one step. The policy is still the old one, so the ratio is 1 and its
+        # gradient grad log pi; `known.log_probs` are the sampler's, to which the trainer's are compared.
         old = log_probs.detach() if from_sampler else known.log_probs
         factors = self.row_factors(mask, num_tokens=self.size.num_trained, num_rows=self.size.num_trained_rows)
         tokens, level = (log_probs, old, known.advantages, mask), self.ppo.policy_ratio
@@ -203,7 +209,7 @@ class PolicyObjective(Objective):
         return loss
 
     def positive_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
-        """Return the loss of right responses, those of `mask`, in their own mean by `--loss-aggregation`."""
+        """Return the positive NLL of the responses in `mask`, aggregated over them alone by `--loss-aggregation`."""
         num_positive, num_rows = self.size.num_positive, self.size.num_positive_rows
         factors = self.row_factors(mask, num_tokens=num_positive, num_rows=max(num_rows, 1))
         num_tokens = self.size.num_trained
@@ -222,9 +228,9 @@ class PolicyObjective(Objective):
         )
 
     def weights(self, old: Tensor, sampled: Tensor, mask: Tensor, factors: Tensor | None) -> Tensor | None:
-        """Return the weights of tokens, (n, T) or (n, 1): `factors` of rows, and those off policy; None: all are 1.
+        """Return the weights of tokens, (n, T) or (n, 1): `factors` times the off-policy weights; None: all are 1.
 
-        These are of the trainer's log-probabilities before the rollout's updates, `old`, over the sampler's.
+        An off-policy weight is the ratio of the trainer's probability, `old`, to the sampler's.
         """
         if not self.ppo.weighs_off_policy:
             return factors
@@ -294,7 +300,7 @@ class ValueObjective(Objective):
     engine: the value model with its optimizer.
     work: counts the matrix operations of its forward and backward passes.
     value_clip: clip range of the new value around the old one; 0: no clip.
-    role: prefix of its metrics.
+    role: the model's role.
     """
 
     engine: TrainingEngine

@@ -119,7 +119,7 @@ class Schedule:
         rows = epoch_order(seed, epoch, num_prompts)[first : first + count].tolist()
         return RandomKey(seed, "rollout", epoch), rows + [None] * (count - len(rows))
 
-    def behind(self, position: int, count: int, *, num_prompts: int) -> int:
+    def position_after(self, position: int, count: int, *, num_prompts: int) -> int:
         """Return the position after `count` prompts from `position` on: the next epoch's first after the last one."""
         first = position % self.positions_per_epoch
         is_last = first + count >= num_prompts

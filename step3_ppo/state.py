@@ -43,8 +43,10 @@ class State(Counters):
     kl_coef: KL coefficient of the current rollout.
     score_constants: mean and std of the scores of each reward model, if one of them takes these from the first rollout;
         None if every reward model has stored its own.
-    tallies: counts of rewards over the rollouts before rollout number `rollout`, and with it. A rollout that is sampled
-        again, because the run was stopped in its first update, so counts once.
+    tallies: running totals of rollouts, for resuming: failed calls of functions, the position among the prompts,
+        spreads of rewards. The key "rollout" has the number of the last rollout that stored any, "before" the totals
+        without it, "with" those with it. A rollout that is sampled again, because the run was stopped in its first
+        update, counts once by that.
     """
 
     rollout: int = 0
@@ -54,18 +56,18 @@ class State(Counters):
     score_constants: list[float] | None = None
     tallies: dict[str, Any] = field(default_factory=dict)
 
-    def tallied(self, name: str) -> Any:
-        """Return a tally of the rollouts before this one; None if there is none yet."""
+    def tally_before(self, name: str) -> Any:
+        """Return a total over the rollouts before this one, without it; None if there is none yet."""
         return self.tallies.get("before" if self.tallies.get("rollout") == self.rollout else "with", {}).get(name)
 
-    def tally(self, name: str, value: Any) -> None:
-        """Store a tally, a JSON value, of the rollouts up to this one."""
+    def store_tally(self, name: str, value: Any) -> None:
+        """Store a total, a JSON value, over the rollouts up to and with this one."""
         if self.tallies.get("rollout") != self.rollout:
             self.tallies = {"rollout": self.rollout, "before": self.tallies.get("with", {}), "with": {}}
         self.tallies["with"] = {**self.tallies["with"], name: value}
 
-    def tallied_now(self, name: str) -> Any:
-        """Return the tally that this rollout has stored; None if it has not."""
+    def tally_of_rollout(self, name: str) -> Any:
+        """Return the total that this rollout has stored, itself included; None if it has stored none."""
         return self.tallies.get("with", {}).get(name) if self.tallies.get("rollout") == self.rollout else None
 
     def finish_rollout(self) -> None:
@@ -114,14 +116,14 @@ class PPO:
         object.__setattr__(self, "own_loss", load_loss(self.config.ppo))
 
     @property
-    def functions_by_name(self) -> dict[str, float]:
+    def function_weights(self) -> dict[str, float]:
         """Name -> weight of each reward function."""
         return self.functions.weights if self.functions else {}
 
     @property
     def reward_names(self) -> list[str]:
         """The names of all rewards, reward models first."""
-        return [*(one.name for one in self.models.rewards), *self.functions_by_name]
+        return [*(one.name for one in self.models.rewards), *self.function_weights]
 
     @property
     def idle_optimizers(self) -> list[TrainingEngine]:
@@ -167,23 +169,23 @@ class PPO:
             if rounds and not position % self.schedule.positions_per_epoch:
                 return None  # all prompts of the epoch are used
             key, chosen = self.schedule.prompts(position, count, seed=seed, num_prompts=len(rows))
-            position = self.schedule.behind(position, count, num_prompts=len(rows))
+            position = self.schedule.position_after(position, count, num_prompts=len(rows))
             sampler = self.sampler(rows, state, num_samples=k, batch_size=batch_size)
             rounds.append((sampler.sample(chosen, key), sampler.scoring))
             return rounds[-1][0]
 
         responses = sample_next(self.schedule.prompts_per_rollout)
-        assert responses is not None  # a rollout begins where its epoch has a prompt
+        assert responses is not None  # the epoch of a position has at least one more prompt
         if self.config.ppo.replace_equal_groups:
             pad_id, is_equal = self.hybrid.vocabulary.pad_id, partial(self.equal_groups, state=state)
             responses = replace_groups(responses, sample_next, is_equal, group_size=k, pad_id=pad_id)
         self._count_sampled(rounds, state, position=position)
         return responses
 
-    def position(self, state: State, *, behind: bool = False) -> int:
-        """Return the position of the rollout in the order of all epochs' prompts; with `behind` that of the next."""
-        counted = state.tallied_now("sampled") if behind else state.tallied("sampled")
-        position: int = counted["place"] if counted else (state.rollout + behind) * self.schedule.prompts_per_rollout
+    def position(self, state: State, *, of_next: bool = False) -> int:
+        """Return the position of the rollout in the order of all epochs' prompts; of_next: of the rollout after it."""
+        counted = state.tally_of_rollout("sampled") if of_next else state.tally_before("sampled")
+        position: int = counted["place"] if counted else (state.rollout + of_next) * self.schedule.prompts_per_rollout
         return position
 
     def equal_groups(self, responses: Responses, state: State) -> Tensor:
@@ -209,12 +211,14 @@ class PPO:
                 return
             scored = responses.scored.select(responses.valid.nonzero().flatten())
             failures.append((scoring, scored.failures))
-            totals.append(scored.values @ scored.values.new_tensor(list(self.functions_by_name.values())))
+            totals.append(scored.values @ scored.values.new_tensor(list(self.function_weights.values())))
         assert self.functions is not None
-        state.tally("failures", self.functions.counted(state.tallied("failures") or {}, failures))
+        state.store_tally("failures", self.functions.counted(state.tally_before("failures") or {}, failures))
         if self.config.ppo.replace_equal_groups:
             further = sum(len(one) for one in totals[1:]) // self.config.sampling.num_samples_per_prompt
-            state.tally("sampled", {"place": position, "further": further, "score": torch.cat(totals).mean().item()})
+            state.store_tally(
+                "sampled", {"place": position, "further": further, "score": torch.cat(totals).mean().item()}
+            )
 
     def rewarded(
         self,
@@ -226,31 +230,33 @@ class PPO:
         group_size: int,
         is_counted: bool = False,
     ) -> Rewarded:
-        """Return rewards and advantages of raw scores (N, R), with the coefficients of the run.
+        """Return rewards and advantages, with the coefficients of the run.
+
+        model_scores: raw scores of the reward models, (responses, models).
 
         is_counted: True = the rollout's scores enter the running scale of later rollouts.
         """
         terms = self.terms(responses, model_scores, state, group_size=group_size)
         if is_counted and self.config.rewards.reward_scaling == "running":
-            state.tally("spreads", terms.spreads)
+            state.store_tally("spreads", terms.spreads)
         ppo = self.config.ppo
         if state.step < ppo.critic_warmup_steps:  # Monte-Carlo returns, not the critic's own guesses
             ppo = ppo.model_copy(update={"returns_lambda": 1.0})
         return reward_responses(responses, scores, model_scores, ppo, kl_coef=state.kl_coef, terms=terms)
 
     def terms(self, responses: Responses, model_scores: Tensor, state: State, *, group_size: int) -> Terms:
-        """Return how raw scores (N, R) are summed."""
-        # A reward model without stored constants takes those of these scores. So does an evaluation before any rollout.
+        """Return the terms of the sum of rewards: reward models, functions with their weights, and scales."""
+        # Until the first rollout has set them, a reward model without mean and std takes those of `model_scores`.
         models = self.models.fitted(model_scores[responses.valid])
-        terms = Terms(models, self.functions_by_name, group_size=group_size)
+        terms = Terms(models, self.function_weights, group_size=group_size)
         scaling = self.config.rewards.reward_scaling
         if scaling == "none":
             return terms
-        earlier = state.tallied("spreads") if scaling == "running" else None
+        earlier = state.tally_before("spreads") if scaling == "running" else None
         return replace(terms, spreads=spreads(responses, model_scores, terms, earlier))
 
     def normalise_by_first(self, responses: Responses, scores: Scores, model_scores: Tensor, state: State) -> Scores:
-        """Normalise by the constants of this first rollout from now on; return `scores` with values on that scale."""
+        """Normalise by mean and std of this first rollout from now on; return `scores` with the critic's values so."""
         text = "--normalise-scores: the %s has no stored mean and std: uses those of the first rollout, %.4g and %.4g"
         first, *_ = rewards = self.models.fitted(model_scores[responses.valid])
         for one, before in zip(rewards, self.models.rewards, strict=True):

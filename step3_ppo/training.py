@@ -159,7 +159,7 @@ def reward(
     k = ppo.config.sampling.num_samples_per_prompt
     rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=k, is_counted=True)
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
-    metrics |= group_metrics(rewarded, state.tallied_now("sampled"), group_size=k)
+    metrics |= group_metrics(rewarded, state.tally_of_rollout("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
     generate_s = course.recorder.seconds("generate")
     metrics |= {"objective/kl_coef": state.kl_coef} if ppo.models.has_reference else {}
@@ -167,7 +167,7 @@ def reward(
         "time/generate_s": generate_s,
         "time/score_s": course.recorder.seconds("score"),
         "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
-        "epoch": ppo.position(state, behind=True) / ppo.schedule.positions_per_epoch,
+        "epoch": ppo.position(state, of_next=True) / ppo.schedule.positions_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
     course.begin("train")  # from here on optimizer states are on the device again; their memory is not scoring's
@@ -290,13 +290,13 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
         model_scores = score_rewards(ppo, responses, rows, state, course)
         rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=1)
         metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
-        metrics |= pass_metrics(responses, rewarded, ppo.functions_by_name, group_size=k)
+        metrics |= pass_metrics(responses, rewarded, ppo.function_weights, group_size=k)
         rows = list[dict[str, Any]]()
         if ppo.run.world.is_main:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             rows = append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
         metrics = evaluation_metrics(metrics, num_rows=int(responses.valid.sum()))
-        course.recorder.write(state.step, metrics, row_values(responses, rewarded, num_prompts=count))
+        course.recorder.write_evaluation(state.step, metrics, row_values(responses, rewarded, num_prompts=count))
         course.recorder.show_samples(state.step, rows)
         ppo.models.release_gathered()
     state.evaluated = state.step

@@ -20,15 +20,15 @@ from pipeline.data.readers import data_suffix
 from pipeline.data.sources import is_local
 from pipeline.hub import commits_read, split_revision
 
-# Flags whose texts name files of this machine beside other words, and what their folders look like.
-NAMING = ("reward_function", "more_reward_models")
+# Flags whose values contain paths of this machine among other words, and the pattern of the folders in them.
+FLAGS_WITH_FILES = ("reward_function", "more_reward_models")
 FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{0,2}/)[^\s:\"]*/")
 # Names of files that say nothing without that of their folder.
-UNTOLD = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|rows|prompts|pairs)?[\d_.-]*")
+GENERIC_NAME = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|rows|prompts|pairs)?[\d_.-]*")
 WEIGHT = re.compile(r"[\d.]+")
 HOMES = ("home", "Users")  # folders whose folders are named after people
-MAX_FILES = 5  # that are named of a folder of data
-MAX_CHARACTERS = 1_000  # of a text of a model that are shown
+MAX_FILES = 5  # number of files that are named of a folder with data
+MAX_CHARACTERS = 1_000  # characters that are shown of a text that a model wrote
 LICENCE_HEAD = 500  # characters of a LICENSE in which its title is looked for
 LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}
 LICENCE_FIELDS = ("license", "license_name", "license_link")
@@ -52,7 +52,7 @@ def data_name(text: str) -> str:
         return text
     path = Path(name).expanduser()
     if data_suffix(path):
-        says_nothing = UNTOLD.fullmatch(path.name.partition(".")[0]) and not is_of_a_person(path.parent)
+        says_nothing = GENERIC_NAME.fullmatch(path.name.partition(".")[0]) and not is_of_a_person(path.parent)
         return f"{path.parent.name}/{path.name}{weight}" if says_nothing and path.parent.name else path.name + weight
     is_plain = path.is_dir() and not any(path.glob("dataset_*.json"))  # no folder of `save_to_disk`
     files = sorted(file.name for file in path.iterdir() if data_suffix(file)) if is_plain else []
@@ -72,7 +72,7 @@ def shareable_flags(config: StageConfig) -> dict[str, Any]:
             values[name] = [data_name(text) for text in value]
         elif table[name].kind.endswith("path"):
             values[name] = shareable(value)
-        elif name in NAMING:
+        elif name in FLAGS_WITH_FILES:
             values[name] = [FOLDERS.sub("", masked(without_judge(text))) for text in value]
     return values
 
@@ -116,21 +116,21 @@ def licence_of(card: dict[str, Any]) -> dict[str, Any]:
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def visible(text: str) -> str:
-    """Return `text` without what no reader sees: control characters, marks of direction, halves of characters."""
+def printable(text: str) -> str:
+    """Return `text` with U+FFFD for each control character, mark of direction and lone surrogate."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def code(text: str) -> str:
-    """Return `text` as a code span of one line, which nothing in it ends."""
-    line, ticks = " ".join(visible(text).split()), fence(text, 1)
+    """Return `text` as a Markdown code span of one line; backticks in it do not end the span."""
+    line, ticks = " ".join(printable(text).split()), fence(text, 1)
     pad = " " if line[:1] == "`" or line[-1:] == "`" else ""
     return f"{ticks}{pad}{line or ' '}{pad}{ticks}"
 
 
 def fenced(text: str) -> str:
-    """Return `text`, truncated if it is long, as a block that nothing in it ends."""
-    shown = visible(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
+    """Return `text`, truncated if it is long, as a Markdown block; backticks in it do not end the block."""
+    shown = printable(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
     return f"{fence(shown)}text\n{shown}\n{fence(shown)}"
 
 

@@ -34,9 +34,9 @@ LongRows = Literal["drop", "truncate_left"]
 # Share of the limit that remains for the end of the prompt if a pair's response alone would fill the limit.
 MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
-SAME_TOKENS = "chosen and rejected have the same tokens"  # the kind of a dropped pair
-EXTRA = "extra"  # the field of a row for columns that no layout reads, as JSON
-SPECIAL_BROKEN = "text that spells a special token (broken up)"
+SAME_TOKENS = "chosen and rejected have the same tokens"  # reason to drop a pair
+EXTRA = "extra"  # the field of a row for further columns of its record, as JSON
+SPECIAL_BROKEN = "text that spells a special token (encoded as plain text)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
 
 
@@ -107,7 +107,7 @@ class TooLongError(BadRowError):
 
 
 class RowMaker:
-    """A maker of rows from records: it counts repaired and truncated rows, and raises BadRowError for refused ones."""
+    """A maker of rows from records. It counts truncated rows and rows whose text had to be encoded in another way."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: TokenizationOptions, counts: Counts) -> None:
         self.tokenizer, self.options, self.counts = tokenizer, options, counts
@@ -131,7 +131,7 @@ class RowMaker:
                 self.counts.add("dropped", str(error), record.origin, num_tokens=num_tokens, detail=error.detail)
             else:
                 if record.messages[:1] and record.messages[0].role == "tools" and not self.renders_tools:
-                    self.counts.add("kept", "tools that the chat template does not render", record.origin)
+                    self.counts.add("kept", "rows whose tools the chat template does not render", record.origin)
                 yield from row if isinstance(row, list) else [row]
 
     @cached_property
@@ -158,7 +158,7 @@ class RowMaker:
         trained = [True] * len(ids) if self.options.train_on_prompt else encoded.trained
         row = SequenceRow(ids[:limit], [False, *trained[1:limit]])
         if not any(row.trained):
-            raise TooLongError("no trained token left after truncation", len(ids))
+            raise TooLongError("no trained token within max_seq_len", len(ids))
         if len(ids) > limit:
             self.counts.add("cut", "response beyond max_seq_len", record.origin)
         return row
@@ -221,7 +221,7 @@ class RowMaker:
         return DocumentRow([*ids, self.tokenizer.eos_token_id])
 
     def conversation(self, record: Record, turns: Turns, train_turns: TrainTurns) -> EncodedConversation:
-        """Return the tokens of turns that end in an answer; repairs are counted."""
+        """Return the tokens of turns that end in an answer; counts rows that had to be encoded in another way."""
         self._count_special(record, turns)
         try:
             encoded = encode_conversation(self.tokenizer, turns, train_turns, self.special)
@@ -249,12 +249,12 @@ class RowMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKind:
-    """A kind of rows, one or more for a record. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
+    """A kind of rows; a record makes one row or several. A stage's package adds its own: `ROW_KINDS[KIND.name] = KIND`.
 
     name: its key in ROW_KINDS, and part of the names of cached files.
     make: returns the row of a record, or a list; a record for which it raises BadRowError counts as dropped.
     row: the dataclass of a row; its fields are columns, those of tokens have names that end in "ids".
-    documents: which records are joined and split into blocks, rows of `ids` and `trained`, after all other rows.
+    documents: which records are joined and split into blocks, which come as rows after all other rows.
     one_per_prompt: True drops a record whose prompt an earlier one has, since random numbers are keyed by prompts.
     length_flag: the flag that limits the tokens of a row.
     least_length: the smallest valid value of this flag.
@@ -270,7 +270,7 @@ class RowKind:
 
     @property
     def passes_columns(self) -> bool:
-        """True if rows have the field EXTRA, as in `PromptRow`: columns of records that no layout reads."""
+        """True if rows have the field EXTRA, as in `PromptRow`: columns of records that have no meaning here."""
         return any(field.name == EXTRA for field in fields(self.row))
 
     def of_record(self, *, is_text: bool) -> "RowKind":

@@ -73,22 +73,22 @@ class RolloutSize:
 
     @property
     def product(self) -> str:
-        """The older flags whose product is a rank's prompts, with their values."""
+        """The flags, with their values, whose product is the prompts of a rank: those that DeepSpeed-Chat has."""
         batch = f"--per-device-generation-batch-size {self.per_device_generation_batch_size}"
         return f"{batch} x --generation-batches {self.generation_batches}"
 
     @property
     def line(self) -> str:
-        """The arithmetic of a rollout in words; with generation_batches, also the flag that replaces them."""
+        """The arithmetic of a rollout in words; with --generation-batches, also the flag that replaces it."""
         samples, responses = counted(self.num_samples_per_prompt, "sample"), counted(self.responses, "response")
         said = f"{counted(self.prompts, 'prompt')} x {samples} = {responses} a rollout"
-        product = f"; a rank's are {self.product}: --rollout-batch-size {self.responses} says the same"
+        product = f"; from {self.product} on each rank, which --rollout-batch-size {self.responses} can replace"
         at_once = f"; {counted(self.at_once, 'prompt')} at once on a rank"
         return said + at_once + (product if self.generation_batches else "")
 
     @property
     def fault(self) -> str:
-        """One line on a size that does not divide, with flags for the nearest sizes that do; "" if it divides."""
+        """One line on flags that contradict or a rollout that optimizer steps do not divide; "" if all is right."""
         asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
         if asked and self.generation_batches:
             return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"

@@ -18,7 +18,7 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Return host -> slots from DeepSpeed's host file. Raises InputError naming file, line and the right one."""
+    """Return host -> slots from DeepSpeed's host file. Raises InputError with file, line and how it should read."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +66,7 @@ def chosen_gpus(
     """Return host -> numbers of its GPUs, in the host file's order, as DeepSpeed's launcher chooses them.
 
     Args:
-        hosts: host -> number of its GPUs; 0: it has none, and numbers of processes on its CPU are not checked.
+        hosts: host -> number of its GPUs; 0: it has none; then indices of its processes on the CPU are not checked.
         included, excluded: `host:0,1@host`; a host alone stands for all of its GPUs.
         num_nodes, num_gpus: take the first hosts, and of each the first GPUs; 0: all.
 
@@ -122,7 +122,7 @@ def chosen_hosts(request: LaunchRequest) -> dict[str, list[int]]:
 
 
 def chosen_devices(request: LaunchRequest) -> list[str]:
-    """Return the GPUs of the ranks of a request for this machine; on a CPU the numbers of its processes.
+    """Return the GPUs of the ranks of a request for this machine; on a CPU the indices of the processes.
 
     Raises:
         InputError: a GPU number that is not there. EnvironmentFault: more GPUs than CUDA_VISIBLE_DEVICES leaves.

@@ -27,7 +27,7 @@ from pipeline.launching.verdict import JobStatus, Verdict, hang_verdict, verdict
 from pipeline.processes import WAITS, Signals, free_memory, give_go, num_oom_kills
 from pipeline.run.outcome import SUPERVISOR
 
-RANKS_PER_POLL = 64  # with more ranks, files are read less often
+RANKS_PER_POLL = 64  # each further 64 ranks lengthen the pause between polls, which read a file of each rank
 SETTLE_S = 2.0  # seconds after a rank's failure, in which the others write their outcomes
 AGENTS_SETTLE_S = 10.0  # the same for ranks of other hosts, whose outcomes an agent sends
 ENDING_S = 15.0  # seconds that a rank may outlive one that has stopped: all stop together, after the save
@@ -111,17 +111,17 @@ class Job:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
-    def supervise(self, look_after: Callable[[], None] = do_nothing) -> Verdict:
+    def supervise(self, on_poll: Callable[[], None] = do_nothing) -> Verdict:
         """Watch the ranks until the job has ended or must be ended; processes may still run then.
 
         Args:
-            look_after: a function that is called at each poll, and returns at once.
+            on_poll: a function that is called at each poll, and returns at once.
         """
         while True:
             self.poll()
-            look_after()
+            on_poll()
             if not self._watch.has_failed():
-                self._memory = free_memory()  # after a failure, its memory is free again
+                self._memory = free_memory()  # once a rank has failed, the memory that it lacked is free again
             if verdict := self.ending():
                 return verdict
             time.sleep(max(POLL_S, POLL_S * len(self._watch.ranks) / RANKS_PER_POLL))
@@ -158,12 +158,12 @@ class Job:
         return all(process.poll() is not None for process in self._started.values())
 
     def forward_stop(self) -> bool:
-        """Ask each rank to stop, once; False if no rank has started yet."""
+        """Ask the ranks to stop; False if no rank has started yet."""
         if not self._watch.ranks:
             return False
         if not self._has_said_stop:
             self._has_said_stop = True
-            say("stopping, with a checkpoint where training has begun; a second signal kills at once")
+            say("stopping, with a checkpoint if training has begun; a second signal kills at once")
         if self._remote:
             self._remote.stop()
         else:

@@ -81,7 +81,7 @@ class Candidate:
     @property
     def is_best_of_its_kind(self) -> bool:
         """Tell whether no smaller micro-batch can be faster: this one fits, and a KV cache, if any, stays too."""
-        return not self.lacks and (self.plan.keeps_rollout or not self.plan.slots)
+        return not self.lacks and (self.plan.keeps_buffers or not self.plan.slots)
 
     @property
     def line(self) -> str:
@@ -187,7 +187,7 @@ def least_seconds(ones: Sequence[Candidate]) -> float:
     stays in memory, and need not be allocated again.
     """
     fitting = [one for one in ones if not one.lacks]
-    gain = 0.0 if all(one.plan.keeps_rollout for one in fitting) else RECREATE_CACHE_S
+    gain = 0.0 if all(one.plan.keeps_buffers for one in fitting) else RECREATE_CACHE_S
     return min((one.seconds for one in fitting), default=0.0) - gain
 
 
@@ -206,7 +206,7 @@ def planned_size(
     if RELEASED not in names or rollout is None or rollout.always_released:
         return Candidate.of(planner, resolved, chosen)
     staying = Candidate.of(planner, resolved, chosen | {RELEASED: False})
-    return staying if staying.plan.keeps_rollout else Candidate.of(planner, resolved, chosen | {RELEASED: True})
+    return staying if staying.plan.keeps_buffers else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
 def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str]) -> dict[str, int]:

@@ -23,8 +23,8 @@ from pipeline.run.device import bytes_of_cuda
 UNUSED_REST = (0.04, 0.09)
 # Host memory of a process on a CPU: Python, torch, DeepSpeed, transformers, tokenizer and data.
 PROCESS = (GIB * 6 // 10, GIB)
-# Host memory of a process that computes on a GPU, including that of CUDA and of loading weights.
-PROCESS_BESIDE_GPU = (2 * GIB, GIB * 9 // 2)
+# Host memory of a process that computes on a GPU, including what CUDA and loading weights take there.
+PROCESS_WITH_GPU = (2 * GIB, GIB * 9 // 2)
 # Freed blocks below 32 MiB of a process on a CPU, which the C library's heap does not return to the system.
 HEAP_REST = (GIB // 2, GIB * 9 // 10)
 # Block in bytes that torch's allocator takes for tensors of 1 to 10 MiB, also in the pool of a CUDA graph.
@@ -39,9 +39,9 @@ class PhaseMemory:
     gradients: gradients with buckets, by role.
     step: temporary copies of an optimizer step, if the peak is there.
     gathered: weights that ZeRO stage 3 gathers.
-    rollout: KV cache and copied weights.
+    rollout: buffers of generation: KV cache and copied weights.
     activations: activations with logits.
-    graph: the pool of the decode step's CUDA graph. It is in no tensor, so it counts only in expected and high.
+    graph: the pool of the decode step's CUDA graph. No tensor is in it, so only `MemoryPlan.reserved` counts it.
     fitted_cache: bytes of a KV cache that fills the free memory (part of `rollout`). No share of unused blocks is added
         to it, since the cache would be smaller by that.
     """
@@ -73,8 +73,8 @@ class MemoryPlan:
     phases: peaks, by phase.
     rollout: the buffers of generation that the run would choose; None for a stage that samples nothing.
     slots: rows of the KV cache that fit; 0 for a stage that samples nothing.
-    keeps_rollout: the buffers of generation stay in memory through updates, except possibly the first.
-    host: bytes of each machine's memory for offloaded tensors, and for a checkpoint.
+    keeps_buffers: the buffers of generation stay in memory through updates, except possibly the first.
+    host: bytes of each machine's memory for offloaded tensors; `checkpoint` comes on top.
     ranks: processes of the run.
     besides: bytes of CUDA and NCCL on a GPU, or of Python and its libraries on a CPU; expected and high.
     on_cpu: the run computes on a CPU; then its phases include offloaded tensors.
@@ -87,7 +87,7 @@ class MemoryPlan:
     phases: Mapping[str, PhaseMemory]
     rollout: Rollout | None
     slots: int
-    keeps_rollout: bool
+    keeps_buffers: bool
     host: int
     ranks: int
     besides: tuple[int, int]
@@ -110,12 +110,12 @@ class MemoryPlan:
     @property
     def on_host(self) -> tuple[int, int]:
         """Return the host memory of a machine's processes, expected and high, including offloaded tensors."""
-        process = self.reserved() if self.on_cpu else PROCESS_BESIDE_GPU
+        process = self.reserved() if self.on_cpu else PROCESS_WITH_GPU
         return self.host + self.per_host * process[0], self.host + self.per_host * process[1]
 
 
 def reserved(peak: PhaseMemory, rest: float) -> int:
-    """Return the bytes of the device at a peak; rest: unused share of the allocator's blocks."""
+    """Return the bytes of the device at a peak; rest: the allocator's unused memory, as a share of the tensors."""
     return int((peak.total - peak.fitted_cache) * (1 + rest)) + peak.fitted_cache + peak.graph
 
 
@@ -132,7 +132,8 @@ def plan_memory(
     """Count the memory of a stage.
 
     Args:
-        moments: --optimizer-states. gather: --zero3-gather.
+        moments: precision of the optimizer states (--optimizer-states).
+        gather: when ZeRO stage 3 gathers weights (--zero3-gather).
 
     Raises:
         InputError, EnvironmentFault: a model whose config cannot be read.
@@ -173,7 +174,7 @@ def plan_memory(
         slots, buffers = rollout_buffers(rollout, uses["actor"], states["actor"], dtype, target, free=free)
         first, keeps = updates_with_cache(rollout, phases, buffers, target, free=free)
         for name in phases if first or keeps else ["generate"]:
-            phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # its numbers alone
+            phases[name] = replace(phases[name], **buffers)  # type: ignore[arg-type]  # fields of type int
         # A backend that copies weights gathers nothing; one without copies gathers all weights at once.
         whole = sizes["actor"].num_bytes if states["actor"].gathered and not rollout.copied_bytes else 0
         phases["generate"] = replace(phases["generate"], gathered=whole)
@@ -206,7 +207,7 @@ def updates_with_cache(
     repeats it, and frees them before all later updates.
 
     Args:
-        free: bytes of the device besides the states.
+        free: bytes of the device without those of CUDA and of the states that stay.
     """
     if rollout.always_released or target.is_cpu or not target.memory:
         return (not rollout.always_released and not target.is_cpu,) * 2
@@ -232,7 +233,7 @@ def phase_memory(
     gathered = sum(states[role].gathered if trained else states[role].passing for role in used)
     moments: list[PhaseMemory] = []
     for work in passes:
-        others = [role for role in trained if role != work.role and is_before(role, work, trained)]
+        others = [role for role in trained if role != work.role and has_gradients(role, work, trained)]
         gradients = {role: states[role].gradients for role in others}
         if work.trains:
             earlier = states[work.role].gradients if work.accumulates else 0
@@ -248,6 +249,6 @@ def phase_memory(
     return max(moments, key=lambda moment: moment.total, default=PhaseMemory(resident, {}))
 
 
-def is_before(role: str, work: Pass, trained: Sequence[str]) -> bool:
+def has_gradients(role: str, work: Pass, trained: Sequence[str]) -> bool:
     """Tell whether gradients of `role` exist in a pass: gradients accumulate, or the model's own passes came first."""
     return work.accumulates or (work.role in trained and trained.index(role) < trained.index(work.role))

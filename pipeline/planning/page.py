@@ -14,7 +14,7 @@ from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
 from pipeline.planning.duration import RECREATE_CACHE_S, phase_seconds, states_seconds, waiting_seconds
 from pipeline.planning.exchange import exchange_seconds
-from pipeline.planning.memory import PROCESS_BESIDE_GPU, UNUSED_REST, MemoryPlan, plan_memory
+from pipeline.planning.memory import PROCESS_WITH_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
 
 NeedsOf = Callable[..., StageNeeds]
@@ -80,7 +80,7 @@ class StagePlanner:
         computed = dict(phase_seconds(needs, engines, plan, dtype, target))
         if computed and needs.idle_states_leave:
             computed["generate"] += states_seconds(needs, plan, target)
-        if computed and plan.slots and not plan.keeps_rollout:
+        if computed and plan.slots and not plan.keeps_buffers:
             computed["generate"] += RECREATE_CACHE_S
         waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
         return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in computed.items()}, exchanged
@@ -224,7 +224,7 @@ def verdict_lines(needs: StageNeeds, plan: MemoryPlan, target: Target, *, faults
         cache = "is freed before the update, and allocated again with its graph for each rollout"
         if plan.on_cpu:
             cache = "is allocated for each rollout"
-        elif plan.keeps_rollout:
+        elif plan.keeps_buffers:
             cache = "stays in memory during the update"
         elif plan.phases["train"].rollout:
             cache = "stays in memory during the first update only; it is then allocated again for each rollout"
@@ -249,7 +249,7 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     offloaded = f"{gib(num_bytes)} offloaded, " if num_bytes else ""
     if plan.on_cpu:
         return f"{total}: {copied}{offloaded}{processes}"
-    each = f"{' to '.join(map(gib, PROCESS_BESIDE_GPU))} each"
+    each = f"{' to '.join(map(gib, PROCESS_WITH_GPU))} each"
     unknown = "" if target.host_memory else "; whether that fits is unknown: give host_memory_gib in a target file"
     return f"{total}: {offloaded}{copied}{processes} with {each}{unknown}"
 

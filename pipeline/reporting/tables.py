@@ -11,18 +11,21 @@ from pipeline.run import evaluations
 from pipeline.run.evaluations import Change, is_number, without_rounding
 
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes into FOLDER
-SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # of prompts and evaluations in the table of samples
-# Kind of a verdict -> its colour and headline; with several runs the first kind that occurs decides.
+SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # numbers of prompts and of evaluations in the table of samples
+# Kind of a verdict -> its colour and headline. With several runs the first kind here that one of them has decides.
 HEADLINES = {
     "worse": ("bad", "Worse than at the start"),
     "same": ("open", "No difference that the held-out rows can show"),
     "better": ("good", "Better than at the start"),
-    "unknown": ("open", "Finished; no values of rows say whether it is better than at the start"),
+    "unknown": (
+        "open",
+        "Finished; evaluations without values of single rows cannot say if it is better than at the start",
+    ),
 }
 
 
 def compared(run: RunRecord) -> list[Change]:
-    """Return the results of a run's evaluations that are shown before and after training."""
+    """Return the metrics of evaluations whose first and last values the report compares."""
     return evaluations.compared(run.folder, [str(name) for name in run.meaning.get("compared", [])])
 
 
@@ -46,7 +49,7 @@ def name_of(run: RunRecord) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a number with four digits; a dash for None."""
+    """Return a number with four significant digits, or whole from 10,000 to 1,000,000; a dash for what is no number."""
     if not is_number(value):
         return "\N{EN DASH}"
     if 10_000 <= abs(value) < 1_000_000:
@@ -84,7 +87,7 @@ def between_steps(run: RunRecord) -> float:
 
 
 def memory(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return rows of peak memory in GiB: its use, by the plan, and measured."""
+    """Return rows of peak memory: what takes it, GiB by the plan, GiB as measured."""
 
     def measured(name: str) -> str:
         values = [value for _, value in run.points(name)]
@@ -105,12 +108,12 @@ def why_no_plan(run: RunRecord) -> str:
     if run.plan:
         return ""
     if run.environment.get("device") == "cpu":
-        return "No plan was made: on a CPU no flag is chosen by one."
-    return "No plan was made: no flag was left to be chosen by one (--dry-run prints a plan)."
+        return "There is no plan: plans choose flags on GPUs alone."
+    return "There is no plan, since every flag that a plan chooses was given (--dry-run prints one)."
 
 
 def given_flags(run: RunRecord) -> dict[str, tuple[Any, str]]:
-    """Return value and origin of the flags that are not at their default."""
+    """Return value and origin of the flags whose value comes from elsewhere than the default."""
     return {name: (value, origin) for name, (value, origin) in run.settings.items() if origin != "default"}
 
 

@@ -134,7 +134,7 @@ class Course:
             self.recorder.close(EXIT_FAULT)
             raise
         finally:
-            self.recorder.end()
+            self.recorder.end_progress()
             self._reporter.stop()
 
     def finish(self, state: Counters, content: Content, save_models: Callable[[], None]) -> None:

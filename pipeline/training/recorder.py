@@ -81,8 +81,8 @@ class Recorder:
                 run.stage.section, total_steps=total_steps, start_step=max(start_step, 0), every=every
             )
 
-    def write(self, step: int, values: Mapping[str, float], rows: Mapping[str, Any] | None = None) -> None:
-        """Write metrics of an evaluation, with the values of its rows (see `row_values_line`)."""
+    def write_evaluation(self, step: int, values: Mapping[str, float], rows: Mapping[str, Any] | None = None) -> None:
+        """Write the metrics of an evaluation; rows: metric -> its value for each held-out row, for error bars."""
         if self._writer is not None and values:
             if rows:
                 data = hashlib.sha256(json.dumps(self._run.contents, sort_keys=True).encode()).hexdigest()[:12]
@@ -94,14 +94,14 @@ class Recorder:
             log.info("%s", f"[{self._writer.stage}] step {step}, held out: {'  '.join(parts)}")
 
     def show_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples of an evaluation (lines of samples.jsonl), and apply the rules of health to them."""
+        """Show samples of an evaluation (lines of samples.jsonl), and warn of problems that they show (health.py)."""
         if self._writer is not None:
             show_samples(self._writer.stage, step, rows)
             self._health.history.add_samples(rows)
             self._health.look()
 
     def _note(self, step: int, values: Mapping[str, float]) -> None:
-        """Write metrics, and apply the rules of health to them."""
+        """Write metrics, and warn of problems that they show (health.py)."""
         if self._writer is not None:
             self._writer.write(step, values)
             if step > 0:  # in a progress line, a number from before training would look current
@@ -146,7 +146,7 @@ class Recorder:
         return f"{self._highest:.3g} of {memory_of(self.device)[1] / GIB:.0f} GiB"
 
     def _split(self, values: Mapping[str, float]) -> str:
-        """Return shares of the time so far, `sampling 62%, scoring 21%, updates 17%`, if steps have several phases."""
+        """Return shares of the time so far, `sampling 62%, scoring 21%, updates 17%`, if steps have phases."""
         self._spent.update({name: value for name, value in values.items() if name.startswith("time/")})
         shares = ((title_of(name, self._metrics), spent / self._spent.total()) for name, spent in self._spent.items())
         return ", ".join(f"{title} {share:.0%}" for title, share in shares)
@@ -161,7 +161,7 @@ class Recorder:
         if self._writer is not None:
             self._writer.close(exit_code)
 
-    def end(self) -> None:
+    def end_progress(self) -> None:
         """Remove the progress bar; metrics may still be written."""
         if self._writer is not None:
             self._progress.end()

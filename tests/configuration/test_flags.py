@@ -256,7 +256,7 @@ def test_choices_name_the_nearest():
 def test_checks_over_several_fields_keep_their_message():
     (line,) = errors_of("--kl-in-loss", config_class=PPOConfig)
     assert line == (
-        "kl_estimator: got k1, which has no useful gradient as a loss (kl_in_loss, which method grpo sets); use k2 "
+        "--kl-estimator: got k1, which has no useful gradient as a loss (--kl-in-loss, which method grpo sets); use k2 "
         "or k3, or --kl-in-loss false"
     )
     own = ("--actor-offload-optimizer", "cpu")

@@ -304,7 +304,7 @@ def test_tools_that_cannot_be_rendered_or_are_called_are_told_of(chatml, tmp_pat
     assert [line for line in counts.lines() if "special" not in line] == [
         f"3 dropped: tools is no list of JSON schemas (first: {where}:2)",
         f"1 dropped: messages has a turn that calls tools; only text is read (first: {where}:5)",
-        f"1 kept: tools that the chat template does not render (first: {where}:1)",
+        f"1 kept: rows whose tools the chat template does not render (first: {where}:1)",
     ]
     assert counts.unread == {}
 

@@ -74,7 +74,7 @@ def test_what_is_trained_follows_the_prompt_that_is_sampled_from(tokenizer: GPT2
     assert sft.ids[-1] == tokenizer.eos_token_id and sft.ids[-1] in eos_ids(tokenizer)
     trained = tokenizer.decode([token for token, flag in zip(sft.ids, sft.trained, strict=True) if flag])
     assert turns[-1].content.split("\n")[-1] + ENDS[name] in trained
-    ignored = "tools that the chat template does not render" in " ".join(counts.lines())
+    ignored = "rows whose tools the chat template does not render" in " ".join(counts.lines())
     assert (kind == "tools" and name in IGNORED_TOOLS) == ignored == (kind == "tools" and "weather" not in text)
 
 

@@ -84,7 +84,7 @@ def test_row_without_a_trained_token_is_dropped_and_counted(tokenizer):
     prompt, _ = parts(tokenizer, "tea?", "x")
     counts = Counts()
     assert not list(SEQUENCES.rows([record(chosen="x")], tokenizer, options(max_seq_len=len(prompt)), counts))
-    assert counts["no trained token left after truncation"] == 1
+    assert counts["no trained token within max_seq_len"] == 1
 
 
 def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
@@ -117,7 +117,7 @@ def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
         assert ids.count(end) == 1 + (tokenizer.bos_token_id == end) and ids[-1] == end
     assert end not in prompt.prompt_ids[1:]
     assert "fine< /s>" in tokenizer.decode(prompt.prompt_ids)
-    assert counts["text that spells a special token (broken up)"] == 4
+    assert counts["text that spells a special token (encoded as plain text)"] == 4
 
 
 def test_refused_turns_are_counted(tokenizer):

@@ -227,7 +227,11 @@ STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "long answer": ("sft", {**PAIR, "chosen": LONG}, "cut: response beyond max_seq_len"),
     "long pair": ("reward", {**PAIR, "chosen": LONG}, "dropped: pair longer than max_seq_len"),
     "long prompt": ("ppo", {**PAIR, "prompt": LONG}, "dropped: prompt longer than max_prompt_seq_len"),
-    "special token": ("sft", {**PAIR, "prompt": "a</s>b"}, "kept: text that spells a special token (broken up)"),
+    "special token": (
+        "sft",
+        {**PAIR, "prompt": "a</s>b"},
+        "kept: text that spells a special token (encoded as plain text)",
+    ),
     "other columns": ("sft", {"query": "a", "reply": "b"}, "dropped: columns fit no format"),
 }
 # Whole files in a wrong layout: the columns, and the mapping that the line proposes.

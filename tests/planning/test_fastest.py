@@ -136,7 +136,7 @@ def test_a_cache_that_will_not_stay_is_given_back_from_the_first_rollout_on():
     for target, rest in (("1xH200", ""), ("1xH100-80GB", ""), ("1xH100-80GB", " --release-inference-cache true")):
         choice = fastest(*planner_of("ppo", words + rest, target, StagePlanner))
         choices.append(choice)
-        assert not choice.lacks and choice.plan.keeps_rollout == bool(choice.plan.phases["train"].rollout)
+        assert not choice.lacks and choice.plan.keeps_buffers == bool(choice.plan.phases["train"].rollout)
     assert [choice.flags.get("release_inference_cache") for choice in choices] == [False, True, None]
     assert "--release-inference-cache true" in choices[1].line
     assert choices[1].plan.phases == choices[2].plan.phases and choices[1].seconds == choices[2].seconds

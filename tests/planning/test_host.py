@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, OPTForCausalLM
 
 from benchmarks.speed.planned import planner_of
 from pipeline.files import GIB
-from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_BESIDE_GPU, MemoryPlan
+from pipeline.planning.memory import HEAP_REST, PROCESS, PROCESS_WITH_GPU, MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, host_text
 from pipeline.planning.remedies import Remedies
 from pipeline.planning.states import page_locked
@@ -52,7 +52,7 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     unpinned = f"{WORDS} --zero-stage 2 --offload true --dtype fp32 --pin-memory false"
     gpu = memory(tmp_path, unpinned, **cpu | {"name": "mine"})
     assert gpu.host == 2 * (4 + 8 + 4 + 4) / 2 * weights
-    assert gpu.on_host == (gpu.host + 2 * PROCESS_BESIDE_GPU[0], gpu.host + 2 * PROCESS_BESIDE_GPU[1])
+    assert gpu.on_host == (gpu.host + 2 * PROCESS_WITH_GPU[0], gpu.host + 2 * PROCESS_WITH_GPU[1])
 
 
 def test_buckets_on_a_cpu_are_no_larger_than_the_gradients_that_fill_them(tmp_path):

@@ -214,10 +214,10 @@ def test_the_flag_alone_says_that_moments_have_8_bits(tmp_path):
 def test_what_makes_room_for_what():
     """The KV cache: 24 layers x keys and values of 2,048 numbers in bf16; 64 slots x 512 tokens: 6 GiB."""
     whole = plan_of(ppo(OPT, 16, 4, 2), "1xH200")
-    assert whole.phases["generate"].rollout == 6 * GIB and whole.keeps_rollout
+    assert whole.phases["generate"].rollout == 6 * GIB and whole.keeps_buffers
     assert whole.phases["train"].rollout == 6 * GIB and whole.slots == 64
     small = plan_of(ppo(OPT, 16, 4, 2), "1xA100-40GB")  # less than a third of it is free beside the cache
-    assert not small.keeps_rollout and small.phases["train"].rollout == 0 and small.phases["generate"].rollout > 0
+    assert not small.keeps_buffers and small.phases["train"].rollout == 0 and small.phases["generate"].rollout > 0
     away = plan_of(ppo(OPT, 16, 4, 2, "--offload-optimizer-during-rollout true"), "1xH200")
     states = sum(held.optimizer for held in away.states.values())
     assert whole.phases["generate"].states - away.phases["generate"].states == states == away.host

@@ -54,7 +54,7 @@ def test_a_run_that_keeps_its_cache_is_planned_so(phase):
     plan = planner.memory(resolved)
     measured = LONG_7B_MEASURED[phase]
     assert plan.phases[phase].total / GIB == pytest.approx(measured, abs=max(1.0, 0.05 * measured))
-    assert plan.keeps_rollout
+    assert plan.keeps_buffers
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_on
     update, device = plan.phases["train"], planner.target.memory
     free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
     assert calls == [(free, device, 0), (free, device, update.total - update.rollout - update.states)]
-    assert (plan.keeps_rollout, update.rollout > 0) == (later, first or later)
+    assert (plan.keeps_buffers, update.rollout > 0) == (later, first or later)
     assert any(line in text for text in stage_page(StagePlan.of(planner, resolved, 0)))
 
 
@@ -92,7 +92,7 @@ def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it
     target.write_text("memory_gib: 41", encoding="utf-8")
     planner, resolved = planner_of("ppo", ppo(OPT, 16, 4, 2), str(target))
     plan = planner.memory(resolved)
-    assert plan.phases["train"].rollout == 0 and not plan.keeps_rollout
+    assert plan.phases["train"].rollout == 0 and not plan.keeps_buffers
 
 
 def adapter_start(folder: Path, zero_stage: int, *, reward: str = "") -> PPOConfig:

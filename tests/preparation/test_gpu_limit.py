@@ -99,7 +99,7 @@ def test_rows_of_the_cache_and_whether_it_stays_follow_the_limit():
     found, _ = stage_planner(stage_of("ppo"), limited, parse_target("1xH200"), {})
     small = replace(planner, target=replace(planner.target, memory=41 * GIB))
     plans = [one.memory(limited) for one in (found, small, planner)]
-    assert plans[0] == plans[1] and plans[0].keeps_rollout != plans[2].keeps_rollout
+    assert plans[0] == plans[1] and plans[0].keeps_buffers != plans[2].keeps_buffers
     page, other = (stage_page(StagePlan.of(one, limited, 0)) for one in (found, small))
     assert [line.replace(" (--gpu-memory-gib)", "") for line in page] == other
 

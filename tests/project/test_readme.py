@@ -61,7 +61,7 @@ def test_the_readme_names_the_programs_that_the_tests_may_use():
     """Continuous integration runs them with a PATH that holds these alone."""
     script = (ROOT / ".ci" / "named_programs").read_text(encoding="utf-8")
     (linked,) = re.findall(r'^programs="(.*)"$', script, re.MULTILINE)
-    (named,) = re.findall(r"^Linux with (.*), and Python", README, re.MULTILINE)
+    (named,) = re.findall(r"\bLinux with (.*), and Python", " ".join(README.split()))
     assert set(re.split(", | and ", named)) == {*linked.split(), "coreutils"}
 
 

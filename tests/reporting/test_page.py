@@ -97,7 +97,7 @@ def test_a_section_for_each_stage_with_curves_time_memory_and_warnings(page):
     assert [name for name, _ in sections] == list(METRICS)
     for _, text in sections:
         assert text.count("<svg") >= 4 and "Where the time went" in text and "Peak memory" in text
-        assert "health: KL is high" in text and "No plan was made" in text
+        assert "health: KL is high" in text and "There is no plan" in text
     assert page.count("<svg") == page.count("</svg>") >= 20
 
 

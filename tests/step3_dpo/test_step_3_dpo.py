@@ -173,9 +173,9 @@ def test_a_broken_file_of_the_reference_is_computed_again(kept: int, tmp_path: P
 
 COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
-    "weight of dpo": ({"desirable_weight": 2}, "desirable_weight: needs --method kto, got dpo"),
-    "smoothing of ipo": ({"method": "ipo", "label_smoothing": 0.1}, "label_smoothing"),
-    "log-ratios of dpo": ({"ipo_log_ratios": "sum"}, "ipo_log_ratios: needs --method ipo, got dpo"),
+    "weight of dpo": ({"desirable_weight": 2}, "--desirable-weight: needs --method kto, got dpo"),
+    "smoothing of ipo": ({"method": "ipo", "label_smoothing": 0.1}, "--label-smoothing: needs --method dpo, got ipo"),
+    "log-ratios of dpo": ({"ipo_log_ratios": "sum"}, "--ipo-log-ratios: needs --method ipo, got dpo"),
     "a method of ppo": ({"method": "ppo"}, "--method"),
 }
 

@@ -116,7 +116,7 @@ def test_an_epoch_visits_each_prompt_once_however_many_are_replaced(further):
                 key, chosen = schedule.prompts(position, count, seed=3, num_prompts=10)
                 assert len(chosen) == count and chosen[0] is not None
                 seen.setdefault(key.epoch, []).extend(row for row in chosen if row is not None)
-                position = schedule.behind(position, count, num_prompts=10)
+                position = schedule.position_after(position, count, num_prompts=10)
     assert all(len(rows) == len(set(rows)) for rows in seen.values())
     assert all(sorted(seen[epoch]) == list(range(10)) for epoch in list(seen)[:-1]) and len(seen) > 1
 
@@ -192,12 +192,12 @@ def test_a_rollout_that_is_sampled_again_begins_at_its_own_prompts():
     """One that was stopped before its first update has noted where the next one begins."""
     ppo = SimpleNamespace(schedule=Schedule(4, 4, 8, 1, rollouts_per_epoch=3, total_steps=9, num_rollouts=9))
     state = State(rollout=2)
-    assert (PPO.position(ppo, state), PPO.position(ppo, state, behind=True)) == (8, 12)
-    state.tally("sampled", {"place": 17})
-    assert (PPO.position(ppo, state), PPO.position(ppo, state, behind=True)) == (8, 17)
+    assert (PPO.position(ppo, state), PPO.position(ppo, state, of_next=True)) == (8, 12)
+    state.store_tally("sampled", {"place": 17})
+    assert (PPO.position(ppo, state), PPO.position(ppo, state, of_next=True)) == (8, 17)
     again = State(**json.loads(json.dumps(asdict(state))))
-    again.tally("sampled", {"place": 18})
-    assert (PPO.position(ppo, again), PPO.position(ppo, again, behind=True)) == (8, 18)
+    again.store_tally("sampled", {"place": 18})
+    assert (PPO.position(ppo, again), PPO.position(ppo, again, of_next=True)) == (8, 18)
     again.finish_rollout()
     assert PPO.position(ppo, again) == 18
 
@@ -211,8 +211,8 @@ def test_a_method_that_compares_responses_refuses_values_of_tokens(folder, tmp_p
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--method", "reinforce_pp"], "replace_equal_groups: needs method grpo or rloo, got reinforce_pp"),
-        (["--method", "grpo", "--reward-model-name-or-path", "r"], "replace_equal_groups: scores of a reward model"),
+        (["--method", "reinforce_pp"], "--replace-equal-groups: needs method grpo or rloo, got reinforce_pp"),
+        (["--method", "grpo", "--reward-model-name-or-path", "r"], "--replace-equal-groups: scores of a reward model"),
     ],
 )
 def test_refused_where_it_means_nothing(words, expected):

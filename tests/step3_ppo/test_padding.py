@@ -68,10 +68,10 @@ def test_padding_is_in_no_number_of_a_rollout(world, trained_folders, tmp_path):
     num_tokens = sum(length[n] + int(responses.prompt_lengths[n]) for n in rows)
     assert found["num_tokens"] == num_tokens and found["generate_tokens_per_s"] == sum(length[:6])
     assert found["epoch"] == 1.0
-    tallied = loop.state.tallies["with"]
-    assert tallied["failures"] == {"fails_for_one": [{"responses": 6, "raised": 2}], "always": [{"responses": 6}]}
+    tally_before = loop.state.tallies["with"]
+    assert tally_before["failures"] == {"fails_for_one": [{"responses": 6, "raised": 2}], "always": [{"responses": 6}]}
     for (count, mean, squares), values in zip(
-        tallied["spreads"], (model[:6], [value[n] for n in scored], [3.0] * 6), strict=True
+        tally_before["spreads"], (model[:6], [value[n] for n in scored], [3.0] * 6), strict=True
     ):
         assert (count, mean) == (len(values), pytest.approx(fmean(values), rel=1e-5))
         assert squares == pytest.approx(sum((x - fmean(values)) ** 2 for x in values), rel=1e-4, abs=1e-9)

@@ -29,7 +29,7 @@ def test_a_step_without_a_trained_token_is_an_error():
 
 @pytest.mark.parametrize("model", ["actor", "critic"])
 def test_lora_dropout_is_refused_in_step_3(model):
-    with pytest.raises(InputError, match=f"{model}_lora_dropout: got 0.1"):
+    with pytest.raises(InputError, match=f"--{model}-lora-dropout: got 0.1"):
         parse(PPOConfig, [f"--{model}_lora_dropout", "0.1"], section="ppo")
 
 

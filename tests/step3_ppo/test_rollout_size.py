@@ -53,7 +53,7 @@ def counts(ranks: int, words: str) -> tuple[int, int, int]:
     ],
 )
 def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected):
-    assert counts(ranks, words) == expected and "says the same" not in on(ranks, words).config.rollout_size(ranks).line
+    assert counts(ranks, words) == expected and "can replace" not in on(ranks, words).config.rollout_size(ranks).line
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_it_is_one_optimizer_steps_where_nothing_says_it(ranks, words, expected)
     ],
 )
 def test_the_flag_counts_responses_over_all_ranks_and_the_batch_is_what_is_sampled_at_once(ranks, words, expected):
-    assert counts(ranks, words) == expected and "says the same" not in on(ranks, words).config.rollout_size(ranks).line
+    assert counts(ranks, words) == expected and "can replace" not in on(ranks, words).config.rollout_size(ranks).line
 
 
 def test_the_cache_has_a_slot_for_each_response_that_is_sampled_at_once():
@@ -96,8 +96,8 @@ def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp
     assert counts(ranks, words)[0] == prompts
     responses = prompts * (4 if "samples" in words else 1)
     line = on(ranks, words).config.rollout_size(ranks).line
-    assert "; a rank's are --per-device-generation-batch-size " in line
-    assert line.endswith(f": --rollout-batch-size {responses} says the same")
+    assert "; from --per-device-generation-batch-size " in line
+    assert line.endswith(f", which --rollout-batch-size {responses} can replace")
     names = words.replace("--", "").split()
     file = tmp_path / "mine.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in zip(names[::2], names[1::2], strict=True)))

@@ -182,7 +182,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
     for step, value in ((0, 3.0), (9, last)):
         losses = [math.log(value) + n / 10 for n in range(-3, 4)]
         values = {"eval_perplexity": value, "eval_rows": 7, "num_tokens": 1_000_000 * step}
-        course.recorder.write(step, values, {"eval_loss": losses})
+        course.recorder.write_evaluation(step, values, {"eval_loss": losses})
     with caplog.at_level(logging.INFO):
         course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     assert re.search(r"\n  cost +.*, 9M tokens\n", caplog.text)

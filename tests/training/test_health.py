@@ -239,7 +239,7 @@ def test_a_recorder_allows_rounding_as_large_as_the_weights_have(tmp_path, caplo
     run = SimpleNamespace(world=world, folder=tmp_path, stage=STAGE, resolved=Resolved(config, {}))
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=-1, total_steps=9, metrics=METRICS, shown=SHOWN)
     recorder.write_training(1, {"policy/sampler_error": error}, seconds=1.0, num_tokens=1, num_rows=1)
-    recorder.end()
+    recorder.end_progress()
     assert caplog.text.count("in a token's log-probability") == found
 
 
@@ -255,7 +255,7 @@ def test_a_recorder_says_it_with_the_flags_of_the_stage_and_goes_on_from_what_is
         for step in steps:
             values = {"policy/sampler_mean_error": error, "completions/empty_fraction": 1.0}
             recorder.write_training(step, values, seconds=1.0, num_tokens=1, num_rows=1)
-        recorder.end()
+        recorder.end_progress()
 
     record(range(1, 3), -1, 0.02)
     assert caplog.text.count("health: ") == 1 and caplog.text.count("an audit of the metrics, not a verdict") == 1
@@ -276,6 +276,6 @@ def test_a_recorder_that_goes_on_compares_with_the_very_first_evaluation(tmp_pat
     (tmp_path / "samples.jsonl").write_text("".join(lines))
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=6, total_steps=99, metrics=METRICS, shown=SHOWN)
     recorder.show_samples(9, [row | {"prompt": "p", "response": "r", "finished": True} for row in answers(9, **long)])
-    recorder.end()
+    recorder.end_progress()
     assert caplog.text.count("answers grow from 20 to 40 tokens") == is_first_there
     assert caplog.text.count("the reward pays for length") == is_first_there

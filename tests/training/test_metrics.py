@@ -354,7 +354,7 @@ def test_the_numbers_of_an_evaluation_are_one_line_which_a_terminal_gets_cut_bet
 ):
     run = run_of(tmp_path, World(0, 1, torch.device("cpu")))
     values = {f"eval_{name}": index / 7 for index, name in enumerate(list(METRICS)[:20])}
-    Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write(2, values)
+    Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS).write_evaluation(2, values)
     (text,) = info.messages
     titles = [title_of(name, METRICS) for name in values if title_of(name, METRICS) != name]
     begin = "[sft] step 2, held out: "
@@ -381,7 +381,7 @@ def test_only_rank_0_records(tmp_path, rank, info):
     world = World(rank=rank, size=2, device=torch.device("cpu"))
     run = run_of(tmp_path, world)
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=0, total_steps=4, metrics=METRICS)
-    recorder.write(0, {"eval_loss": 2.0})
+    recorder.write_evaluation(0, {"eval_loss": 2.0})
     recorder.write_training(1, {"loss": 3.0}, seconds=2.0, num_tokens=100, num_rows=8)
     assert (tmp_path / "metrics.jsonl").exists() == (rank == 0)
     if rank == 0:
