@@ -36,7 +36,7 @@ MIN_PROMPT_SHARE = 0.25
 MAX_REASON = 100  # characters of a template's message: it may quote the row
 SAME_TOKENS = "chosen and rejected have the same tokens"  # reason to drop a pair
 EXTRA = "extra"  # the field of a row for further columns of its record, as JSON
-SPECIAL_BROKEN = "text that spells a special token (encoded as plain text)"
+SPECIAL_BROKEN = "text that spells a special token (now with a space in it)"
 WideInt = Annotated[int, "64 bits"]  # the annotation of a column that 32 bits do not hold
 
 

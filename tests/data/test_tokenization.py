@@ -117,7 +117,7 @@ def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
         assert ids.count(end) == 1 + (tokenizer.bos_token_id == end) and ids[-1] == end
     assert end not in prompt.prompt_ids[1:]
     assert "fine< /s>" in tokenizer.decode(prompt.prompt_ids)
-    assert counts["text that spells a special token (encoded as plain text)"] == 4
+    assert counts["text that spells a special token (now with a space in it)"] == 4
 
 
 def test_refused_turns_are_counted(tokenizer):

@@ -230,7 +230,7 @@ STAGE_ROWS: dict[str, tuple[str, dict[str, Any], str]] = {
     "special token": (
         "sft",
         {**PAIR, "prompt": "a</s>b"},
-        "kept: text that spells a special token (encoded as plain text)",
+        "kept: text that spells a special token (now with a space in it)",
     ),
     "other columns": ("sft", {"query": "a", "reply": "b"}, "dropped: columns fit no format"),
 }
