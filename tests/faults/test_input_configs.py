@@ -178,7 +178,11 @@ def test_a_length_beyond_the_positions_is_refused_before_the_model_is_loaded(
     ("command", "changes", "says"),
     [
         ("sft", {"quantization": "int8"}, "--quantization int8: quantised weights are not trained; give --lora-dim 16"),
-        ("reward", {"offload": "true"}, "--offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-stage"),
+        (
+            "reward",
+            {"offload": "true", "zero_stage": 0},
+            "--offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-s",
+        ),
         ("ppo", {"critic_quantization": "int8"}, "--critic-quantization int8: quantised weights are not trained"),
     ],
 )

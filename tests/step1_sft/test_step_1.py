@@ -272,9 +272,9 @@ COMPLAINTS = {
     "no such file": ({"data_path": "./absent.jsonl"}, "absent.jsonl"),
     "no such model": ({"model_name_or_path": "./absent/model"}, "absent/model"),
     "a folder without a model": ({"model_name_or_path": "./notes"}, "notes"),
-    "too many tokens": ({"max_seq_len": 4096}, "max_seq_len 4096"),
-    "a map without a column": ({"column_map": "prompt"}, "column_map"),
-    "offload at stage 0": ({"offload": "true"}, "--offload"),
+    "too many tokens": ({"max_seq_len": 4096}, "--max-seq-len 4096"),
+    "a map without a column": ({"column_map": "prompt"}, "--column-map prompt"),
+    "offload at stage 0": ({"offload": "true", "zero_stage": 0}, "--offload"),
     "no such checkpoint": ({"resume": "./absent"}, "--resume"),
 }
 

@@ -163,8 +163,8 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
     "no such model": ({"model_name_or_path": "./absent"}, "absent"),
-    "too many tokens": ({"max_seq_len": 4096}, "max_seq_len 4096"),
-    "an unknown flag": ({"learning_rat": 1e-3}, "learning_rate"),
+    "too many tokens": ({"max_seq_len": 4096}, "--max-seq-len 4096"),
+    "an unknown flag": ({"learning_rat": 1e-3}, "did you mean --learning-rate?"),
 }
 
 

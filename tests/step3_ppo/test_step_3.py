@@ -267,12 +267,18 @@ COMPLAINTS = {
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
     "right responses without a function": ({"positive_nll_coef": 0.1}, "needs a --reward-function"),
-    "a threshold of right responses that nothing reads": ({"positive_score": 2.0}, "only --positive-nll-coef reads it"),
+    "a threshold of right responses that nothing reads": (
+        {"positive_score": 2.0},
+        "positive_score: needs --positive-nll-coef",
+    ),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
     "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, got 4"),
     "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),
-    "offload of a plain reference": ({"offload_reference_model": "true"}, "offload_reference_model"),
+    "offload of a plain reference": (
+        {"offload_reference_model": "true", "actor_zero_stage": 0},
+        "--offload-reference-model / --offload-reward-model: need",
+    ),
 }
 
 
