@@ -89,7 +89,7 @@ def test_without_held_out_pairs_the_scores_of_training_pairs_are_measured_and_ma
     few = {**FEW, "max_steps": 2, "eval_fraction": 0, "per_device_eval_batch_size": 2}
     words = map(str, stage_words("reward", folder, tmp_path, **few))
     ending = call("reward", without_flag(words, "eval_data_path"))
-    assert ending.code == 0 and ending.stderr.count("those of the last 3 training pairs") == 1
+    assert ending.code == 0 and ending.stderr.count("come from the last 3 training pairs\n") == 1
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     scores = []
