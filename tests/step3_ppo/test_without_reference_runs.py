@@ -96,7 +96,7 @@ def test_the_plan_counts_less_by_the_bytes_of_its_weights():
 def test_its_offload_is_named_where_there_is_none(folder, tmp_path):
     for changes, count in (({}, 1), ({"log_kl": "true"}, 0)):
         given = resolved_of(folder, tmp_path, offload_reference_model="true", actor_zero_stage=3, **changes)
-        lines = [line for line in idle_flags(given.config, given.origins) if "offload_reference_model" in line]
+        lines = [line for line in idle_flags(given.config, given.origins) if "--offload-reference-model " in line]
         assert len(lines) == count
         assert all(
             "it needs a KL to the reference (--kl-coef above 0, or --log-kl true), got none" in line for line in lines
