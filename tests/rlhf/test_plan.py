@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from support.launch_stub import write_program
 from support.source_tree import ROOT
 from transformers import AutoConfig
 
@@ -79,11 +80,13 @@ def test_25_cards_take_seconds(capsys):
 
 @pytest.mark.slow
 def test_a_machine_without_a_gpu_gets_no_warning_of_deepspeed(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    """CUDA_VISIBLE_DEVICES hides what GPUs there are from torch, this nvidia-smi finds none."""
+    write_program(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nexit 9\n")
+    hidden = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"} | hidden
     command = [sys.executable, "-m", "rlhf", "plan", *SMALL, "--cards", "24GB"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0 and "accelerator" not in done.stdout + done.stderr
     assert done.stdout.startswith("card ")
