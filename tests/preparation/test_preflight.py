@@ -68,7 +68,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
 SPLIT = "--data-split 2,4,4"  # as `train.py` hands it to its stages
 
 
-def configs(**changed: str) -> dict[Stage, Any]:
+def settings(**changed: str) -> dict[Stage, Resolved]:
     """The three stages of a plan, chained as `train.py` does it; `changed`: further words of a stage."""
     words = {
         "sft": "--model-name-or-path base --data-path train.jsonl --output-dir out/sft --max-seq-len 96",
@@ -77,9 +77,14 @@ def configs(**changed: str) -> dict[Stage, Any]:
         "--output-dir out --max-prompt-seq-len 64 --max-answer-seq-len 32",
     }
     return {
-        stage_of(stage): parse(CLASSES[stage], f"{line} {SPLIT} {changed.get(stage, '')}".split(), section=stage).config
+        stage_of(stage): parse(CLASSES[stage], f"{line} {SPLIT} {changed.get(stage, '')}".split(), section=stage)
         for stage, line in words.items()
     }
+
+
+def configs(**changed: str) -> dict[Stage, Any]:
+    """The configurations of `settings`."""
+    return {stage: resolved.config for stage, resolved in settings(**changed).items()}
 
 
 def problems(error: type[Exception] = InputError, *, dry_run: bool = True, **changed: str) -> list[str]:
@@ -250,9 +255,8 @@ def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monke
     monkeypatch.setattr(paths, "is_reachable", lambda: False)
 
     def faults(**changed: str) -> str:
-        stages = {stage: Resolved(config, {}) for stage, config in configs(**changed).items()}
         with pytest.raises(EnvironmentFault) as fault:
-            look_and_plan(stages, slots=[1])
+            look_and_plan(settings(**changed), slots=[1])
         return str(fault.value)
 
     hint = "run `hf download org/model` on a machine with a network, or give a local folder"
@@ -265,7 +269,7 @@ def test_a_plan_that_cannot_be_made_is_an_error_in_one_line_for_all_stages(monke
     broken.mkdir()
     (broken / "config.json").write_text("{}", encoding="utf-8")
     monkeypatch.setattr("pipeline.preparation.dry_run.look_before_start", lambda *args, **more: [])
-    stages = {SFT: Resolved(configs(sft="--model-name-or-path broken")[SFT], {})}
+    stages = {SFT: settings(sft="--model-name-or-path broken")[SFT]}
     with pytest.raises(InputError, match="^sft: not planned: broken: "):
         look_and_plan(stages, slots=[1])
 
@@ -376,7 +380,7 @@ def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_pat
     assert done.returncode == 2 and [line.split(":")[1].strip() for line in lines] == [
         "--reward.model-name-or-path", "--reward.data-path", "--ppo.data-path"
     ]  # fmt: skip
-    assert note.startswith("note: tiny is the demo's model, which `make demo` makes")
+    assert note.startswith("note: tiny is the demo's model; `make demo` creates it and its data in ")
     assert ("== stage 1" in done.stdout) == bool(more) and not list(tmp_path.iterdir())
 
 
