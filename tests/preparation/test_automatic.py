@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -104,29 +105,30 @@ def test_the_changes_of_the_ladder_are_taken_and_each_is_said(tmp_path, capsys, 
     assert flags_that_fit(SFT, given, Target("GPU", 80 * GIB)) == {}
     flags = flags_that_fit(SFT, given, Target("GPU", int(2.6 * GIB)))
     said = [line for line in capsys.readouterr().err.splitlines() if "frees" in line]
-    assert flags == {"offload": True, "zero_stage": 1}, (
-        "checkpointing and evaluation are auto: the plan has them already"
-    )
+    assert flags == {"offload": True}, "checkpointing, evaluation and ZeRO stage are auto: the plan has them already"
     assert len(said) == 1 and all(re.search(r"^auto_fit: --.*frees .* GiB .*; cost: ", line) for line in said)
     planner, changed = stage_planner(SFT, settings(tmp_path, *flag_words(flags)), Target("GPU", int(2.6 * GIB)), {})
-    assert fits(planner.memory(choose(SFT, planner, changed).of(changed, 1)), planner.target)
-    with pytest.raises(EnvironmentFault, match="--auto-fit: does not fit: .*take more GPUs"):
+    began = choose(SFT, planner, changed).of(changed, 1)
+    assert fits(planner.memory(began), planner.target) and began.config.model.zero_stage >= 2
+    with pytest.raises(EnvironmentFault, match="--auto-fit: does not fit: .*use more GPUs"):
         flags_that_fit(SFT, given, Target("GPU", GIB // 2))
 
 
-FEWER_ROWS = {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_ROWS)]
+# In place of ZeRO stage 3, which the plan takes where nothing fits: it does not partition quantised weights.
+QUANTISED = {"quantization": "int8", "zero_stage": 2}
+FEWER_ROWS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "per_device_eval_batch_size": 2}
+LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_ROWS | QUANTISED)]
 
 
 @pytest.mark.parametrize(("gib", "host_gib", "lacks", "also"), slow_but(LACKING[:1], LACKING))
 def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks, also):
     """Of a GPU with so little memory, or a host without room for an optimizer."""
-    target, flags = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB), {"lora_dim": 16} | also
+    target, flags = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB), also | {"lora_dim": 16}
     with pytest.raises(EnvironmentFault, match=f"--auto-fit: does not fit: .*{lacks}") as fault:
         flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "true"), target)
     assert str(fault.value).endswith(f"; --auto-fit any would train something else: {' '.join(flag_words(flags))}")
     assert flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), target) == flags
-    assert "auto_fit: --lora-dim 16: frees " in capsys.readouterr().err
+    assert "--lora-dim 16: frees " in capsys.readouterr().err
     enough = Target("GPU", int(2.6 * GIB), host_memory=64 * GIB)
     assert "lora_dim" not in flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), enough), "the first suffices"
 
@@ -154,12 +156,13 @@ def test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed
     chosen = yaml.safe_load(preset.read_text())
     assert started(tmp_path)[-1][-len(flag_words(chosen)) :] == flag_words(chosen) and done.stderr.count("frees") == 2
     read = parse(SFTConfig, ["--preset", str(preset)], section="sft").config
-    assert read.optimizer.per_device_train_batch_size == 1 and read.deepspeed.offload
+    micro, steps = read.optimizer.per_device_train_batch_size, read.optimizer.gradient_accumulation_steps
+    assert micro < 8 == micro * steps and read.deepspeed.offload
     finished = parse(SFTConfig, [*map(str, words)], section="sft")
     assert automatic_words(finished, preset.parent) == flag_words(chosen), "the run is finished here"
     assert automatic_words(parse(SFTConfig, [*map(str, words), "--overwrite"], section="sft"), preset.parent) is None
     again = launched(tmp_path, *words, memory_mib=80000)
-    assert f"as chosen before ({preset}): --per-device-train-batch-size 1 " in again.stderr
+    assert f"as chosen before ({preset}): {shlex.join(flag_words(chosen))}\n" in again.stderr
     assert "frees" not in again.stderr and started(tmp_path)[-1] == started(tmp_path)[0]
     lacking = launched(tmp_path, *words, "--overwrite", memory_mib=700)
     assert lacking.returncode == 3 and lacking.stderr.splitlines()[-1].startswith("error: --auto-fit: does not fit: ")
