@@ -170,7 +170,7 @@ class PPOConfig(StageConfig):
 
     def _further_model(self, role: Role) -> tuple[str, float]:
         """Return the folder or hub id of a further reward model, and its weight."""
-        return folder_and_weight(self.rewards.more_reward_models[role.number - 2], "more_reward_models")
+        return folder_and_weight(self.rewards.more_reward_models[role.number - 2], "--more-reward-models")
 
     def may_begin_head(self, role: Role) -> bool:
         """Return True for a critic that begins with a new head if its start has none: the run has no reward model."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pipeline.errors import InputError
+from pipeline.errors import InputError, dashed
 from pipeline.out_of_memory import is_out_of_memory
 from pipeline.rewards.calls import RefusedError, answer_to, loaded_function
 from pipeline.tensor_ops import zero_outside
@@ -47,7 +47,7 @@ def load_loss(ppo: PPOCoefficients) -> Callable[..., Tensor] | None:
             raise RefusedError(f"it needs {min(unknown)!r}; the arguments are {', '.join(TENSORS + SETTINGS)}")
         given = ppo.model_dump(include={*SETTINGS}, exclude_defaults=True)
         if unread := [name for name in given if not signature.takes(name)]:
-            raise RefusedError(f"it has no argument {unread[0]}, which --{unread[0]} gives; leave the flag out")
+            raise RefusedError(f"it has no argument {unread[0]}, which {dashed(unread[0])} gives; leave the flag out")
         new = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
         loss = own_loss(new, new.detach() * 1.1, new.detach() + 1.2, new < 0, None)
         if not (loss + torch.autograd.grad(loss, new)[0].sum()).isfinite():

@@ -49,5 +49,5 @@ class RewardConfig(WorkerFlags):
     @model_validator(mode="after")
     def _weights_are_numbers(self) -> Self:
         for entry in self.more_reward_models:
-            folder_and_weight(entry, "more_reward_models")
+            folder_and_weight(entry, "--more-reward-models")
         return self

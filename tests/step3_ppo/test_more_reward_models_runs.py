@@ -56,7 +56,7 @@ def test_a_run_goes_on_exactly_and_is_compared_by_its_models(folder, tmp_path, c
     capsys.readouterr()
     with undone_afterwards():
         assert main(words(folder, tmp_path / "parts", f"{folder}/other:0.25", max_steps=6)) == 2
-    assert any("more_reward_models" in line for line in error_lines(capsys.readouterr().err))
+    assert any("--more-reward-models" in line for line in error_lines(capsys.readouterr().err))
 
 
 def test_what_is_planned_and_checked_of_them(folder, tmp_path):
@@ -76,9 +76,9 @@ def test_what_is_planned_and_checked_of_them(folder, tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--more-reward-models", "a:b"], "more_reward_models: a:b: found the weight 'b'; a finite number is right"),
-        (["--more-reward-models", "a:inf"], "more_reward_models: a:inf: found the weight 'inf'"),
-        (["--more-reward-models", "a", "--reward-function", "exact_match"], "more_reward_models"),
+        (["--more-reward-models", "a:b"], "--more-reward-models: a:b: found the weight 'b'; a finite number is right"),
+        (["--more-reward-models", "a:inf"], "--more-reward-models: a:inf: found the weight 'inf'"),
+        (["--more-reward-models", "a", "--reward-function", "exact_match"], "--more-reward-models: .*no reward model"),
     ],
 )
 def test_what_names_no_model_is_refused(given, expected):

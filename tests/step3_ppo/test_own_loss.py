@@ -248,7 +248,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(folder, file, tmp_path, capsys
         assert trained(folder, out, policy_loss=loss) == 2
         (line, *_) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert re.fullmatch(
-            f"error: {title}: found content [0-9a-f]{{12}}, the checkpoint has content [0-9a-f]{{12}}", line
+            f"error: {title}: got content [0-9a-f]{{12}}, the checkpoint has content [0-9a-f]{{12}}", line
         )
         changed.write_text(before)
     assert trained(folder, out, policy_loss=loss) == 0
