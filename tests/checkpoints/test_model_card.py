@@ -146,7 +146,7 @@ def test_the_card_of_an_actor_has_samples_rewards_and_errors(tmp_path: Path, bas
         ["`eval_objective/scores`", "3", "3", f"{error:.4g}"],
         ["`eval_objective/kl`", "0.75", "0.75", f"{math.sqrt(1.25 / 3) / 2:.4g}"],
     ]
-    made_of = [row for row in rows_of(sections(text)["What it is made of"][1]) if "data_path" not in row[0]]
+    made_of = [row for row in rows_of(sections(text)["What it is made of"][1]) if "data-path" not in row[0]]
     assert made_of[:4] == [
         ["actor model", "`base`", f"SHA-256 `{HASH}`"],
         ["reward model", "`scorer`", ""],
@@ -154,8 +154,8 @@ def test_the_card_of_an_actor_has_samples_rewards_and_errors(tmp_path: Path, bas
         ["file of reward function short", "", f"SHA-256 `{HASH}`"],
     ]
     settings = {row[0].strip("`-"): row[1:] for row in rows_of(sections(text)["Settings"][1])}
-    assert "rules.py:short" in settings["reward_function"][0]
-    assert settings["kl_in_loss"] == ["`true`", "`method grpo`"], "the method's own defaults are told"
+    assert "rules.py:short" in settings["reward-function"][0]
+    assert settings["kl-in-loss"] == ["`true`", "`method grpo`"], "the method's own defaults are told"
     documents = model_documents(run, model=run.resolved.config.actor, kind="A model", step=20)
     assert str(tmp_path) not in "".join(documents.values()) and SECRET not in "".join(documents.values())
     (short, judge) = map(json.loads, json.loads(documents["training_config.json"])["rewards"]["reward_function"])

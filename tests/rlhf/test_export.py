@@ -124,7 +124,7 @@ def test_codes_are_no_16_bit_weights(made: Path) -> None:
         (
             main,
             ["{made}/adapter", "--output", "{made}/new"],
-            "--checkpoint: {made}/adapter is an adapter; `rlhf merge`",
+            "--checkpoint: {made}/adapter is an adapter; merge it with `rlhf merge`",
         ),
         (main, ["{made}/none", "--output", "{made}/new"], "--checkpoint: {made}/none: no such folder"),
         (

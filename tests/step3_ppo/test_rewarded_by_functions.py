@@ -269,4 +269,4 @@ def test_a_secret_among_the_args_of_a_function_is_written_nowhere(folder, tmp_pa
     assert trained(folder, tmp_path, entry(api_key="canary-2"), max_steps=1) == 0
     assert trained(folder, tmp_path, entry(api_key="canary-1", answer_key="b"), max_steps=2) == 2
     printed = capsys.readouterr()
-    assert "canary" not in printed.out + printed.err and "reward_function" in printed.err.splitlines()[-2]
+    assert "canary" not in printed.out + printed.err and "--reward-function" in printed.err.splitlines()[-2]
