@@ -2,6 +2,7 @@
 
 Stages 1 and 3 by their launch script, with a supervisor, DeepSpeed's launcher and one rank: rows of full length on
 OPT-125M. Checkpointing is given, as false: a plan that knows of the cap would choose it, and nothing would be cut.
+ZeRO stage 0 is given too: the caps are set by its plans.
 """
 
 import json
@@ -58,7 +59,7 @@ class Machine:
         """The run folder and the stderr of stage 1 with these flags."""
         own = ["--model-name-or-path", inputs / "actor", "--data-path", inputs / "rows.jsonl",
                "--train-on-prompt", "true", "--max-seq-len", TOKENS, "--learning-rate", "1e-6",
-               "--gradient-checkpointing", "false"]  # fmt: skip
+               "--gradient-checkpointing", "false", "--zero-stage", 0]  # fmt: skip
         return self.folder / "out/runs" / name, self._start(1, self.folder / "out" / name, *own, *words)
 
     def train_ppo(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
@@ -67,7 +68,8 @@ class Machine:
                "--data-path", inputs / "prompts.jsonl", "--long-prompts", "truncate_left",
                "--max-prompt-seq-len", 256, "--max-answer-seq-len", 256,
                "--per-device-generation-batch-size", RESPONSES, "--old-log-probs", "trainer",
-               "--actor-gradient-checkpointing", "false", "--critic-gradient-checkpointing", "false"]  # fmt: skip
+               "--actor-gradient-checkpointing", "false", "--critic-gradient-checkpointing", "false",
+               "--actor-zero-stage", 0, "--critic-zero-stage", 0]  # fmt: skip
         return self.folder / name / "runs/ppo", self._start(3, self.folder / name, *own, *words)
 
     def _start(self, step: int, output: Path, *words: object) -> str:
@@ -75,7 +77,8 @@ class Machine:
                   "--max-steps", STEPS, "--dtype", "bf16", "--keep-checkpoints", 0,
                   "--enable-tensorboard", "false", "--output-dir", output]  # fmt: skip
         command = ["bash", ROOT / "launch/single_gpu.sh", step, *common, *words]
-        variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "tests/faults/site")}
+        path = os.pathsep.join([str(ROOT / "tests/faults/site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {"PYTHON": sys.executable, "PYTHONPATH": path}
         done = subprocess.run(
             list(map(str, command)),
             cwd=self.folder,

@@ -95,7 +95,9 @@ def steps_of(folder: Path, out: Path, **changes: Any) -> tuple[list[dict[str, An
 def test_each_phase_runs_out_of_memory_and_goes_on(folder: Path, tmp_path: Path, monkeypatch):
     phases = CappedPhases(1, PHASES, lambda taken: taken // 3)
     phases.stand_in(monkeypatch)
-    lines, log = steps_of(folder, tmp_path / "out", release_inference_cache="true")
+    # ZeRO stages 1 and 2 make AdamW's states among the first update's activations: later phases find room between them.
+    stages = {"actor_zero_stage": 0, "critic_zero_stage": 0}
+    lines, log = steps_of(folder, tmp_path / "out", release_inference_cache="true", **stages)
     failed = re.findall(r"step 2, phase (\w+): out of memory: .*: done again with", log)
     assert phases.capped == set(failed) == set(PHASES), (phases.taken, log)
     assert lines[0]["micro_batch_size"] == ROWS and lines[1]["micro_batch_size"] < ROWS
