@@ -84,7 +84,7 @@ def test_its_data_and_its_start_model_are_looked_at(tmp_path, data, number):
     wrong = train(project, data, *WAYS[number], "--dry-run", data_path="base/config.json", max_steps=2)
     assert wrong.returncode == 2 and "--labelled.data-path: base/config.json" in wrong.stderr, wrong.stderr
     chained = train(project, data, *WAYS[number], "--dry-run", model_name_or_path="output/sft", max_steps=2)
-    assert chained.returncode == 2 and "--labelled.model-name-or-path: output/sft: found no" in chained.stderr
+    assert chained.returncode == 2 and "--labelled.model-name-or-path: output/sft: got no" in chained.stderr
     assert "--step 1 " in chained.stderr
 
 
