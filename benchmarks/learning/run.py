@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.learning import models, policies, quality, quality_report, report, rows
 from benchmarks.learning.jobs import Jobs, Work
+from benchmarks.speed.jobs import with_underscores
 from pipeline.launching.machine import count_gpus
 
 COMMANDS = (
@@ -65,15 +66,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def pairs_of(words: list[str]) -> dict[str, Any]:
-    """Return the flags behind `--`, given as --name value."""
-    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    """Return the flags behind `--`, given as --name value, by their names with underscores."""
+    return {
+        with_underscores(name).removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def main() -> int:
     """Run one command; return 1 if one of its runs failed."""
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
-    given, more = make_parser().parse_args(words[:at]), pairs_of(words[at + 1 :])
+    given, more = make_parser().parse_args([*map(with_underscores, words[:at])]), pairs_of(words[at + 1 :])
     work = given.work.resolve()
     jobs = Jobs(work, count_gpus() if given.gpus is None else given.gpus, given.parallel)
     if given.command == "instructions":

@@ -274,6 +274,12 @@ def flags(values: dict[str, Any]) -> list[object]:
     return [part for name, value in values.items() for part in (f"--{name}", value)]
 
 
+def with_underscores(word: str) -> str:
+    """Return a flag as the parser names it; `--warm-up=1` is read too. Other words are returned as they are."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
+
+
 def output_words(folder: Path) -> list[object]:
     """Flags of a run whose models nobody wants."""
     return ["--output_dir", folder / "model", "--run_dir", folder / "run", "--keep_checkpoints", 0]

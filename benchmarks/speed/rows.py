@@ -254,7 +254,7 @@ def watch(jobs: Jobs, name: str, *words: object) -> dict[str, Any]:
     """Step 3 with its phases watched, under the cap of memory where there is one."""
     output = jobs.fresh(name)
     every = [*ppo_words(jobs.options, jobs.prompts()), *words, *output_words(output), *jobs.extra]
-    found = jobs.worker(name, "benchmarks.speed.watched", ["--cap_gib", jobs.options.cap_gib, "--", *every])
+    found = jobs.worker(name, "benchmarks.speed.watched", ["--cap-gib", jobs.options.cap_gib, "--", *every])
     if found:
         # Times, and what the run itself says of memory, which is the same where both say it.
         jobs.runs[name] = jobs.read(output / "run") | jobs.runs[name]

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.speed.curves import curves
 from benchmarks.speed.figures import Figures
-from benchmarks.speed.jobs import ROOT, BenchError, Jobs
+from benchmarks.speed.jobs import ROOT, BenchError, Jobs, with_underscores
 from benchmarks.speed.preparation import data
 from benchmarks.speed.report import environment, for_people, print_reports
 from benchmarks.speed.rows import PPO_ROWS, SHAPE_NAMES, Row
@@ -109,12 +109,6 @@ def run_row(options: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     except BenchError as error:  # of the models, without which there is no run
         jobs.runs["models"] = {"error": str(error)}
     return keep()
-
-
-def with_underscores(word: str) -> str:
-    """Return a flag as the parser names it; `--warm-up=1` is read too. Other words are returned as they are."""
-    name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else word
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Step 3 with its phases watched: peak memory of each, and when the first one began. A worker: prints one JSON line.
 
-`python -m benchmarks.speed.watched --cap_gib 80 -- STEP-3 FLAGS`. The command is the stage's own, on a device of which
+`python -m benchmarks.speed.watched --cap-gib 80 -- STEP-3 FLAGS`. The command is the stage's own, on a device of which
 only a part may be used where a cap is given.
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
     """Run the stage, and print what was seen."""
     cut = sys.argv.index("--")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cap_gib", type=float, default=0.0, help="GiB that PyTorch may hold; 0: all")
+    parser.add_argument("--cap-gib", type=float, default=0.0, help="GiB that PyTorch may hold; 0: all")
     options = parser.parse_args(sys.argv[1:cut])
     started, watch = time.monotonic(), Watch()
     watch.install()

@@ -28,6 +28,7 @@ from support.tiny_run import make_pair, make_prompts
 from benchmarks.learning import estimates, quality, quality_report, recipes, report, rows, workers
 from benchmarks.learning.jobs import Jobs
 from benchmarks.learning.policies import file_name
+from benchmarks.learning.run import pairs_of
 from pipeline.configuration.flags import parse
 from pipeline.rewards.box.instructions import CHECKS, instructions
 from rlhf.rewards.sample import SampleConfig
@@ -315,6 +316,12 @@ def test_numbers_of_a_page_may_differ_by_one_of_their_last_digit():
     assert is_written_as(line, line.replace("0.719", "0.720")) and is_written_as(line, line)
     for digits, others in (("0.719", "0.721"), ("0.719", "0.72"), ("1,024", "1,026"), ("recipe", "other")):
         assert not is_written_as(line, line.replace(digits, others)), others
+
+
+def test_flags_for_the_stages_are_read_with_hyphens_and_with_underscores():
+    """A flag given replaces the benchmark's own, which has an underscore in its name."""
+    assert pairs_of(["--max-steps", "2"]) == pairs_of(["--max_steps", "2"]) == {"max_steps": "2"}
+    assert pairs_of(["--reward-function", "a-b"]) == {"reward_function": "a-b"}
 
 
 @pytest.mark.slow
