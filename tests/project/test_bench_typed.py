@@ -180,7 +180,7 @@ def test_both_ways_train_the_same_on_a_cpu_and_the_quotient_is_of_their_metrics(
     done = row("--repeats", "1", "--baseline", "0", "--", "--actor-learning-rate", "fast")
     assert done.returncode == 1
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["failed"] == ["tuned 1"] and "actor_learning_rate" in found["runs"]["tuned 1"]["error"]
+    assert found["failed"] == ["tuned 1"] and "--actor-learning-rate" in found["runs"]["tuned 1"]["error"]
     assert "samples/s as typed over tuned" not in figures_of(found) and "FAILED: tuned 1" in done.stdout
 
 
