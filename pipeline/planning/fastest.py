@@ -129,15 +129,21 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
     """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
-    Stage 3 gathers each layer before it is used, on one GPU from that GPU alone: there it comes where 2 is ruled out,
-    or nothing fits and a remedy offloads weights.
+    On one GPU, stage 3 divides nothing and holds a bucket besides: there it comes only where a flag needs it. Stage 0
+    takes 2 bytes a trained weight less than 2 in a step, and is slower: it comes where 2 does not fit.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
-    combinations = product((2, 3), repeat=len(stage_flags))
-    tried = [dict(zip(reversed(stage_flags), stages, strict=True)) for stages in combinations]
-    allowed = [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
-    return (allowed[:1] + allowed[1:][-1:] if ranks == 1 else allowed) or [{}]
+
+    def allowed(*stages: int) -> list[dict[str, int]]:
+        combinations = product(stages, repeat=len(stage_flags))
+        tried = [dict(zip(reversed(stage_flags), one, strict=True)) for one in combinations]
+        return [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
+
+    if ranks > 1:
+        return allowed(2, 3) or [{}]
+    preferred, least = allowed(2, 3)[:1], allowed(0, 2, 3)[:1]
+    return (preferred if preferred == least else preferred + least) or [{}]
 
 
 def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]) -> Candidate:
