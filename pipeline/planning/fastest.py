@@ -111,10 +111,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    *rest, last = stages_to_try(planner, resolved, names)
-    high, least = planner.target.num_gpus > 1, ((one, smallest(planner, resolved, names, one)) for one in rest)
-    stages = next((one for one, it in least if not any(lacking(it.plan, planner.target, high=high))), last)
-    planned = list(candidates(planner, resolved, names, stages))
+    planned = list(candidates(planner, resolved, names, stages := stages_that_fit(planner, resolved, names)))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
         planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
@@ -126,11 +123,21 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
 
 
+def stages_that_fit(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> dict[str, int]:
+    """Return the first of the ZeRO stages to try whose smallest settings fit; if none do, those that lack least."""
+    options, lacks = stages_to_try(planner, resolved, names), list[int]()
+    for stages in options if len(options) > 1 else ():
+        lacks.append(smallest(planner, resolved, names, stages).lacks)
+        if not lacks[-1]:
+            return stages
+    return options[lacks.index(min(lacks))] if lacks else options[0]
+
+
 def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
     """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
 
-    On one GPU, stage 3 divides nothing and holds a bucket besides: there it comes only where a flag needs it. Stage 0
-    takes 2 bytes a trained weight less than 2 in a step, and is slower: it comes where 2 does not fit.
+    On one GPU, stage 3 partitions nothing, but it gathers one layer at a time. Stage 0 takes 2 bytes a trained weight
+    less than 2 in a step, and is slower. There they are tried in the order 2, 0, 3.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
@@ -142,8 +149,8 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
 
     if ranks > 1:
         return allowed(2, 3) or [{}]
-    preferred, least = allowed(2, 3)[:1], allowed(0, 2, 3)[:1]
-    return (preferred if preferred == least else preferred + least) or [{}]
+    tried = [*allowed(2, 3)[:1], *allowed(0, 2, 3)[:1], *allowed(2, 3)[-1:]]
+    return [one for number, one in enumerate(tried) if one not in tried[:number]] or [{}]
 
 
 def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]) -> Candidate:

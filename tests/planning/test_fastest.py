@@ -308,9 +308,9 @@ def test_the_choice_is_said_with_what_it_gives(models):
     [
         ("", (1,), 8, (2, 2)),
         ("", (2,), 8, (2, 2)),
-        ("", (1,), 0.01, (0, 0)),
-        ("--offload true", (1,), 0.01, (2, 2)),
-        ("", (2,), 0.01, (3, 3)),
+        ("--offload true", (1,), 8, (2, 2)),
+        ("", (1,), 0.01, (2, 2)),
+        ("", (2,), 0.01, (2, 2)),
         ("--actor-zero-stage 3", (1,), 8, (3, 2)),
         ("--critic-zero-stage 0", (2,), 8, (2, 0)),
         ("--offload-parameters true", (1,), 8, (3, 3)),
@@ -319,7 +319,7 @@ def test_the_choice_is_said_with_what_it_gives(models):
     ],
 )
 def test_zero_stages_are_2_or_3_where_that_is_needed(models, words, slots, gib, stages):
-    """On one GPU only a flag that needs stage 3 brings it; where 2 does not fit it has 0, which takes less."""
+    """Where nothing fits, the stages are those that lack least: here 2, since buckets are larger than the models."""
     settings = given(PPO, models, *words.split(), ranks=sum(slots), zero_stage=None)
     choice = fastest(*stage_planner(PPO, settings, gpu(gib * GIB, *slots), {}))
     config = choice.resolved.config
@@ -331,6 +331,7 @@ def test_zero_stages_are_2_or_3_where_that_is_needed(models, words, slots, gib, 
     ("section", "models", "gpus", "stages"),
     [
         ("sft", "--model-name-or-path mistral-7b", "8xRTX4090", [3]),
+        ("sft", "--model-name-or-path olmo2-1b", "1xRTX5090", [0]),
         pytest.param("ppo", "--actor-model-name-or-path mistral-7b --critic-model-name-or-path qwen3-0.6b", "8xL40S",
                      [3, 2], marks=pytest.mark.slow),
         pytest.param("ppo", "--actor-model-name-or-path qwen3-0.6b --critic-model-name-or-path mistral-7b", "8xL40S",
@@ -338,7 +339,11 @@ def test_zero_stages_are_2_or_3_where_that_is_needed(models, words, slots, gib, 
     ],
 )  # fmt: skip
 def test_weights_are_partitioned_of_models_that_do_not_fit_whole(section, models, gpus, stages):
-    """16 bytes a weight of which 14 are divided: 7.2 billion take 13.5 GiB and 12 GiB on each of eight GPUs."""
+    """16 bytes a weight of which 14 are divided: 7.2 billion take 13.5 GiB and 12 GiB on each of eight GPUs.
+
+    On one GPU nothing is divided. There stage 2 takes 2 bytes a weight more in an optimizer step: 1.5 billion take 32
+    GiB of 31.5, and 29 at stage 0.
+    """
     lengths = "--max-prompt-seq-len 64 --max-answer-seq-len 64" if section == "ppo" else "--max-seq-len 512"
     words = f"{models} {lengths} --dtype bf16 --train-batch-size 8"
     choice = fastest(*planner_of(section, words, gpus, StagePlanner))

@@ -47,7 +47,7 @@ class KeptMetrics(Course):
         """A time that rates can be divided by."""
         return 1.0
 
-    def write(self, step: int, values: Mapping[str, float], rows: Mapping[str, Sequence[float]]) -> None:
+    def write_evaluation(self, step: int, values: Mapping[str, float], rows: Mapping[str, Sequence[float]]) -> None:
         self.evaluations.append(dict(values))
         self.row_values.append(dict(rows))
 
