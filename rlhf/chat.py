@@ -24,7 +24,7 @@ COMMANDS = {
     "/help": "this list",
     "/clear": "start a new conversation",
     "/retry": "another reply to the last question",
-    "/system": "TEXT: start a new conversation with this system prompt (none: without)",
+    "/system": "TEXT: start a new conversation with this system prompt; without TEXT: with none",
     "/set": f"NAME VALUE: change {', '.join(ReplySettings.model_fields)}",
     "/exit": "leave, like Ctrl-D, exit and quit",
 }
@@ -41,7 +41,7 @@ class ChatConfig(Group):
         positional=True,
         required=True,
     )
-    system: str = flag("", "System prompt; none: the template's own, if it has one", kind="text")
+    system: str = flag("", "System prompt; if not given: the template's own, if it has one", kind="text")
     prompt: str = flag("", "Answer this one question and exit, as for a question from a pipe", kind="text")
     seed: int = flag(-1, "Seed of sampled replies; -1: a random one", ge=-1, lt=MAX_SEED)
     dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
@@ -204,7 +204,7 @@ def summary(reply: "Reply", num_positions: int | None) -> str:
     elif reply.ending == "limit":
         parts.append("cut off at the token limit")
     if reply.num_forgotten:
-        reason = f"no longer fit into {num_positions} positions" if num_positions else "are not for this model"
+        reason = f"no longer fit into {num_positions} positions" if num_positions else "are more than this model reads"
         parts.append(f"the oldest {reply.num_forgotten} turns {reason}: left out")
     return "; ".join(parts)
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build(run: Run, config: PPOConfig) -> tuple[PPO, checkpoint.Resumed | None]:
-    """Create what the loop uses, with the weights of the newest checkpoint; also return the rest of that checkpoint."""
+    """Create what the loop uses, with the weights of the checkpoint to resume from, if any; also return its rest."""
     start_engines(run)
     sources = make_sources(run, config)
     make_room(run)
@@ -91,7 +91,7 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
 
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
-    """Return the state of a checkpoint, and its rollout if that has updates left; else the start state."""
+    """Return the state of a checkpoint, with its rollout if that has updates left. Without one: the start state."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
     take_halved(state, ppo.config, buffers=ppo.hybrid, asked={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:

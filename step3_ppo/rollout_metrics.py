@@ -69,7 +69,7 @@ def reward_metrics(responses: Responses, rewarded: Rewarded) -> dict[str, float]
 def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, group_size: int) -> dict[str, float]:
     """Return the share of prompts whose rewards are all equal, and metrics of their replacements; {} without groups.
 
-    sampled: tally of a rollout that replaced such prompts; None if none is replaced.
+    sampled: tally of a rollout that replaced such prompts; None without --replace-equal-groups.
     """
     metrics = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
     if sampled is None:
@@ -97,7 +97,7 @@ def pass_metrics(
 def warn_of_equal_rewards(step: int) -> None:
     """Log that a step with --replace-equal-groups had no rewards that differ."""
     log.warning(
-        "step %d skipped: all responses to each prompt, further ones included, have equal rewards; give prompts "
+        "step %d skipped: every prompt, also of the replacements, has responses with equal rewards; give prompts "
         "that are neither too hard nor too easy, or a reward with more values (--replace-equal-groups)",
         step,
     )

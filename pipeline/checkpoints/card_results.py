@@ -16,7 +16,7 @@ BAR = 20  # characters of the longest bar
 
 
 def evaluated(run: Run, step: int) -> list[dict[str, Any]]:
-    """Return the first and the last evaluation up to `step` that are comparable; [] without any."""
+    """Return the first and the last evaluation up to `step`, of those on the same rows; [] without any."""
     lines = comparable(evaluations(run.folder, step))
     return [lines[0], lines[-1]] if lines else []
 

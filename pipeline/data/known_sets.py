@@ -29,7 +29,7 @@ class KnownSet:
     convert: yields our rows from the set's, in their order; each has the origin of one of the rows that it is made
     from.
     eval_split: split to evaluate on; None: a share of train by hash.
-    train_split: split to train on; no other is read.
+    train_split: split to train on; splits but these two are not read.
     revision: hub revision to read.
     repository: hub id if it differs from the name.
     folder: folder of the repository that holds the data.

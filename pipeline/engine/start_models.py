@@ -42,7 +42,7 @@ from pipeline.models.weight_files import check_plain_lora, warn_if_untested, war
 
 Check = Callable[[], object]
 LARGE = 10_000_000  # number of weights from which on a high learning rate causes a warning
-# Programs with which DeepSpeed compiles its asynchronous files -> how to install them.
+# Programs with which DeepSpeed compiles its asynchronous file I/O -> how to install them.
 BUILT_WITH = {"g++": "Debian, Ubuntu: apt-get install g++", "ninja": "pip install ninja"}
 
 
@@ -56,7 +56,7 @@ class StartModel:
     check_kind: takes (path, flag) of an existing folder or a hub id; checks that the model is of the kind that the
     stage needs.
     packages: checks of packages, which need no model.
-    fits: checks of the settings against the model; they may read the earlier models too.
+    fits: checks of the settings against the model; they may also read the models before this one.
     """
 
     flag: str
@@ -123,7 +123,7 @@ def check_optimizer_states(states: str) -> None:
 
 
 def check_disk_offload(file: str) -> None:
-    """Check that DeepSpeed can compile its asynchronous files, if the user's JSON `file` offloads to NVMe.
+    """Check that DeepSpeed can compile its asynchronous file I/O, if the user's JSON `file` offloads to NVMe.
 
     Raises:
         EnvironmentFault: something is missing; a line names its package.
@@ -232,7 +232,7 @@ def check_cache(source: ModelSource, flag: str) -> None:
     if not has_key_value_cache(config):
         raise InputError(
             f"{flag} {source.path}: {config.model_type} has no cache of keys and values, which stage 3 samples with; "
-            "stage 1 trains it"
+            "only stage 1 can train it"
         )
 
 
@@ -246,5 +246,5 @@ def check_critic_tokens(critic: ModelSource, actor: ModelSource, flag: str) -> N
     if critic.path != actor.path and not same_tokens(critic.tokenizer, actor.tokenizer):
         raise InputError(
             f"{flag} {critic.path}: its tokenizer is not that of {actor.path}; a critic reads the actor's tokens. "
-            "Start the critic from a model of the actor's family and give this one as --reward-model-name-or-path"
+            "Start the critic from a model of the actor's family; as reward model this one can stay"
         )

@@ -82,7 +82,7 @@ class Remedies:
     """The two remedies of a plan.
 
     same: the same training up to rounding.
-    another: another training, which takes less host memory; None if no option that changes training is needed.
+    another: changes that may alter training and can spare host memory; None if none that alters it is needed.
     """
 
     same: Remedy

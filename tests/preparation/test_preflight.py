@@ -144,7 +144,7 @@ CASES = {
     "an actor without keys and values": (
         {"sft": "--model-name-or-path cacheless"},
         "--ppo.actor-model-name-or-path cacheless: mamba has no cache of keys and values, which stage 3 samples with; "
-        "stage 1 trains it",
+        "only stage 1 can train it",
     ),
     "a checkpoint": ({"ppo": "--resume ./gone"}, "--ppo.resume ./gone: no such folder; expected auto, never, or a"),
     "no template": ({"sft": "--template tokenizer"}, "--sft.template: "),

@@ -181,7 +181,7 @@ def test_a_resumed_run_goes_on_with_the_next_prompts(folder, tmp_path):
 def test_where_nothing_is_left_the_step_is_skipped_and_said(folder, tmp_path, capsys):
     assert trained(folder, tmp_path, "none", max_steps=2, max_bad_steps=1) == 2
     written = capsys.readouterr().err
-    assert "step 2 skipped: all responses to each prompt" in written
+    assert "step 2 skipped: every prompt, also of the replacements" in written
     assert "error: none of 2 steps had anything to learn from; nothing is saved" in written
     state = State()
     state.count_step(stepped=False, engines=[], is_bad=False)
