@@ -214,9 +214,9 @@ def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():
     check_tensor_parallelism(opt(), 2, "fused")
     with pytest.raises(InputError, match="--inference-tp-size 2: needs the fused backend, got static"):
         check_tensor_parallelism(opt(), 2, "static")
-    with pytest.raises(InputError, match="inference_tp_size 2: must divide the 1 heads of keys and values"):
+    with pytest.raises(InputError, match="--inference-tp-size 2: must divide the 1 heads of keys and values"):
         check_tensor_parallelism(llama(), 2, "fused")
-    with pytest.raises(InputError, match="inference_tp_size 2: olmo2 norms the heads of all ranks together"):
+    with pytest.raises(InputError, match="--inference-tp-size 2: olmo2 norms the heads of all ranks together"):
         check_tensor_parallelism(family("olmo-2", num_key_value_heads=2), 2, "fused")
 
 
