@@ -160,7 +160,9 @@ def test_time_is_split_by_the_phases_of_step_3(tmp_path):
 
 def test_memory_stands_beside_the_plan(tmp_path):
     folder = record(tmp_path, "ppo")
-    assert memory(run_of(folder)) == [("peak host memory", "", "1.31")] and "on GPUs alone" in why_no_plan(run_of(folder))
+    assert memory(run_of(folder)) == [("peak host memory", "", "1.31")] and "on GPUs alone" in why_no_plan(
+        run_of(folder)
+    )
     parts = {"allocated": 3.5, "reserved": [4.0, 5.25]}
     (folder / "plan.json").write_text(json.dumps({"target": "1 x H100", "memory_gib": {"train": parts}}))
     with (folder / "metrics.jsonl").open("a") as file:

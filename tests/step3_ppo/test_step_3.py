@@ -269,7 +269,7 @@ COMPLAINTS = {
     "right responses without a function": ({"positive_nll_coef": 0.1}, "needs a --reward-function"),
     "a threshold of right responses that nothing reads": (
         {"positive_score": 2.0},
-        "positive_score: needs --positive-nll-coef",
+        "--positive-score: needs --positive-nll-coef",
     ),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
