@@ -108,7 +108,7 @@ def identity(path: str, content: str) -> str:
 
 
 def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield flag, value and origin of the settings that are not the defaults, except machine settings."""
+    """Yield flag, value and origin of settings that bear on the result and that a user, file or preset changed."""
     origins, flags = run.resolved.origins, flag_table(type(run.resolved.config))
     values = dict(flat_items(run.resolved.config))
     for name, flag in flags.items():

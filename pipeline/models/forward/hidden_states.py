@@ -79,8 +79,8 @@ def masks_of_layers(model: nn.Module, visible: Tensor, queries: Tensor, keys: Te
     def as_taken(mask: Tensor) -> Tensor:
         if inner.config._attn_implementation != "eager":
             return mask
-        scores = torch.zeros(mask.shape, dtype=inner.dtype, device=mask.device)  # eager attention adds it to its scores
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        added = torch.zeros(mask.shape, dtype=inner.dtype, device=mask.device)  # to the scores, by eager attention
+        return added.masked_fill(~mask, torch.finfo(added.dtype).min)
 
     if not window or (kinds and SLIDING not in kinds):
         return as_taken(visible)
