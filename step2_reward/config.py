@@ -62,6 +62,8 @@ class RewardEvalConfig(Group):
     )
     batch_size: int = flag(16, "Pairs scored at once", ge=1)
     data_seed: int = flag(1234, "The run's --data-seed: it chooses the held-out prompts", ge=0)
-    eval_data_path: list[str] = flag([], "Pairs to score in full, instead of --data-path", kind="path")
+    eval_data_path: list[str] = flag(
+        [], "Sources of which all pairs are scored; those of --data-path are then not", kind="path"
+    )
     column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
     json_output: bool = flag(False, "Print one JSON object instead of text")

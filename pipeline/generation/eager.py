@@ -54,7 +54,7 @@ class Decoder:
         return outputs.logits[:, -1].float()  # (N, V)
 
     def advance(self, tokens: torch.Tensor) -> None:
-        """Append one token (N,) to each row and compute the next logits."""
+        """Append one token (n,) to each row and compute the next logits."""
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
         self.logits = self._forward(tokens.unsqueeze(1), self.positions.unsqueeze(1))
         self.positions = self.positions + 1

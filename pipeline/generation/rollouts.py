@@ -161,7 +161,7 @@ class GenerationStopped(Exception):
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Draw (N,) int64 tokens by inverting the cumulative distribution of (N, V) logits at (N,) uniforms in (0, 1).
 
-    Logits that are not finite give an arbitrary token of the vocabulary; its log-probability is then not finite.
+    -inf excludes a token. A row with NaN or +inf gives an arbitrary token, whose log-probability is not finite either.
     """
     cumulative = logits.double().softmax(-1).cumsum(-1)
     threshold = uniform.to(cumulative).unsqueeze(1) * cumulative[:, -1:]

@@ -62,8 +62,8 @@ class SamplingConfig(Group):
     )
     per_device_generation_batch_size: int = flag(
         16,
-        "Prompts that a device samples at once, at most its rollout's; without --rollout-batch-size, a given value "
-        "times --generation-batches is that rollout; auto: as many as fit into memory",
+        "Prompts that a device samples at once, at most those of its rollout; given without --rollout-batch-size, it "
+        "sets the rollout too, see --generation-batches; auto: as many as fit into memory",
         ge=1,
         on_resume="rounding",
         auto=True,
@@ -226,7 +226,7 @@ class PPOCoefficients(Group):
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
         "auto",
         "Whose log-probabilities of the old policy are used; sampler: saves a pass, needs one step per rollout; auto: "
-        "sampler if that holds and its kernels agree with the trainer's (learning report: within noise)",
+        "sampler if a rollout has one step and the sampler's kernels agree with the trainer's",
     )
     approx_kl_stop: float = flag(0.0, "Skip the rest of an update phase if its KL exceeds this; 0: never", ge=0)
     reward_clip: float = flag(
