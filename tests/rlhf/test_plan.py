@@ -43,7 +43,7 @@ def test_each_card_has_its_cheapest_way_and_the_configuration_is_read_once(monke
     assert len(made) == 1
     assert unknown[:3] == ["24GB", "sft", "1"] and unknown[-1] == "as it is" and len(unknown) == 5
     assert known[:3] == ["RTX4090-24GB", "sft", "1"] and known[4].endswith(" s") and known[-1] == "as it is"
-    assert less[:3] == ["3GB", "sft", "1"] and less[-1] == "--offload true"
+    assert less[:3] == ["3GB", "sft", "1"] and less[-1].startswith("--offload true")
     assert small[:3] == ["1GB", "sft", "1"] and small[-1].startswith("another training: ")
 
 
