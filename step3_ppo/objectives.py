@@ -41,8 +41,8 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
-    num_positive: response tokens of responses whose reward is at least `--positive-score`; 0 without
-        `--positive-nll-coef`.
+    num_positive: response tokens of responses whose weighted sum of reward functions is at least `--positive-score`;
+        0 without `--positive-nll-coef`.
     num_positive_rows: number of these responses.
     """
 

@@ -119,7 +119,8 @@ class ModelConfig(Group):
     )
     zero_stage: int = flag(
         0,
-        "ZeRO stage: 1 partitions optimizer states, 2 also gradients, 3 also weights; auto: 2, else 3 (one GPU: 0, 3)",
+        "ZeRO stage: 1 partitions optimizer states, 2 also gradients, 3 also weights; auto: 2 if it fits, else 3 "
+        "(on one GPU 0 before 3)",
         ge=0,
         le=3,
         on_resume="rounding",

@@ -107,10 +107,10 @@ def offload_states_during_rollout(values: Values, target: Target) -> dict[str, A
 
 
 def optimizer_offload(values: Values, target: Target) -> dict[str, Any]:
-    """Keep optimizer states in host memory always; this needs ZeRO stage 1 or higher."""
+    """Keep optimizer states in host memory always; it needs ZeRO stage 1 or higher. On one GPU 2 streams gradients."""
     if values["offload"]:
         return {}
-    stages = {name: 1 for name in named(values, STAGE) if not values[name]}
+    stages = {name: 1 if target.num_gpus > 1 else 2 for name in named(values, STAGE) if not values[name]}
     changed = {"offload": True, "optimizer_states": "fp32"} | stages
     return changed | ({OFFLOAD_DURING_ROLLOUT: False} if OFFLOAD_DURING_ROLLOUT in values else {})
 

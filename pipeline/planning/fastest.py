@@ -134,7 +134,9 @@ def stages_that_fit(planner: StagePlanner, resolved: Resolved, names: Sequence[s
 
 
 def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
-    """Return the ZeRO stages of models that nobody gave one: 2, then 3 for more of them, as far as other flags allow.
+    """Return the ZeRO stages to try for models that nobody gave one, as far as other flags allow.
+
+    On several GPUs that is 2, then 3 for ever more of the models.
 
     On one GPU, stage 3 partitions nothing, but it gathers one layer at a time. Stage 0 takes 2 bytes a trained weight
     less than 2 in a step, and is slower. There they are tried in the order 2, 0, 3.
