@@ -1,5 +1,4 @@
-"""The terminal of a command: width, wrapped lines, output that survives a closed reader, and Ctrl-C. Commands use
-it."""
+"""The terminal of a command: width, wrapped lines, output after its reader is gone, and Ctrl-C."""
 
 import errno
 import io

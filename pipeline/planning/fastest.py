@@ -111,7 +111,8 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    planned = list(candidates(planner, resolved, names, stages := stages_that_fit(planner, resolved, names)))
+    stages = stages_that_fit(planner, resolved, names)
+    planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
         planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
@@ -137,21 +138,16 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
     """Return the ZeRO stages to try for models that nobody gave one, as far as other flags allow.
 
     On several GPUs that is 2, then 3 for ever more of the models.
-
     On one GPU, stage 3 partitions nothing, but it gathers one layer at a time. Stage 0 takes 2 bytes a trained weight
     less than 2 in a step, and is slower. There they are tried in the order 2, 0, 3.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
-
-    def allowed(*stages: int) -> list[dict[str, int]]:
-        combinations = product(stages, repeat=len(stage_flags))
-        tried = [dict(zip(reversed(stage_flags), one, strict=True)) for one in combinations]
-        return [one for one in tried if not contradiction(with_values(resolved, one), ranks)]
-
-    if ranks > 1:
-        return allowed(2, 3) or [{}]
-    tried = [*allowed(2, 3)[:1], *allowed(0, 2, 3)[:1], *allowed(2, 3)[-1:]]
+    combinations = product((2, 3) if ranks > 1 else (0, 2, 3), repeat=len(stage_flags))
+    stages = [dict(zip(reversed(stage_flags), one, strict=True)) for one in combinations]
+    allowed = [one for one in stages if not contradiction(with_values(resolved, one), ranks)]
+    partitioned = [one for one in allowed if 0 not in one.values()]
+    tried = partitioned if ranks > 1 else [*partitioned[:1], *allowed[:1], *partitioned[-1:]]
     return [one for number, one in enumerate(tried) if one not in tried[:number]] or [{}]
 
 
