@@ -118,6 +118,11 @@ def run(words: list[str]) -> int:
     return sft_main([*words[at + 1 :], *more, "--dry-run"])
 
 
+def folders(hub: Path) -> set[Path]:
+    """Return the folders under ``hub``; Python may keep the compiled code of a reward file beside it."""
+    return {path for path in hub.rglob("*") if path.is_dir() and path.name != "__pycache__"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "words"), COMMANDS)
 def test_a_command_of_a_page_is_planned(page: Path, words: list[str], hub: Path, monkeypatch, capsys) -> None:
@@ -135,13 +140,13 @@ def test_a_command_of_a_page_is_planned(page: Path, words: list[str], hub: Path,
         return SimpleNamespace(returncode=preflight.main(command[-1]))
 
     monkeypatch.setattr(preflight.subprocess, "run", here)
-    before = {path for path in hub.rglob("*") if path.is_dir()}
+    before = folders(hub)
     with undone_afterwards():
         code = run(words)
     printed = capsys.readouterr()
     assert code == 0, printed.out[-1500:] + printed.err[-1500:]
     assert "not looked at" not in printed.out, "a name that no folder answers"
-    assert {path for path in hub.rglob("*") if path.is_dir()} == before, "it starts nothing"
+    assert folders(hub) == before, "it starts nothing"
 
 
 def test_pages_say_when_other_programs_were_run() -> None:
