@@ -14,7 +14,7 @@ METRICS: dict[str, Metric] = SUPERVISED | {
         title="accuracy",
     ),
     "margin": Metric(
-        "mean implicit reward of chosen minus that of rejected responses; per token with ipo_log_ratios mean",
+        "mean implicit reward of chosen minus that of rejected responses; per token with --ipo-log-ratios mean",
         "nats",
         better=1,
         title="margin of chosen over rejected",

@@ -18,11 +18,13 @@ METRICS: dict[str, Metric] = SHARED | {
         "mean raw score; with several rewards their weighted sum", "score", better=1, title="score"
     ),
     "objective/sampled_scores": Metric(
-        "the same over all sampled responses, with replace_equal_groups; objective/scores leaves out replaced ones",
+        "the same over all sampled responses, with --replace-equal-groups; objective/scores leaves out replaced ones",
         "score",
         better=1,
     ),
-    "objective/score_clipfrac": Metric("share of responses with a normalised score that reward_clip clipped", "share"),
+    "objective/score_clipfrac": Metric(
+        "share of responses with a normalised score that --reward-clip clipped", "share"
+    ),
     "objective/rlhf_reward": Metric(
         "mean over responses of the sum of their tokens' rewards", "score", better=1, title="reward with KL penalty"
     ),
@@ -46,10 +48,10 @@ METRICS: dict[str, Metric] = SHARED | {
         better=1,
     ),
     "policy/weights_cut": Metric(
-        "share of tokens whose off-policy weight is capped or 0; absent with old_log_probs sampler", "share", "policy"
+        "share of tokens whose off-policy weight is capped or 0; absent with --old-log-probs sampler", "share", "policy"
     ),
     "policy/weights_rejected": Metric(
-        "share of responses whose off-policy weights are all 0; absent with old_log_probs sampler", "share", "policy"
+        "share of responses whose off-policy weights are all 0; absent with --old-log-probs sampler", "share", "policy"
     ),
     "policy/clipfrac": Metric(
         "share of tokens to which the policy loss gives no gradient: their ratio is beyond the clip range or above "
@@ -63,19 +65,19 @@ METRICS: dict[str, Metric] = SHARED | {
         "estimate of KL(old || new) per token", "nats", "policy", better=0, title="KL of the update"
     ),
     "loss/policy": Metric(
-        "policy loss in the mean of loss_aggregation, times off-policy weights, without the other terms below",
+        "policy loss in the mean of --loss-aggregation, times off-policy weights, without the other terms below",
         "number",
         better=0,
         title="policy loss",
     ),
-    "loss/kl": Metric("KL of the loss (kl_in_loss) in the mean of loss_aggregation, times kl_coef", better=0),
+    "loss/kl": Metric("KL of the loss (--kl-in-loss) in the mean of --loss-aggregation, times --kl-coef", better=0),
     "loss/entropy_bonus": Metric(
-        "entropy that is subtracted from the loss, in the mean of loss_aggregation, times entropy_coef",
+        "entropy that is subtracted from the loss, in the mean of --loss-aggregation, times --entropy-coef",
         better=0,
         title="entropy bonus",
     ),
     "loss/positive_nll": Metric(
-        "negative log-likelihood of right responses, in the mean of loss_aggregation over them, times "
+        "negative log-likelihood of right responses, in the mean of --loss-aggregation over them, times "
         "positive_nll_coef; 0 where none is",
         title="loss of right responses",
     ),
@@ -92,7 +94,7 @@ METRICS: dict[str, Metric] = SHARED | {
         title="explained variance of the critic",
     ),
     "advantages/lambda": Metric(
-        "mean over responses of the lambda of their advantages, with lambda_alpha",
+        "mean over responses of the lambda of their advantages, with --lambda-alpha",
         "number",
         "value",
         better=0,
@@ -104,13 +106,13 @@ METRICS: dict[str, Metric] = SHARED | {
         "mean response tokens, EOS included", "tokens", "completions", better=0, title="response length"
     ),
     "completions/truncated_fraction": Metric(
-        "share of responses truncated at max_answer_seq_len", "share", "completions", title="responses cut"
+        "share of responses truncated at --max-answer-seq-len", "share", "completions", title="responses cut"
     ),
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
     ),
     "completions/right_fraction": Metric(
-        "share of responses that are right by positive_score, with positive_nll_coef",
+        "share of responses that are right by --positive-score, with --positive-nll-coef",
         "share",
         "completions",
         better=1,
@@ -133,11 +135,11 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of the prompts whose responses all have the same reward, before the KL penalty", "share", "completions"
     ),
     "groups/further_prompts": Metric(
-        "prompts that were sampled instead of these, with replace_equal_groups", "number", "completions"
+        "prompts that were sampled instead of these, with --replace-equal-groups", "number", "completions"
     ),
     "rows_masked": Metric(
-        "responses left out because their reward or values were not finite, or, with replace_equal_groups, because all "
-        "rewards of their prompt are equal",
+        "responses left out because their reward or values were not finite, or, with --replace-equal-groups, because "
+        "all rewards of their prompt are equal",
         "rows",
         "progress",
     ),

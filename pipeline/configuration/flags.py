@@ -308,7 +308,8 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
     whole, changed = read_user_json(path), list[str]()
     said = flags_from_json(whole, table)
-    stages = {said[name][1] if name in said else values[name] for name in flags_of_key(type(config), ZERO_STAGE)}
+    stage_flags = flags_of_key(type(config), ZERO_STAGE)
+    stages = {said[name][1] if name in said else values[name] for name in stage_flags}
     user, unread = at_stages(whole, stages)
     before = {name: shown_value(value) for name, value in values.items()}
     for name, (key, value) in flags_from_json(user, table, dtype=values["dtype"]).items():
@@ -330,7 +331,9 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     now = dict(flat_items(config))
     notes = [*overrides(user, table, {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed})]
     if unread:
-        notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {' and '.join(map(str, sorted(stages)))}")
+        is_open = any(name not in said and origins[name] == DEFAULT for name in stage_flags)
+        where = f"{' and '.join(map(str, sorted(stages)))}{', unless the plan chooses another' if is_open else ''}"
+        notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {where}")
     return config, [f"{path}: {line}" for line in notes]
 
 

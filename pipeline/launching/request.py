@@ -86,17 +86,22 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
         name, reason = (error.argument_name or "").partition("/")[0], error.message
         raise InputError(f"{name}: {'got no value' if reason == 'expected one argument' else reason}") from None
     if unknown:
-        name = dashed(unknown[0].partition("=")[0].lstrip("-"))
-        if name in GONE:
-            raise InputError(f"{name}: removed after version 30c383a8; {GONE[name]}")
+        refuse_gone(unknown[0])
         raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STAGE")
     given = vars(values)
     step, *rest = given.pop("words", None) or [""]
     for word in rest:
+        refuse_gone(word)
         if dashed(word.partition("=")[0][2:]) in BEFORE_STAGE:
             raise InputError(f"{word}: got after STAGE, expected before it with the other flags of the launcher")
     fields = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
     return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **fields)
+
+
+def refuse_gone(word: str) -> None:
+    """Raise InputError for a flag of an earlier version, `--name` or `--name=value`, with what to use instead."""
+    if (name := dashed(word.partition("=")[0].lstrip("-"))) in GONE and word.startswith("-"):
+        raise InputError(f"{name}: removed after version 391375f4; {GONE[name]}")
 
 
 class LastCounts(argparse.Action):

@@ -147,14 +147,15 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
     stages = [dict(zip(reversed(stage_flags), one, strict=True)) for one in combinations]
     allowed = [one for one in stages if not contradiction(with_values(resolved, one), ranks)]
     partitioned = [one for one in allowed if 0 not in one.values()]
-    tried = partitioned if ranks > 1 else [*partitioned[:1], *allowed[:1], *partitioned[-1:]]
+    tried = partitioned if ranks > 1 else [*partitioned[:1], *allowed[:1], *partitioned[1:]]
     return [one for number, one in enumerate(tried) if one not in tried[:number]] or [{}]
 
 
 def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]) -> Candidate:
     """Return the candidate of these ZeRO stages that takes least: all recomputed, single rows, the fewest prompts."""
     *_, fewest = prompts_at_once(planner, resolved, names, None)
-    flags = {**stages, **{name: True for name in names if name.endswith(RECOMPUTED)}, **fewest}
+    recomputed = {name: True for name in names if name.endswith(RECOMPUTED)}
+    flags = {**with_buckets(planner, resolved, names, stages), **recomputed, **fewest}
     return planned_size(planner, resolved, names, flags, micro_batches(resolved, names)[0])
 
 
@@ -175,7 +176,7 @@ def candidates(
         sizes: numbers of prompts at once; None: see `prompts_at_once`.
     """
     micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
-    shared = {**stages, **buckets(planner, Choice(stages, CHOSEN).of(resolved, planner.target.num_gpus), names)}
+    shared = with_buckets(planner, resolved, names, stages)
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names, sizes):
@@ -220,23 +221,27 @@ def planned_size(
     return staying if staying.plan.keeps_buffers else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
-def buckets(planner: StagePlanner, resolved: Resolved, auto: Sequence[str]) -> dict[str, int]:
-    """Return the sizes of DeepSpeed's buckets. One GPU has buckets only with offload or ZeRO stage 3; else {}."""
-    zeros = [engine["zero_optimization"] for engine in planner.jsons_of(resolved).values()]
+def with_buckets(
+    planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]
+) -> dict[str, int]:
+    """Return ZeRO stages and the sizes of DeepSpeed's buckets. One GPU has these only with offload or ZeRO stage 3."""
+    settings = Choice(stages, CHOSEN).of(resolved, planner.target.num_gpus)
+    zeros = [engine["zero_optimization"] for engine in planner.jsons_of(settings).values()]
     devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
     has_any = planner.target.num_gpus > 1 or devices != {"none"} or any(zero["stage"] == 3 for zero in zeros)
-    return {name: elements for name, elements in BUCKETS.items() if has_any and name in auto}
+    return {**stages, **{name: elements for name, elements in BUCKETS.items() if has_any and name in names}}
 
 
 def choice_text(resolved: Resolved) -> str:
-    """Return the chosen values that differ from the defaults, as flags of a command line.
+    """Return the chosen ZeRO stages, and other chosen values that differ from the defaults, as flags.
 
     The sizes of buckets are left out: the other flags do not depend on them.
     """
     table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
     origins = {name: origin for name, origin in resolved.origins.items() if name not in BUCKETS}
     chosen = {name: items[name] for name, origin in origins.items() if origin.startswith(CHOSEN)}
-    return shlex.join(flag_words({name: value for name, value in chosen.items() if value != table[name].default}))
+    shown = {name: value for name, value in chosen.items() if value != table[name].default or name.endswith(STAGE)}
+    return shlex.join(flag_words(shown))
 
 
 def of_sizes(planned: Callable[[int], Candidate], sizes: Sequence[int]) -> Iterator[Candidate]:
