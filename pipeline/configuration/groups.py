@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.config_fields import MAX_LORA_ALPHA, MAX_LORA_RANK
 from pipeline.configuration.flag_table import Flag, Layers, flag, zero3_size, zero_size
+from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]

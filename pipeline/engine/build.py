@@ -15,6 +15,7 @@ from pipeline.engine.memory import keep_to_limit
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading, start_deepspeed
 from pipeline.errors import InputError
+from pipeline.model_types import MODEL_TYPES
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loaded import check_finite
@@ -30,7 +31,6 @@ from pipeline.models.lora import add_lora, is_lora, keep_norms_in_fp32, lora_set
 from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.reward_model import TokenValueModel, initialise_head, load_reward_model, score_constants
 from pipeline.models.source import ModelSource
-from pipeline.models.weight_files import TESTED_TYPES
 from pipeline.rendezvous import local_size
 from pipeline.run.run import Run
 from pipeline.tensor_ops import gather_log_probs
@@ -210,7 +210,7 @@ def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
     A collective under ZeRO-3.
     """
     module = engine.module
-    if not isinstance(module, CausalLM) or module.config.model_type in TESTED_TYPES:
+    if not isinstance(module, CausalLM) or module.config.model_type in MODEL_TYPES:
         return
     if any(map(has_shards_on_disk, module.parameters())):
         return

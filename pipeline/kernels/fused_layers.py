@@ -21,14 +21,12 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.token_statistics import has_triton
+from pipeline.model_types import fused_classes
 
-# RMSNorms of transformers that normalise in fp32, round, and multiply by the weight.
-RMS_NORMS = frozenset(f"{name}RMSNorm" for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "SmolLM3"))
-# MLPs of transformers that compute down_proj(act_fn(gate_proj(x)) * up_proj(x)), and attention layers whose rotary
-# positions turn channel i of a head with channel i + D / 2.
-GATED_FAMILIES = ("Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")
-GATED_MLPS = frozenset(f"{name}MLP" for name in GATED_FAMILIES)
-ROTARY_ATTENTIONS = frozenset(f"{name}Attention" for name in (*GATED_FAMILIES, "Phi3"))
+# Classes of transformers: RMSNorms that normalise in fp32, round, and multiply by the weight; gated MLPs; attention.
+RMS_NORMS = fused_classes("norm", "RMSNorm")
+GATED_MLPS = fused_classes("gate", "MLP")
+ROTARY_ATTENTIONS = fused_classes("rotary", "Attention")
 # Class of an activation -> its name in the kernels.
 GATE_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from pipeline.config_fields import declared
+from pipeline.model_types import declared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config_fields import MAX_LORA_ALPHA, MAX_LORA_RANK
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.files import CONFIG_FILES, has_config, read_object
 from pipeline.hub import HUB_ID, is_reachable, split_revision
 from pipeline.marks import OURS, RUN_LOCK
+from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models
 MOST = 1e12  # of the constants of scores: what it divides or shifts can still be squared in fp32

@@ -14,11 +14,11 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from pipeline.config_fields import declared, drop_unknown_fields
 from pipeline.data.templates import set_template
 from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES
 from pipeline.hub import commits_read, go_offline_without_network, split_revision
+from pipeline.model_types import declared, drop_unknown_fields
 from pipeline.models.lora import stored_quantization
 from pipeline.models.paths import at_flag, read_adapter_config, reading_error
 from pipeline.models.tokenizers import (

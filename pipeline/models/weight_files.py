@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 
-from pipeline.config_fields import declared
 from pipeline.errors import InputError
 from pipeline.files import CONFIG_FILES, warn_of_links
 from pipeline.marks import OURS
+from pipeline.model_types import MODEL_TYPES, declared
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config, reading_error
 
 if TYPE_CHECKING:
@@ -39,12 +39,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 # Those that llama.cpp's converters of Gemma, Phi-3, Llama 2 and T5 read, beside tokenizer.json.
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
-# Model types that tests/models/test_families.py takes through the three stages (t5: tests/step1_sft/test_seq2seq.py,
-# stage 1); others load with a warning.
-TESTED_TYPES = (
-    "bloom", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmoe", "opt", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "smollm3", "t5",
-)  # fmt: skip
 # Fields of a config.json, at any depth, of what a model reads besides text.
 TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", "speech_encoder_layers")
 # Fields of config.json that are sizes; the deepest published models have some 200 layers.
@@ -119,8 +113,8 @@ def check_code(folder: Path, config: Mapping[str, Any], flag: str = "") -> None:
 
 def warn_if_untested(path: str, kind: str) -> None:
     """Warn of a model whose type no test trains; one that a stage wrote was warned of where it entered."""
-    if kind not in TESTED_TYPES and not (Path(path).expanduser() / OURS).is_file():
-        warn_once(f"{path}: model type {kind} is untested here; {', '.join(TESTED_TYPES)} are tested")
+    if kind not in MODEL_TYPES and not (Path(path).expanduser() / OURS).is_file():
+        warn_once(f"{path}: model type {kind} is untested here; {', '.join(MODEL_TYPES)} are tested")
 
 
 def check_text_model(path: str, config: "PretrainedConfig", raw: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from pipeline.models.weight_files import TESTED_TYPES
+from pipeline.model_types import MODEL_TYPES
 
 DEALT: dict[str, list[tuple[str, int, int]]] = {
     "llama-2": [("full", 0, 1)],
@@ -97,7 +97,7 @@ def test_each_pair_of_values_is_dealt_to_some_family() -> None:
         values = (("full", "lora"), (0, 3), (1, 2))
         assert {(case[first], case[second]) for case in alone} >= set(product(values[first], values[second]))
     assert {name for name, _, _, ranks in RUNS if ranks == 2} >= set(DEALT) - {"llama-2", "phi-4-mini"}
-    assert {FAMILIES[name][0] for name in DEALT} == set(TESTED_TYPES) - {"t5"}
+    assert {FAMILIES[name][0] for name in DEALT} == set(MODEL_TYPES) - {"t5"}
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_rows_without_their_padding_give_what_padded_rows_give(kernel, name, rec
     assert kernel.call_args.kwargs["window"] == (4 if name == "mistral" else -1)
 
 
-@pytest.mark.parametrize("name", sorted(packed_attention.MODEL_TYPES))
+@pytest.mark.parametrize("name", sorted(packed_attention.PACKED_TYPES))
 def test_every_known_architecture_keeps_its_rows_apart(kernel, name):
     """Built by transformers alone: what padded rows give, for each model type that is packed."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": NUM_TOKENS}

@@ -22,7 +22,7 @@ from step1_sft.config import SFTConfig
 
 WORDS = "--model-name-or-path 125m --per-device-train-batch-size 8 --dtype bf16"
 FITS = "    then it takes "
-CHANGE = re.compile(r"(--.*): frees ([\d.]+) [GM]iB \(([\d.]+) GiB expected\)")
+CHANGE = re.compile(r"(--.*): frees ([\d.]+) [GM]iB \(([\d.]+) GiB still needed\)")
 
 
 def planned(
@@ -114,9 +114,9 @@ def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, mea
 @pytest.mark.parametrize(
     "gained, on_host, said",
     [
-        (3 * GIB, 0, "3.0 GiB (5.5 GiB expected)"),
-        (GIB // 32, 0, "32 MiB (5.5 GiB expected)"),
-        (GIB, 2 * GIB, "1.0 GiB (5.5 GiB expected) and 2.0 GiB of the host"),
+        (3 * GIB, 0, "3.0 GiB (5.5 GiB still needed)"),
+        (GIB // 32, 0, "32 MiB (5.5 GiB still needed)"),
+        (GIB, 2 * GIB, "1.0 GiB (5.5 GiB still needed) and 2.0 GiB of the host"),
         (-GIB, GIB // 2, "0.5 GiB of the host"),
     ],
 )

@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS),
     "olmoe": ("olmoe", EXPERTS | {"intermediate_size": 24}),
 }
-# Families that are not among TESTED_TYPES. The head of modernbert has a layer and a norm in front; jamba and lfm2 have
+# Families that are not among MODEL_TYPES. The head of modernbert has a layer and a norm in front; jamba and lfm2 have
 # layers with a recurrent state or a convolution beside attention, minimax a cache class of its own; mamba and rwkv
 # cache states only.
 STATES = {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}

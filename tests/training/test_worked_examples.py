@@ -114,12 +114,12 @@ import torch
 from support.decode_models import DEVICE, KEY, PAD, family, fused, generator_of, random_prompts
 from pipeline.generation.rollouts import Sampling
 from pipeline.generation.session import generate
-from pipeline.models.weight_files import TESTED_TYPES
+from pipeline.model_types import MODEL_TYPES
 from pipeline.planning.measurement import shapes
 from rlhf.train_config import known_model
 
 known = known_model("seed-oss-36b")
-assert known is not None and known.hub_id in shapes() and shapes()[known.hub_id]["model_type"] in TESTED_TYPES
+assert known is not None and known.hub_id in shapes() and shapes()[known.hub_id]["model_type"] in MODEL_TYPES
 model, prompts = family("seed-oss"), random_prompts((5, 2))
 request = {"num_samples": 1, "sampling": Sampling(8, top_k=1), "key": KEY, "num_slots": 2}
 mine = generate(generator_of(fused(model), ends=()), prompts, **request).responses

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.config_fields import declared
+from pipeline.model_types import declared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

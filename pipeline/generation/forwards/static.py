@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pipeline.config_fields import declared
 from pipeline.dist import RankGroup
 from pipeline.generation.device_work import Lockstep
 from pipeline.generation.forwards.kv_cache import CacheLayout
 from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.model_types import declared
 from pipeline.models.decoders.architecture import UnsupportedModel, rotary_types
 from pipeline.models.decoders.families import fields_not_understood
 from pipeline.models.forward.hidden_states import masks_of_layers

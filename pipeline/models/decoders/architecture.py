@@ -12,14 +12,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from pipeline.config_fields import declared
-from pipeline.kernels.fused_layers import RMS_NORMS as FUSED_NORMS
 from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.model_types import MODEL_TYPES, declared
 
 # RMSNorms: (what is added to the weight, True = rounded before the product with the weight).
-RMS_NORMS = dict.fromkeys(FUSED_NORMS, (0.0, True)) | {
-    "Olmo2RMSNorm": (0.0, False), **dict.fromkeys(("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"), (1.0, False)),
-}  # fmt: skip
+RMS_NORMS = {f"{kind.prefix}RMSNorm": kind.norm for kind in MODEL_TYPES.values() if kind.prefix}
 
 
 class UnsupportedModel(Exception):

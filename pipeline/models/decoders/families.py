@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import GPT2LMHeadModel, GPTNeoXForCausalLM, OPTForCausalLM, PretrainedConfig, PreTrainedModel
 
-from pipeline.config_fields import declared
 from pipeline.kernels.token_statistics import LogitScaling
+from pipeline.model_types import MODEL_TYPES, declared
 from pipeline.models.decoders.architecture import (
     Architecture,
     Block,
@@ -30,16 +30,9 @@ ACTIVATIONS = {
     "relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
-# Names of a layer's norms: before attention, after it, before the MLP, after it.
-PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-BOTH_NORMS = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)  # fmt: skip
-LLAMA_SHAPE = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma"), PRE_NORMS) | {
-    "olmo2": POST_NORMS, "gemma2": BOTH_NORMS, "gemma3_text": BOTH_NORMS,
-}  # fmt: skip
-# Fields of configurations that are understood, or change no forward pass. Others must be empty.
+LLAMA_SHAPE = {name: kind.norms for name, kind in MODEL_TYPES.items() if kind.norms}
+# Fields of configurations that are understood, or change no forward pass, with `ModelType.fields` of one type. Others
+# must be empty.
 UNDERSTOOD = frozenset(PretrainedConfig.__dataclass_fields__) | set(
     """activation_function attention_bias attention_dropout attn_logit_softcapping attn_pdrop bos_token_id
     classifier_dropout do_layer_norm_before dropout embd_pdrop enable_bias eos_token_id ffn_dim final_logit_softcapping
@@ -91,7 +84,8 @@ def fields_not_understood(config: PretrainedConfig) -> Iterator[str]:
     """
     if config.model_type not in READERS:
         return
-    for name in sorted(set(type(config).__dataclass_fields__) - UNDERSTOOD):
+    understood = UNDERSTOOD | set(MODEL_TYPES[config.model_type].fields.split())
+    for name in sorted(set(type(config).__dataclass_fields__) - understood):
         if getattr(config, name, None):
             yield f"{name} {getattr(config, name)} is not understood"
     for kind in sorted(rotary_types(config) - FIXED_ROTARY):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.config_fields import declared
 from pipeline.kernels.attention_choice import choose_attention_kernel
+from pipeline.model_types import declared
 from pipeline.models.forward.packed_attention import uses_packed_attention
 from pipeline.models.loading import backbone, base_model
 from pipeline.tensor_ops import check_right_padded, round_up

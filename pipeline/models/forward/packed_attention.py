@@ -14,18 +14,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from pipeline.config_fields import declared
 from pipeline.data.batching import SFTBatch, block_diagonal_mask
 from pipeline.errors import InputError
+from pipeline.model_types import MODEL_TYPES, declared
 from pipeline.models.loading import base_model
 from pipeline.models.source import ModelSource
 
 NAME = "packed_sdpa"
 MAX_HEAD_SIZE = 256  # limit of the flash kernel
 OLDEST_DEVICE = (8, 0)  # compute capability that the flash kernel needs
-# Architectures that mix the tokens of a row only in attention, with heads of one size: convolutions and recurrences
-# would carry state from one sequence into the next.
-MODEL_TYPES = frozenset({"opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "olmo2", "phi3", "smollm3"})
+# Convolutions and recurrences would carry state from one sequence of a row into the next.
+PACKED_TYPES = frozenset(name for name, kind in MODEL_TYPES.items() if kind.is_packed)
 
 # Architectures whose attention takes no mask of rows and columns.
 MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
@@ -34,7 +33,7 @@ MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
 def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool:
     """Let a transformers model take bounds as its mask if its attention and the device can; returns True if so.
 
-    Needs one of MODEL_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
+    Needs one of PACKED_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
     dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
     """
     model = base_model(wrapped)
@@ -46,7 +45,7 @@ def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool
         and torch.backends.cuda.is_flash_attention_available()
         and hasattr(torch.ops.aten, "_flash_attention_forward")
         and torch.cuda.get_device_capability(device) >= OLDEST_DEVICE
-        and config.model_type in MODEL_TYPES
+        and config.model_type in PACKED_TYPES
         and next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
         and config._attn_implementation == "sdpa"
         and getattr(model, "_supports_attention_backend", False)
