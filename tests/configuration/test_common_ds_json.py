@@ -253,6 +253,18 @@ def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
     assert note.endswith("zero_optimization.sub_group_size: no effect at ZeRO stage 1 and 2")
 
 
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [((), "0, unless the plan chooses another"), (("--zero-stage", "0"), "0"), (("--zero-stage", "2"), "")],
+)
+def test_a_key_without_effect_at_the_default_stage_may_have_one_at_the_stage_that_a_plan_chooses(
+    tmp_path, words, where
+):
+    notes = resolve(tmp_path, {"zero_optimization": {"overlap_comm": True}}, *words).notes
+    told = f"{tmp_path / 'ds.json'}: zero_optimization.overlap_comm: no effect at ZeRO stage {where}"
+    assert [note for note in notes if "no effect" in note] == ([told] if where else [])
+
+
 # --- what else a file gives -----------------------------------------------------------------------------------------
 
 

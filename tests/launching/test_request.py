@@ -59,6 +59,8 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
         ("--bind-core-list=0-3 1", "--bind-core-list: removed after version 391375f4; by hand: deepspeed"),
         ("--bind-cores-to-rank 1", "--bind-cores-to-rank: removed after version 391375f4; by hand: deepspeed"),
         ("--autotuning run 1", "--autotuning: removed after version 391375f4; --auto-batch searches too; by hand: dee"),
+        ("1 --autotuning run", "--autotuning: removed after version 391375f4; --auto-batch searches too; by hand: dee"),
+        ("1 --seed 1 --save_pid", "--save-pid: removed after version 391375f4; by hand: deepspeed --save_pid --module"),
         ("--launcher-args -x 1", "--launcher-args: got no value"),
         (
             "--launcher-args x 1",

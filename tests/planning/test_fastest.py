@@ -15,7 +15,7 @@ from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target
-from pipeline.planning.fastest import ALIKE, Candidate, choice_text, fastest
+from pipeline.planning.fastest import ALIKE, Candidate, auto_flags, choice_text, fastest, smallest, stages_to_try
 from pipeline.planning.page import StagePlanner, lacking
 from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
@@ -350,6 +350,27 @@ def test_weights_are_partitioned_of_models_that_do_not_fit_whole(section, models
     config = choice.resolved.config
     trained = [config.actor, config.critic] if section == "ppo" else [config.model]
     assert [model.zero_stage for model in trained] == stages and not choice.lacks
+
+
+def test_on_one_gpu_mixes_of_stages_2_and_3_are_tried_after_0_and_each_with_its_buckets(models):
+    planner, resolved = stage_planner(PPO, given(PPO, models, zero_stage=None), gpu(4 * GIB), {})
+    names = auto_flags(resolved)
+    options = stages_to_try(planner, resolved, names)
+    stages = [(one["actor_zero_stage"], one["critic_zero_stage"]) for one in options]
+    assert stages == [(2, 2), (0, 0), (3, 2), (2, 3), (3, 3)]
+    sizes = [smallest(planner, resolved, names, one).resolved.config.deepspeed.reduce_bucket_size for one in options]
+    assert sizes == [500_000_000] * 2 + [BUCKETS["reduce_bucket_size"]] * 3
+
+
+def test_a_chosen_stage_0_is_said(models):
+    """Stage 2 takes 2 bytes a weight more on one GPU: the memory is between the two."""
+    planner, resolved = stage_planner(SFT, given(SFT, models, zero_stage=None), gpu(8 * GIB), {})
+    names = auto_flags(resolved)
+    peaks = [smallest(planner, resolved, names, {"zero_stage": stage}).plan.reserved()[1] for stage in (0, 2)]
+    assert peaks[0] < peaks[1]
+    planner, resolved = stage_planner(SFT, given(SFT, models, zero_stage=None), gpu(sum(peaks) / 2), {})
+    choice = fastest(planner, resolved)
+    assert "--zero-stage 0" in choice.line and not choice.lacks
 
 
 def test_a_flag_that_needs_a_zero_stage_has_it_where_no_plan_chooses(models, tmp_path):

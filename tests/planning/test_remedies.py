@@ -14,7 +14,14 @@ from pipeline.configuration.global_batch import with_ranks, with_values
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
 from pipeline.launching.target import Target, parse_target
-from pipeline.planning.changes import OTHER, MemoryOption, optimizer_offload, shared_rollout, smaller_micro_batch
+from pipeline.planning.changes import (
+    OTHER,
+    MemoryOption,
+    optimizer_offload,
+    shared_rollout,
+    smaller_micro_batch,
+    states_in_8_bits,
+)
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, verdict_lines
 from pipeline.planning.remedies import Change, Remedies, Remedy, helps, remedy
 from pipeline.planning.summary import NOT_ENOUGH, proposals
@@ -124,6 +131,12 @@ def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, o
     plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
     change = Change(OTHER[1], {"lora_dim": 16}, None, plan, (gained, on_host))
     assert str(change) == f"--lora-dim 16: frees {said}; cost: adapters only"
+
+
+def test_moments_in_8_bits_are_tried_at_stage_2_where_stage_3_was_chosen(monkeypatch):
+    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: name)
+    stages = {"actor_zero_stage": 3, "critic_zero_stage": 2}
+    assert states_in_8_bits(stages, Target("GPU", GIB)) == {"optimizer_states": "8bit", "actor_zero_stage": 2}
 
 
 def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_left_out():
