@@ -45,8 +45,23 @@ LONG = (
 )  # fmt: skip
 
 
+# (file, test marked `few`) -> its cases that `make test` runs.
+FEW: dict[tuple[Path, str], list[str]] = {}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="K/N: the K-th of N parts of the files (of faults: of the tests)")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark slow the cases of a test after the first n that have no other mark: `@pytest.mark.few(n)`."""
+    if (few := item.get_closest_marker("few")) is None or item.get_closest_marker("slow"):
+        return
+    taken = FEW.setdefault((item.path, item.name.partition("[")[0]), [])
+    if len(taken) == few.args[0]:
+        item.add_marker(pytest.mark.slow)
+    elif not item.get_closest_marker("faults"):
+        taken.append(item.name)
 
 
 @pytest.hookimpl(trylast=True)  # after -m has selected

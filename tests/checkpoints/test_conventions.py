@@ -241,6 +241,7 @@ def pieces_of(folder: Path) -> dict[int, str]:
     return own | {int(number): token["content"] for number, token in added.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_vocabulary_of_a_converter_is_that_of_training(real_data: Path, tmp_path: Path, name: str) -> None:
     """After two savings, an adapter's and the merged model's."""

@@ -118,6 +118,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return tell(request.param, tmp_path_factory.mktemp(f"resume-{request.param}"))
 
 
+@pytest.mark.slow
 def test_exit_codes(story: Story) -> None:
     codes = {name: ended.code for name, ended in story.ended.items()}
     assert codes == {"whole": 0, "first": 0, "stopped": 75, "last": 0}, story.ended
@@ -204,6 +205,7 @@ def spoil(folder: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", ["one byte", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no manifest", "cut short"))]
 )

@@ -247,6 +247,7 @@ def test_a_changed_column_changes_its_own_hash_alone(bpe_tokenizer, tmp_path):
     assert same[0] == same[1] != same[2] and len(set(changed)) == 3 and turned[0] != same[0]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(bpe_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_RECORDS", 10)
     options = options_of(tmp_path, written(tmp_path, prompts(35)))

@@ -61,6 +61,7 @@ def test_it_is_reported_as_others_are(labelled, bpe_tokenizer, tmp_path, caplog)
         prepare_data(options_of(data_of(tmp_path, data_split="1,0,0"), **labelled), bpe_tokenizer)
 
 
+@pytest.mark.slow
 def test_other_processes_know_it(labelled, bpe_tokenizer, tmp_path, monkeypatch):
     """They import the module by its name, and write the same bytes."""
     monkeypatch.setattr(shards, "SHARD_RECORDS", 10)

@@ -89,6 +89,7 @@ def files_of(built: StageData) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(built.train.cache_files[0]["filename"]).parent.iterdir()}
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same_bytes(options, bpe_tokenizer, small_shards, monkeypatch, tmp_path, caplog):
     alone = load_rows("reward", options, bpe_tokenizer)
     assert alone.counts["pair longer than max_seq_len"] > 5

@@ -96,6 +96,7 @@ def test_a_run_is_near_fp32_and_resumes_exactly(folder, tmp_path, stage):
     assert len(back) == 7 and back[6] < back[0], "the states are read by an AdamW in fp32 too"
 
 
+@pytest.mark.slow
 def test_states_in_bf16_are_two_bytes_each_and_resume_exactly(folder, tmp_path):
     """By DeepSpeed's own keys; benchmarks/reports/states.md says what they cost."""
     file = tmp_path / "bf16.json"

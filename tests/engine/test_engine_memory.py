@@ -257,6 +257,7 @@ def test_views_of_the_states_stay_views():
     assert not any(torch.equal(view, kept) for view, kept in zip(views, before, strict=True)), "they see the next step"
 
 
+@pytest.mark.slow
 def test_a_run_goes_the_same_way_with_and_without(tmp_path):
     folder = make_folder(tmp_path, num_train=16, num_test=4)
     common = {

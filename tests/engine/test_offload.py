@@ -68,6 +68,7 @@ def plain(folder: Path, sft: dict[str, object]) -> Path:
 QUICK = ("2", "3 both")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_a_model_on_the_host_learns_the_same_and_resumes_exactly(folder, plain, sft, tmp_path, case) -> None:
     given = {**sft, **CASES[case], "zero_stage": case[0], "stage3_param_persistence_threshold": 0}

@@ -126,6 +126,7 @@ def assert_weights_are_finite(story: Story, out: str) -> None:
         assert all(tensor.isfinite().all() for tensor in load_file(file).values() if tensor.is_floating_point()), file
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_once_is_skipped_and_counted(folder, place):
     stage = SKIPS[place][0]
@@ -142,6 +143,7 @@ def test_once_is_skipped_and_counted(folder, place):
     assert_weights_are_finite(story, out)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_for_good_ends_with_4(folder, place):
     stage = SKIPS[place][0]

@@ -35,6 +35,7 @@ def model_bytes(folder: Path) -> int:
 FULL_FINE_TUNING = ("--lora-dim", "0", "--keep-best", "false", "--enable-tensorboard", "false")
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_checkpoint_and_the_run_is_not_done(folder):
     """AdamW's moments make a checkpoint three times the model, so one fits and the other does not."""
     story = Story("sft", folder, steps=3, more=FULL_FINE_TUNING)

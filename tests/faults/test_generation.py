@@ -49,6 +49,7 @@ def run(folder: Path, out: str, token: int, rank: str, *more: object) -> list[di
     return [line for line in lines if "completions/mean_length" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["all", pytest.param("1", marks=pytest.mark.faults)])
 def test_an_eos_at_once(folder, rank):
     (first, _) = run(folder, f"eos-{rank}", EOS, rank)

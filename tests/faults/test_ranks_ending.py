@@ -117,6 +117,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
         job.clean_up()
 
 
+@pytest.mark.slow
 def test_a_stop_saves_and_exits_75(story: Story) -> None:
     ended = story.ended
     assert ended.code == 75 and ended.took_s < 30.0 and story.run.left() == [], ended.stderr

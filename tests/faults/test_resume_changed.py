@@ -180,6 +180,7 @@ def test_an_end_that_was_cut_off_repeats_nothing(folder):
     assert (run_dir / "metrics.jsonl").read_text() == before and (run_dir / "done.json").is_file()
 
 
+@pytest.mark.slow
 @EACH_STAGE
 def test_an_older_step_is_resumed_by_name(folder, stage):
     """What was newer is kept beside, and not taken for this course of the run; the next start goes on with this one."""

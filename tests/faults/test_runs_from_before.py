@@ -138,6 +138,7 @@ def test_a_run_from_before_resumes_with_its_defaults(method, kind, ranks, run_be
         assert new.items() >= old.items()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_preset_from_before_resumes_by_the_path_of_its_file(run_before, inputs, tmp_path):
     """Each stage of a model had a file then. Today its values are a section, and a note says of which file."""
     folder, name = shutil.copytree(inputs, tmp_path / "work"), "launch/presets/tiny.dpo.yaml"

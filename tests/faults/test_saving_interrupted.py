@@ -58,6 +58,7 @@ def save_killed(folder: Path, engine: Any, at: int, *, half: bool) -> int:
         os._exit(0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("half", [False, True])
 def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
     names = count_operations(tmp_path / "counted", engine)
@@ -77,6 +78,7 @@ def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
     assert found == sorted(found) and set(found) == {1, 2}, "the old one counts until the new one does"
 
 
+@pytest.mark.slow
 def test_saving_a_step_again_never_leaves_nothing(tmp_path, engine):
     """A run that is resumed and stopped at once writes the same step twice."""
     save(tmp_path / "counted", engine, 2)
@@ -129,6 +131,7 @@ def journal(tmp_path_factory, engine) -> Journal:
     return Journal(tmp_path_factory.mktemp("journal") / "run", engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_power_lost_at_any_moment(journal, tmp_path_factory, data):

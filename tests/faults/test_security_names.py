@@ -150,6 +150,7 @@ def test_a_linked_output_folder_is_refused_or_used_and_what_it_points_to_is_kept
         assert (inside / "link" / "config.json").is_file()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", slow_but(["$(touch X)", "a'b"], ["a; touch X", "$(touch X)", "`touch X`", "a'b", "* ?"]), ids=ascii
 )

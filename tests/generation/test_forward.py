@@ -101,6 +101,7 @@ def nan_cache(function: Any, case: Forced) -> Any:
 LIKE_OTHERS = ("llama-3", "gemma", "phi-3", "gpt-neox, in sequence", "gpt-neox without biases")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in FUSED]
 )

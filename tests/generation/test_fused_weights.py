@@ -42,6 +42,7 @@ OWN = {"opt": "", "llama": "", "opt-350m": "project", "qwen2": "layers.1.self_at
 JOINED = {"phi-3": "layers.1.", "gpt2": "h.1.", "pythia": "layers.1.", "olmo-2": "layers.1.", "gemma-3": "layers.1."}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in JOINED)])
 def test_no_tensor_is_stale_after_a_refresh(name):
     """One parameter changes at a time; the logits are the model's again."""

@@ -99,6 +99,7 @@ def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
 def test_a_run_with_another_backend_has_the_same_numbers(backend, folder, tmp_path, eager, engines):
     assert run(folder, tmp_path / "model", generation_engine=backend) == 0
@@ -109,6 +110,7 @@ def test_a_run_with_another_backend_has_the_same_numbers(backend, folder, tmp_pa
     assert f"generation: {backend} backend" in log.read_text()
 
 
+@pytest.mark.slow
 def test_the_inference_cache_is_released(folder, tmp_path, eager, engines):
     flags = {"generation_engine": "static", "release_inference_cache": "true"}
     assert run(folder, tmp_path / "model", **flags) == 0
@@ -116,6 +118,7 @@ def test_the_inference_cache_is_released(folder, tmp_path, eager, engines):
     assert engines[0].backend == "static" and engines[0]._generator is None
 
 
+@pytest.mark.slow
 def test_unmerged_adapters(folder, tmp_path, eager, engines):
     """The backend that knows them is the model's own forward pass."""
     flags = {"generation_engine": "static", "merge_lora_for_generation": "false", **LORA}
@@ -124,6 +127,7 @@ def test_unmerged_adapters(folder, tmp_path, eager, engines):
     assert_same_metrics(lines(tmp_path), eager["lora"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
 def test_a_quantised_base_is_sampled_as_it_is_trained(backend, folder, tmp_path, engines):
     """The same codes are dequantised alike, for the sampler, the trainer and the reference policy."""

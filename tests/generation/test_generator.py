@@ -39,6 +39,7 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_often(monkeypatch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [opt, llama])
 def test_the_fused_backend_samples_what_the_eager_loop_does(make):
     """Six responses in three slots: later ones get the slots of those that ended."""
@@ -73,6 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every", [1, slow(3)])
 @pytest.mark.parametrize(
     "name", ["one slot", "two slots, three samples", "every token is an end", "one token", "all of it"]
@@ -93,6 +95,7 @@ def overlapped_prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("every", "num_slots", "num_samples", "ends", "overlaps"),
     [
@@ -114,6 +117,7 @@ def test_overlapped_prefills_sample_the_same(
     assert bool(overlapped_prefills) is overlaps
 
 
+@pytest.mark.slow
 def test_the_static_backend_and_ranks_in_lockstep_do_not_overlap_prefills(overlapped_prefills):
     """The first writes a key in free slots too; the others meet in collectives."""
     model = opt()
@@ -152,6 +156,7 @@ def sampling_of(settings: dict[str, Any]) -> Sampling:
     return Sampling(**({"max_new_tokens": 7} | {name: settings[name] for name in names if name in settings}))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_static_backend_samples_what_the_eager_loop_does(name):
     settings = SETTINGS[name]
@@ -179,6 +184,7 @@ def test_equal_prompts_of_other_ids_differ_and_a_seed_repeats_bit_for_bit(backen
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_further_calls_take_the_same_buffers_and_other_numbers():
     model = opt()
     gen = generator_of(StaticCacheForward(model), ENDS)
@@ -212,6 +218,7 @@ CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_larger_jobs_get_other_buffers(change):
     model = llama()
@@ -224,6 +231,7 @@ def test_larger_jobs_get_other_buffers(change):
     assert (gen._buffers is buffers) is serves
 
 
+@pytest.mark.slow
 def test_evaluations_between_rollouts_take_their_buffers():
     """Fewer rows at once, and more of them: nothing is made anew."""
     model = llama()
@@ -311,6 +319,7 @@ def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
 # --- stopping ---
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("deferred_polls", "after"), [((), 0), ((DEVICE.type,), 2), slow(((), 2)), slow(((DEVICE.type,), 0))]
 )

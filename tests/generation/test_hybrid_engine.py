@@ -104,6 +104,7 @@ def far_apart(first: Rollout, second: Rollout) -> bool:
     return any(abs(a[0] - b[0]) > 1e-2 for a, b in zip(first.log_probs, second.log_probs, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "zero_stage"), CASES)
 def test_after_a_step_the_rollout_uses_the_new_weights(name, zero_stage):
     engine = engine_of(MAKERS[name](), zero_stage)
@@ -118,6 +119,7 @@ def test_after_a_step_the_rollout_uses_the_new_weights(name, zero_stage):
     assert hybrid._generator._buffers is buffers, "addresses stay: a graph would"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("zero_stage", "only_lora"), [(0, True), (2, False), (3, True), (3, False)])
 def test_after_a_step_the_rollout_uses_the_new_adapters(zero_stage, only_lora):
     """Sampled from a merged copy: equal to base and adapters apart, and the base is as it was to the bit."""
@@ -164,6 +166,7 @@ def test_zero_3_copies_each_number_once():
     assert hybrid._generator.forward.weights.num_copied_bytes == 4 * numbers
 
 
+@pytest.mark.slow
 def test_the_cache_is_given_back_where_wanted():
     engine = engine_of(opt(), 0)
     kept, released = hybrid_of(engine), hybrid_of(engine, GenerationOptions(FUSED.backend, release_cache=True))
@@ -176,6 +179,7 @@ def test_the_cache_is_given_back_where_wanted():
     assert_same(rollout(released), first)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("share", "stays"), [(0.2, False), (0.5, True)])
 def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, share, stays):
     monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (share, 1))
@@ -185,6 +189,7 @@ def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, 
     assert_same(rollout(hybrid), first)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stays", [False, True])
 def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays):
     """Before the first update, and later with what the largest took."""
@@ -200,6 +205,7 @@ def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays
     assert calls == [(7, 9, 0), (7, 9, 5)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cycles", "expected"),
     [

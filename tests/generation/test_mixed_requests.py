@@ -97,6 +97,7 @@ def test_the_first_token_of_each_response_to_one_prompt_has_settings_of_its_own(
     assert others == [likeliest] * 9 and first != likeliest
 
 
+@pytest.mark.slow
 def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeypatch):
     """Memory for two slots, then for one: the longer response, of the second slot, goes on in the first."""
     for module in ("generator", "slots"):

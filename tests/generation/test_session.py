@@ -81,6 +81,7 @@ def test_each_request_is_answered_as_in_a_session_of_its_own(backend):
     assert len({len(event.ids) for event in found.values()}) > 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_requests_join_while_others_run_and_results_come_as_they_end(backend):
     model = opt()
@@ -101,6 +102,7 @@ def test_requests_join_while_others_run_and_results_come_as_they_end(backend):
     assert len(set(ended_at.values())) > 3, "not all at the end"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_withdrawn_request_frees_its_slot_and_is_not_heard_of(backend, deferred, monkeypatch):
@@ -139,6 +141,7 @@ def test_a_request_that_waits_starts_as_soon_as_another_is_withdrawn(backend):
     session.withdraw(second)  # it has ended
 
 
+@pytest.mark.slow
 def test_a_request_is_withdrawn_between_its_prefill_and_its_start(monkeypatch):
     """Its prompt is in a slot, which its first token has not been drawn in."""
     monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
@@ -205,6 +208,7 @@ def test_tokens_are_streamed_while_the_response_is_written(backend):
     assert all(event.request.number == 0 for event in events if isinstance(event, Tokens))
 
 
+@pytest.mark.slow
 def test_responses_that_start_again_are_reported_once(monkeypatch):
     """Memory for two slots, then one: a streamed response loses its slot, and its tokens come once, in order."""
     for module in ("generator", "slots"):

@@ -122,6 +122,7 @@ def test_the_cache_grows_with_the_responses(short_cache, ends, lengths):
     assert buffers.cache_length in lengths and buffers.capacity.max_length == 5 + 6
 
 
+@pytest.mark.slow
 def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
     monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({DEVICE.type}))
     model = opt()
@@ -131,6 +132,7 @@ def test_the_cache_grows_under_overlapped_prefills(monkeypatch, short_cache):
     assert 5 + 1 < gen._buffers.cache_length <= gen._buffers.capacity.max_length
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("memory", "ends", "left"),
     [(36, (), []), (20, (), [2, 1]), (12, (), [1]), pytest.param(20, ENDS, [2, 1], id="beside a prefill")],
@@ -152,6 +154,7 @@ def test_slots_are_lost_when_responses_outgrow_the_memory(monkeypatch, short_cac
     assert buffers.can_serve(buffers.capacity) == (not left), "the next call begins with all slots"
 
 
+@pytest.mark.slow
 def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monkeypatch, short_cache, caplog):
     """Three of five begin, and two at a time can end: the third is the shortest, and starts again beside the fourth."""
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 20)

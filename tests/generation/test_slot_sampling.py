@@ -104,6 +104,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_draw, "VOCABULARY_BLOCK", 4)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_exact_distribution_and_no_other(small_blocks):
     actual = counts({}, 200)
     assert p_value(actual, expected({})) > MOST_LIKELY_BY_CHANCE
@@ -203,6 +204,7 @@ def test_truncated_draws_keep_the_whole_distributions_log_probs(settings):
     torch.testing.assert_close(actual.log_probs.cpu(), expected, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("num_tokens", [3, 4, 6, 11])
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.8, "temperature": 1.5}], ids=str)
 def test_rows_that_pad_a_vocabulary_are_never_drawn(small_blocks, num_tokens, settings):

@@ -62,6 +62,7 @@ def test_bytes_that_are_decoded_together_hide_no_text(step: int, real_tokenizer:
             assert length == slow(("\n",), ids, real_tokenizer) is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", slow_but(["eager", "static"], ["eager", *FUNCTIONS]))
 def test_rollouts_are_those_without_stop_texts_cut_by_a_loop(
     backend: str, bpe_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch

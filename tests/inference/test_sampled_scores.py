@@ -71,6 +71,7 @@ def raw_score(folder: str, prompt: str, answer: dict[str, Any]) -> float:
         return judge(torch.tensor([ids if answer["finish_reason"] == "end" else ids[:-1]])).logits.item()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_raw_scores_of_transformers_are_added_to_those_of_functions(model, capsys, batch_size):
     rewards = ("--reward-model", "first", "second:-0.5", "--reward-function", "f.py:length:2")

@@ -34,6 +34,7 @@ def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int, stop: 
         return [(prompt.number, answers) for prompt, answers, _ in rows]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("forward", "batch_size"), [("static", 1), ("static", 9), ("fused", 2)])
 def test_answers_are_those_of_the_eager_backend(forward: str, batch_size: int, path, tmp_path):
     """One prompt is there twice; prompts of other lengths, fewer and more of them than there are places."""

@@ -116,6 +116,7 @@ def test_splits_of_just_a_block():
     check((1, 1), 4, [512], cache_length=513)
 
 
+@pytest.mark.slow
 def test_many_rows(monkeypatch):
     monkeypatch.setattr(split_kv, "TARGET_WARPS", 1)
     check((1, 1), 4, [130, *(row % 5 for row in range(130)), 64], cache_length=131)
@@ -132,6 +133,7 @@ def test_rows_that_are_not_active_are_left_alone(heads):
     check(heads, 16, [3, 0, 5, 2], cache_length=6, active=[0, 1, 0, 1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("active", [[0, 1, 0, 0, 0], [1, 0, 0, 1, 0], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_programs_of_finished_rows_take_splits_of_the_others(heads, active):

@@ -213,6 +213,7 @@ def test_few_programs_are_allowed(monkeypatch):
 # --- products by int8 codes ---
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize(("outputs", "inner"), [(8, 16), (33, 144), (2130, 272)])
 def test_a_product_by_int8_codes_is_that_of_the_dequantised_weight(rows, outputs, inner):

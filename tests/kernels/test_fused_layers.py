@@ -199,6 +199,7 @@ FUSABLE_TOO = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("name", [*FUSABLE, *(pytest.param(name, marks=pytest.mark.slow) for name in FUSABLE_TOO)])
 def test_fused_models_train_as_before(monkeypatch, name, taken):
@@ -219,6 +220,7 @@ def test_another_activation_stays(kernels_anywhere):
     assert_same_training(lambda: opt(activation_function="gelu"), 2 * 2 + 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["opt", "qwen2"])
 def test_activations_may_be_made_again(kernels_anywhere, name):
     def checkpointed(model: nn.Module) -> nn.Module:

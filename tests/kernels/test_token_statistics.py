@@ -151,6 +151,7 @@ def test_scale_and_cap_come_before_the_temperature():
     torch.testing.assert_close(actual.double(), expected, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton():
     code = "import sys, torch\nfrom pipeline.models.forward.causal_lm import token_statistics\n"
     code += "from pipeline.kernels.token_statistics import *\n"

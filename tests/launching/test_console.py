@@ -123,12 +123,14 @@ def test_a_run_goes_on_where_nothing_can_be_printed(model, tmp_path, lead):
     assert json.loads((run / "config.json").read_text()) and json.loads((run / "outcome/rank-0.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_console(tmp_path):
     words = (str(ROOT / "train.py"), *TINY, "--step", "1", "2")
     process = unread(tmp_path, *words, both=True, STUB_OUTCOMES="0,0")
     assert process.wait(60) == 0 and len(started(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_run_without_a_console_stops_in_order(tmp_path):
     words = (str(ROOT / "train.py"), *TINY, "--step", "1")
     process = unread(tmp_path, *words, both=True, STUB_OUTCOMES="wait")
@@ -194,6 +196,7 @@ def test_ctrl_c_while_a_command_is_imported_shows_no_traceback(tmp_path, words, 
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["start", "dry run"])
 def test_ctrl_c_before_the_first_stage_is_one_line(tmp_path, more):
     """A terminal sends SIGINT to the whole group, also to the process that looks at models and data."""

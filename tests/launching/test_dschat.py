@@ -35,6 +35,7 @@ def test_every_flag_works_or_is_refused_with_its_reason(program, flag):
     assert "a flag of other programs without a counterpart here: " in line and "did you mean" not in line
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", slow_but(list(SCRIPTS)[::5], SCRIPTS))
 def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, monkeypatch, capsys):
     step, ranks, line = SCRIPTS[script]

@@ -35,6 +35,7 @@ def wait_until(is_so, seconds: float = 30.0) -> bool:
     return bool(is_so())
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_are_those_that_run(tmp_path):
     done = train(tmp_path, *TWO, STUB_LOOK="0", STUB_OUTCOMES="0,0")
     assert done.returncode == 0 and "== stage 1: done in" in done.stdout, done.stderr
@@ -42,6 +43,7 @@ def test_ranks_that_wait_are_those_that_run(tmp_path):
     assert [words[0] for words in started(tmp_path)] == ["step1_sft.main"]
 
 
+@pytest.mark.slow
 def test_only_the_first_stage_starts_early(tmp_path):
     done = train(tmp_path, "--step", "1", "2", *TINY, gpus=1, STUB_LOOK="0", STUB_OUTCOMES="0")
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,7 @@ def test_without_a_gpu_one_process_runs_or_as_many_as_the_run_had(machine):
     assert choose_gpus(0, 2, starts=True) == choose_gpus(2, 1, starts=True) == (ALL | {"num_gpus": 2}, "")
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_command_run_on_the_free_gpus(tmp_path):
     done = train(tmp_path, *TINY, "--step", "1", gpus=4, held={1: "77"}, STUB_OUTCOMES="0,0,0")
     assert done.returncode == 0, done.stderr

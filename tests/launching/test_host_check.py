@@ -47,6 +47,7 @@ def check(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_host_with_other_code_is_named(tmp_path, check):
     with (tmp_path / "copy/pipeline/errors.py").open("a") as file:
         file.write("# changed\n")

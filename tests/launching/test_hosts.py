@@ -142,6 +142,7 @@ def test_hosts_that_are_described_need_no_host_file(tmp_path, file):
     assert ["gradient_accumulation_steps", "1"] in [line.split()[:2] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_check_of_hosts_is_of_every_stage_and_starts_none(tmp_path):
     write_program(
         tmp_path / "bin/ssh",
@@ -158,6 +159,7 @@ def test_the_check_of_one_machine_measures_its_device_once_and_starts_no_stage(t
     assert started(tmp_path) == [["pipeline.run.measure_device"]]
 
 
+@pytest.mark.slow
 def test_without_ssh_each_host_is_started_by_itself(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     words = (*TINY, "--step", "1", "--deployment-type", "multi_node", "--hostfile", "hosts", "--launcher", "none")

@@ -92,6 +92,7 @@ SLURM_NTASKS=1 exec "$@"
 PDSH_STUB = '#!/bin/bash\nexec bash -c "${@: -1}" </dev/null\n'  # it passes on no input
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("launcher", slow_but(["ssh", "pdsh"], ["ssh", "srun", "pdsh"]))
 def test_words_and_variables_reach_every_host(tmp_path, launcher):
     for name, text in (("ssh", SSH_STUB), ("srun", SRUN_STUB), ("pdsh", PDSH_STUB)):
@@ -115,6 +116,7 @@ def test_words_and_variables_reach_every_host(tmp_path, launcher):
         assert rank["environment"]["PYTHON_RUN_SUPERVISOR"].endswith(f"@{socket.gethostname()}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("launcher", "program", "reason"),
     [
@@ -145,6 +147,7 @@ def test_words_survive(tmp_path, deployment):
     assert launch(tmp_path, deployment, "1", *given, gpus=1)[0]["argv"] == [MODULES["1"], *given]
 
 
+@pytest.mark.slow
 def test_visible_devices_are_kept(tmp_path):
     (one,) = launch(tmp_path / "one", "single_gpu", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5")
     two = launch(tmp_path / "two", "single_node", "--num-gpus", "2", "1", gpus=8, CUDA_VISIBLE_DEVICES="3,5,7")
@@ -182,6 +185,7 @@ def test_the_cpu_is_taken_where_it_is_asked_for(tmp_path):
     assert [variables(rank, "CUDA_VISIBLE_DEVICES", "WORLD_SIZE") for rank in ranks] == [[None, "2"]] * 2
 
 
+@pytest.mark.slow
 @no_real_gpu
 def test_environment_without_gpu(tmp_path):
     ranks = launch(tmp_path / "two", "single_node", "--num-gpus", "2", "1", gpus=0, CUDA_VISIBLE_DEVICES="0")

@@ -22,6 +22,7 @@ from rlhf.train_plan import make_plan
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("outcomes", "launcher_code", "code"),
     [
@@ -44,6 +45,7 @@ def test_exit_code_is_derived_from_the_ranks(tmp_path, outcomes, launcher_code, 
         assert f"stage 1 ended with {code} (" in done.stderr and "output/runs/sft/log.txt" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_stage_tells_what_was_reached(tmp_path):
     run_dir = tmp_path / "out/runs/sft"
     run_dir.mkdir(parents=True)
@@ -63,6 +65,7 @@ def test_a_failed_step_ends_the_run(tmp_path):
     assert len(started(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_old_outcomes_are_not_read(tmp_path):
     folder = tmp_path / "output/runs/sft/outcome"
     folder.mkdir(parents=True)
@@ -93,6 +96,7 @@ def finished(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_finished_steps_are_skipped(finished):
     again = train(finished, *TINY, "--step", "1", STUB_OUTCOMES="0")
     assert again.returncode == 0 and "stage 1: finished already (output/sft)" in again.stdout
@@ -108,6 +112,7 @@ def test_finished_steps_are_skipped(finished):
     assert len(started(finished)) == 3
 
 
+@pytest.mark.slow
 def test_a_finished_step_of_other_settings_or_data_is_refused_before_any_step_starts(finished):
     (finished / "output/demo/data/train.jsonl").write_text('{"prompt": "x", "chosen": "y", "rejected": "z"}\n')
     done = train(finished, *TINY, "--sft.learning-rate", "0.5", "--step", "2", "1", STUB_OUTCOMES="0")
@@ -135,6 +140,7 @@ def test_what_a_later_step_contradicts_refuses_none_that_runs(tmp_path, monkeypa
         assert line in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_later_step_of_other_settings_is_refused_before_an_earlier_one_starts(finished):
     """Its finished run is to take more steps, or it has a checkpoint; the dry run finds the same."""
     assert train(finished, *TINY, "--step", "2", STUB_OUTCOMES="0").returncode == 0
@@ -151,6 +157,7 @@ def test_a_later_step_of_other_settings_is_refused_before_an_earlier_one_starts(
         assert "error: reward: output/runs/reward/checkpoints/step-10: resume with the same flags" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_step_whose_start_model_is_to_be_made_again_is_refused(finished):
     assert train(finished, *TINY, "--step", "2", "3", STUB_OUTCOMES="0").returncode == 0
     again = train(finished, *TINY, "--sft.max-steps", "11", STUB_OUTCOMES="0")
@@ -189,6 +196,7 @@ def test_a_signal_reaches_the_ranks_once(tmp_path):
     assert code == 75 and "a second signal kills at once" in stderr and "killed" not in stderr
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills(tmp_path):
     code, stderr, rank = start_and_signal(tmp_path, "wait-deaf", 0.0, 0.3, 2.0)
     assert code == 143 and stderr.count("second signal: killed") == 1
@@ -196,6 +204,7 @@ def test_a_second_signal_kills(tmp_path):
         os.kill(rank, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("outcomes", "starts"), [("1", 3), slow(("null", 3)), ("2", 1), slow(("4", 1)), ("75", 1), slow(("5", 1))]
 )
@@ -208,12 +217,14 @@ def test_restarts(tmp_path, outcomes, starts):
     assert said == [f"== stage 1: restart {n} of 2, after a fault" for n in range(1, starts)]
 
 
+@pytest.mark.slow
 def test_no_restart_without_the_flag_or_after_success(tmp_path):
     assert train(tmp_path, *TINY, "--step", "1", STUB_OUTCOMES="1").returncode == 1
     assert train(tmp_path, *TINY, "--step", "1", "--max-restarts", "5", STUB_OUTCOMES="0").returncode == 0
     assert len(started(tmp_path)) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_restart_goes_on_from_what_was_saved_since_the_start(tmp_path, saved):
     if saved:

@@ -34,6 +34,7 @@ def test_three_steps_in_order_with_chained_folders(tmp_path):
     assert "== stage 2: reward model" in done.stdout and "== stage 3: done in" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_followed_by_the_same_command_for_the_next_stage(tmp_path):
     done = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", "--overwrite", STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
@@ -41,6 +42,7 @@ def test_a_reward_model_is_followed_by_the_same_command_for_the_next_stage(tmp_p
     assert done.stdout.splitlines()[-1] == f"next: {following}"
 
 
+@pytest.mark.slow
 def test_flags_reach_their_step(tmp_path):
     common = ("--resume", "never", "--overwrite", "--debug")
     done = train(
@@ -311,6 +313,7 @@ def test_port_in_use(tmp_path):
     assert done.returncode == 3 and "Address already in use" in done.stderr
 
 
+@pytest.mark.slow
 def test_step_3_needs_the_models_of_2_and_of_1_where_none_is_named(tmp_path):
     done = train(tmp_path, *TINY, "--step", "3")
     assert done.returncode == 2

@@ -50,6 +50,7 @@ WORSE = {  # stage -> first and last evaluation -> what the stage's line says of
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["1", "2", "3", "3 well"], WORSE))
 def test_a_stage_that_ends_worse_than_it_began_says_so_and_proposes_no_chat(tmp_path, case):
     first, last, said = WORSE[case]
@@ -108,6 +109,7 @@ def test_split_overrides():
     assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
 
 
+@pytest.mark.slow
 def test_the_commands_that_train_prints_are_plans_of_the_stages_that_they_name(tmp_path, monkeypatch):
     refused = train(tmp_path, "--step", "3", "--output-dir", "my out").stderr
     ended = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", STUB_OUTCOMES="0").stdout

@@ -37,6 +37,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_waiting_and_errors_of_rank_0_and_lost_ranks(tmp_path):
     """The work of 2.5 s on rank 0 lasts longer than the timeout of collectives, 2 s."""
     printed = run_two_ranks(PEERS, tmp_path)

@@ -140,6 +140,7 @@ def test_fields_that_a_class_does_not_know_are_named_once_and_train_no_other_mod
     check_trained(folder)
 
 
+@pytest.mark.slow
 def test_a_model_whose_logits_are_made_in_another_way_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, num_train=8, num_test=2)
     save_family("modernbert", folder / "base")

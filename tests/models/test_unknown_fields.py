@@ -86,6 +86,7 @@ def test_the_loss_is_that_of_transformers(name: str) -> None:
             torch.testing.assert_close(loss(CausalLM(model)), plain_loss(model), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FUSED)
 def test_greedy_tokens_of_the_fused_backend_are_those_of_transformers(name: str) -> None:
     kind, fields = FUSED[name]

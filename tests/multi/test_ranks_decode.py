@@ -36,6 +36,7 @@ def test_rollouts_are_worth_comparing(found: Found) -> None:
         assert case["first"]["responses"] != case["second"]["responses"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama"], ["opt", "opt-350m", "llama"]))
 def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, name: str) -> None:
     for rank in found[2]:
@@ -43,6 +44,7 @@ def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, na
             assert_same(rank[f"shared {name}"][part], found[1][0][f"shared {name}"][part])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(["shared llama z3"], ["shared llama z3", "whole llama z3"]))
 def test_zero_3_samples_what_one_rank_does(found: Found, case: str) -> None:
     """The weights are gathered whole on each rank, or the parts that ranks share."""
@@ -51,18 +53,21 @@ def test_zero_3_samples_what_one_rank_does(found: Found, case: str) -> None:
             assert_same(rank[case][part], found[1][0]["shared llama"][part])
 
 
+@pytest.mark.slow
 def test_ranks_may_draw_different_numbers_of_tokens(found: Found) -> None:
     assert [rank["uneven z3"]["longest"] for rank in found[2]] == [7, 2]
     for rank in found[2]:
         assert_same(rank["uneven z3"]["second"], found[1][0]["shared opt"]["second"])
 
 
+@pytest.mark.slow
 def test_a_stop_on_one_rank_stops_its_group(found: Found) -> None:
     for rank in found[2]:
         assert rank["stopped"]["stopped"] and rank["stopped"]["asked"] == 3
         assert_same(rank["stopped"]["next"], found[1][0]["shared opt"]["first"])
 
 
+@pytest.mark.slow
 def test_inference_tp_size_changes_no_rollout_of_step_3(found: Found) -> None:
     """Each rank copies its half of two layers of width 32; biases of what is cut by inputs it copies whole."""
     reference = found[1][0]["step 3"]["responses"]

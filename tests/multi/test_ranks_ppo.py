@@ -85,6 +85,7 @@ def assert_equal_updates(mine: dict[str, Any], reference: dict[str, Any]) -> Non
     assert numbers_apart(mine["state"], reference["state"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_rollout_is_worth_comparing(found: Found) -> None:
     reference = found[1][0]["z0 m2"]
     responses = reference["rollouts"][0]["responses"]
@@ -110,6 +111,7 @@ def test_first_policy_gradient_equals_transformers(found: Found) -> None:
     assert apart(found[1][0]["plain"]["gradients"], found[1][0]["z0 m2"]["actor"]) < TOLERANCE
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("size", "stage", "micro"), slow_but(QUICK_SHAPES, [*SHAPES, *STAGES_1_AND_2]))
 def test_rollouts_are_equal(found: Found, size: int, stage: int, micro: str) -> None:
     for rank in found[size]:
@@ -122,6 +124,7 @@ def test_updates_are_equal(found: Found, size: int, stage: int, micro: str) -> N
         assert_equal_updates(rank[f"z{stage} {micro}"], found[1][0]["z0 m2"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but({*VARIANTS} - {*SLOW_VARIANTS}, VARIANTS))
 def test_variants_are_equal(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
@@ -147,6 +150,7 @@ def test_with_the_samplers_log_probs_trainer_and_sampler_are_compared(found: Fou
         assert len(mine["first_ratio_error"]) == 2 and max(mine["first_ratio_error"]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([0], [0, 3]))
 def test_a_reward_model_and_a_function_judge_the_same_on_any_number_of_ranks(found: Found, stage: int) -> None:
     reference = found[1][0]["z0 two rewards"]
@@ -172,6 +176,7 @@ PARTITIONED = ["z3 by layers", "z3 unpartitioned", "z3 actor z0 critic"]
 OFFLOADED = ["z1 offload", "z2 offload", "z3 offload"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["z2 offload", "z3 actor z0 critic"], [*OFFLOADED, *PARTITIONED]))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
@@ -179,6 +184,7 @@ def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> Non
         assert_equal_updates(mine, found[1][0]["z0 m2"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", slow_but([0, 2], range(4)))
 def test_bf16_is_finite_and_drifts_nowhere(found: Found, stage: int) -> None:
     for size in found:
@@ -193,6 +199,7 @@ def test_bf16_is_finite_and_drifts_nowhere(found: Found, stage: int) -> None:
             assert first["responses"]["sequences"].equal(reference["responses"]["sequences"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", slow_but(["z0 bad actor", "z2 bad critic", "z3 bad actor"], [*BAD, "z3 offload bad actor"])
 )
@@ -220,18 +227,21 @@ def assert_equal_folders(mine: dict[str, Any], reference: dict[str, Any]) -> Non
     assert apart(mine["actor"], mine["actor_ema"]) > 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["z0 saved", "z3 saved"], SAVED))
 def test_saved_models_and_averages_are_equal(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_folders(mine, found[1][0]["z0 saved"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(["z0 saved lora"], ["z0 saved lora", "z3 saved lora"]))
 def test_saved_lora_models_are_equal(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_folders(mine, found[1][0]["z0 saved lora"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([2], range(4)))
 def test_new_engines_go_on_from_a_checkpoint(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} resume"):
@@ -241,6 +251,7 @@ def test_new_engines_go_on_from_a_checkpoint(found: Found, stage: int) -> None:
         assert apart(*mine["weights"]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([3], [0, 3]))
 def test_ranks_may_decode_different_numbers_of_tokens(found: Found, stage: int) -> None:
     reference = found[1][0]["z0 uneven"]
@@ -256,6 +267,7 @@ def test_evaluation_counts_each_prompt_once(found: Found, stage: int) -> None:
         assert numbers_apart(list(mine.values()), list(found[1][0]["z0 eval"].values())) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
     """The means of two ranks' one batch are those of one rank's two, of the same six prompts."""
     one, two = (found[size][0]["some held out"] for size in (1, 2))

@@ -38,6 +38,7 @@ def assert_equal_steps(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
 def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
     exact = found[1][0]["exact"]
@@ -56,6 +57,7 @@ def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) 
         assert_equal_steps(rank[f"z{stage} {micro}"], reference)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", slow_but([0, 3], range(4)))
 def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
     exact = found[1][0]["exact partial"]
@@ -89,6 +91,7 @@ def test_the_last_pairs_to_train_on_are_shared_among_the_ranks(found: Found) -> 
             assert mine[side] == pytest.approx(reference[side], abs=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "variant"),
     slow_but([(3, "lora"), (0, "per token"), (3, "centred")], [(stage, name) for stage in (0, 3) for name in VARIANTS]),
@@ -111,12 +114,14 @@ def test_gradient_checkpointing_changes_nothing(found: Found) -> None:
 KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 unpartitioned"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["z1 offload", "z3 unpartitioned"], KINDS))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
         assert_equal_steps(mine, found[1][0]["z0 m2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([1], range(4)))
 def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} bf16"):

@@ -44,6 +44,7 @@ def test_inputs_exist(found: Found) -> None:
     assert found[1][0]["exact"]["rows"] == 8 and found[1][0]["exact partial"]["rows"] == 4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
 def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
     exact = found[1][0]["exact"]
@@ -83,6 +84,7 @@ def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
 KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", "z3 by layers", UNPARTITIONED]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but({*KINDS} - {"z1 offload", "z3 offload", "z3 unpartitioned"}, KINDS))
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     reference = found[1][0]["z0 m2"]
@@ -120,6 +122,7 @@ def test_a_second_partition_of_the_weights_changes_nothing(
         assert mine["resume"]["resumed"] == mine["resume"]["uninterrupted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(["z3 recomputed"], ["z0 recomputed", "z3 recomputed"]))
 def test_gradient_checkpointing_changes_nothing(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
@@ -130,6 +133,7 @@ def test_gradient_checkpointing_changes_nothing(found: Found, case: str) -> None
 LORA = ["z0 lora", "z3 lora", "z0 recomputed lora", "z3 recomputed lora"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["z3 lora", "z0 recomputed lora"], LORA))
 def test_lora_is_equal(found: Found, case: str) -> None:
     reference = found[1][0]["z0 lora"]
@@ -140,6 +144,7 @@ def test_lora_is_equal(found: Found, case: str) -> None:
         assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["z0 packed", "z3 packed"])
 def test_packing_is_equal(found: Found, case: str) -> None:
     for mine in every_rank(found, case):
@@ -147,6 +152,7 @@ def test_packing_is_equal(found: Found, case: str) -> None:
         assert numbers_apart(mine["losses"], found[1][0]["z0 packed"]["losses"]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([3], range(4)))
 def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
     """Stage 0 has an optimizer of its own in DeepSpeed: it once took a step with zero gradients at its start."""
@@ -158,6 +164,7 @@ def test_bf16_stays_near_fp32(found: Found, stage: int) -> None:
 BAD = [*(f"z{stage} bad" for stage in range(4)), *(f"z{n} offload bad" for n in (1, 2, 3))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", slow_but(["z2 bad", "z3 bad", "z1 offload bad"], BAD))
 def test_bad_gradient_of_one_rank_changes_nothing(found: Found, case: str) -> None:
     clean = found[1][0]["z0 m2"]
@@ -179,6 +186,7 @@ def test_bad_gradient_in_bf16(found: Found, stage: int) -> None:
         assert numbers_apart(mine["losses"], found[1][0][f"z{stage} bf16"]["losses"][:1]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([3], range(4)))
 def test_a_new_engine_goes_on_from_a_checkpoint(found: Found, stage: int) -> None:
     for mine in every_rank(found, f"z{stage} resume"):
@@ -232,6 +240,7 @@ def test_a_checkpoint_of_a_bf16_run_holds_more_digits_than_its_model(
 SAVED = [(setting, kind) for setting in ("z0", "z3", UNPARTITIONED) for kind in ("saved", "saved lora")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("setting", "kind"), slow_but([("z0", "saved"), ("z3", "saved"), ("z3", "saved lora")], SAVED))
 def test_saved_models_are_equal(found: Found, setting: str, kind: str) -> None:
     reference = found[1][0][f"z0 {kind}"]

@@ -29,6 +29,7 @@ def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     torch.testing.assert_close(mine["log_probs"], reference["log_probs"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", slow_but(["llama", "lora"], MODELS))
 def test_streamed_weights_sample_what_whole_ones_do(found: Found, name: str) -> None:
     """Before and after a step of the optimizer and a change of every number."""
@@ -40,6 +41,7 @@ def test_streamed_weights_sample_what_whole_ones_do(found: Found, name: str) -> 
         assert rank[name]["same addresses"]
 
 
+@pytest.mark.slow
 def test_the_ranks_sample_different_things(found: Found) -> None:
     lengths = [[len(row) for row in rank["opt"]["first"]["whole"]["responses"]] for rank in found]
     assert [len(rows) for rows in lengths] == [6, 2] and len(set(lengths[0])) > 1
@@ -54,6 +56,7 @@ def test_a_rank_holds_its_slice_and_two_groups(found: Found) -> None:
         assert 4 * slices == 3 * buffers, "half of three layers, two buffers of one"
 
 
+@pytest.mark.slow
 def test_a_stop_on_one_rank_stops_the_others(found: Found) -> None:
     for rank in found:
         assert rank["stopped"]["stopped"] and rank["stopped"]["asked"] == 3
@@ -65,6 +68,7 @@ def test_all_ranks_stream_where_whole_weights_do_not_fit_on_one(found: Found) ->
         assert rank["decided"] == {"fits": [], "does not fit": [1, 1]}
 
 
+@pytest.mark.slow
 def test_rollout_weights_changes_no_rollout_of_step_3(found: Found) -> None:
     for rank in found:
         case = rank["step 3"]

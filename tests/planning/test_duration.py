@@ -61,6 +61,7 @@ MISSED = {
 }
 
 
+@pytest.mark.slow
 def test_the_operations_of_phases_by_hand():
     """64 rows of 256 + 256 tokens on a device whose memory takes no time."""
     target = replace(H200, tb_per_s=1e9)
@@ -110,6 +111,7 @@ def test_an_optimizer_step_by_hand():
     assert seconds[1] - seconds[2] == pytest.approx(step / 4, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_pass_takes_the_longer_of_its_kernels_and_of_their_launches():
     planner, resolved = planner_of("ppo", LORA_7B, "1xH200")
     needs = planner.needs(resolved)
@@ -147,6 +149,7 @@ def test_adapters_add_four_kernels_to_a_layer_in_each_pass_where_they_are_on():
     assert slower > 1.2 * faster
 
 
+@pytest.mark.slow
 def test_decode_steps_by_hand():
     """A step reads weights without tables of embeddings, keys and values of 384 tokens on average, and has kernels."""
     planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2), "1xH200")
@@ -198,6 +201,7 @@ def test_int8_codes_are_read_at_a_speed_of_their_own():
     assert seconds[1] - seconds[0] == pytest.approx(longer, rel=0.05)  # adapters are counted along
 
 
+@pytest.mark.slow
 def test_hooks_and_waits_for_deepspeeds_python_by_hand():
     """OPT-1.3B and OPT-350M have 388 and 389 trained parameters; two micro-batches, 64 rows scored by 32."""
     seconds, hooks = [], []

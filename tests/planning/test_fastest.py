@@ -83,6 +83,7 @@ def searched(stage: Stage, models: Path, target: Target, *words: object, **other
     return max(alike, key=lambda one: (one[1], -one[2]))[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "speed", "size", "recomputes"),
     slow_but(
@@ -124,6 +125,7 @@ def test_ppo_as_a_search_by_hand_finds_it(models, gib, released):
     assert choice.seconds == by_hand(PPO, models, target, expected, *words)[0]
 
 
+@pytest.mark.slow
 def test_a_cache_that_will_not_stay_is_given_back_from_the_first_rollout_on():
     """Mistral-7B with LoRA, 80 rows: an update and the cache and copied weights take 62.6 and 21.8 GiB."""
     words = (
@@ -207,6 +209,7 @@ def test_all_prompts_of_a_rollout_are_sampled_at_once_unless_a_flag_says_its_siz
     assert at_once("--train-batch-size", 32, "--per-device-generation-batch-size", 8) is None
 
 
+@pytest.mark.slow
 def test_fewer_than_eight_prompts_are_sampled_at_once_only_where_no_more_fit(models):
     """A group of 64 responses of 2,048 tokens: the KV cache is most of the memory."""
     words = ("--num-samples-per-prompt", 64, "--max-answer-seq-len", 2048, "--rollout-batch-size", 1024)
@@ -303,6 +306,7 @@ def test_the_choice_is_said_with_what_it_gives(models):
     assert choice.plan["memory_gib"].keys() == memory.phases.keys() and choice.plan["target"] == str(planner.target)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "slots", "gib", "stages"),
     [
@@ -327,6 +331,7 @@ def test_zero_stages_are_2_or_3_where_that_is_needed(models, words, slots, gib, 
     assert bool(choice.lacks) == (gib < 0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("section", "models", "gpus", "stages"),
     [

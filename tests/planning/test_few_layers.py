@@ -64,6 +64,7 @@ def test_few_layers_say_what_all_layers_take(tmp_path, name):
     assert (alike_layers(base_model(build(use, "bf16").model)) is None) == (name in OF_ALL_LAYERS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", WORKS)
 @pytest.mark.parametrize(("name", "has_values"), slow_but([("opt", True)], product(("opt", "llama-3"), (False, True))))
@@ -74,6 +75,7 @@ def test_few_layers_of_every_kind_of_pass(tmp_path, name, has_values, kind):
     assert few == whole
 
 
+@pytest.mark.slow
 def test_the_peak_moves_from_the_logits_to_the_lowest_layer(tmp_path):
     """30 tokens, vocabulary 3000 beside embeddings of 32: of few layers the peak is at the logits, of 9 at the end."""
     shape = {"hidden_size": 128, "ffn_dim": 512, "word_embed_proj_dim": 32, "tie_word_embeddings": False}

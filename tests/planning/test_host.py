@@ -35,6 +35,7 @@ def memory(folder: Path, words: str = WORDS, **target: object):
     return planner.memory(resolved)
 
 
+@pytest.mark.slow
 def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     """In fp32 a weight takes 4 bytes, its moments 8; ZeRO-2 has a master of 4 more, gradient and new weight too."""
     cpu = {"name": "CPU", "gpus": 2, "memory_gib": 8}
@@ -127,6 +128,7 @@ def test_engines_are_made_one_after_another(tmp_path, critic):
     assert plan.host == held["actor"].host + held["critic"].host + 2 * plan.sizes[last].trained
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_copied_too_and_a_process_on_a_cpu_holds_its_copy(tmp_path):
     def plan_of(flags: str, **target: object) -> MemoryPlan:
         file = tmp_path / "target.yaml"

@@ -35,6 +35,7 @@ PAGE = (ROOT / "benchmarks" / "reports" / "presets.md").read_text(encoding="utf-
 SLOW = rare_but(["350m", "1.3b", "llama-2-7b"], [name for name in presets.HARDWARE if name != "japanese"])
 
 
+@pytest.mark.slow
 def test_known_shapes_have_the_published_numbers_of_parameters():
     sizes = {path: model_size(ModelUse("actor", path, ModelConfig()), "bf16").weights for path in shapes()}
     assert sizes == PUBLISHED
@@ -57,6 +58,7 @@ def plan_of_qwen(folder, monkeypatch, capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_known_model_is_planned_without_a_hub(tmp_path, monkeypatch, capsys):
     page = plan_of_qwen(tmp_path, monkeypatch, capsys)
     assert re.search(r"^  weights +494\.0\n  trained +494\.0\n", page, re.MULTILINE)

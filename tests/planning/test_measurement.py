@@ -143,6 +143,7 @@ class SelectingLM(Seq2SeqLM):
         return KeepsLogits.apply(logits.flatten(0, 1).index_select(0, torch.arange(labels.numel()))).view_as(labels)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", [{}, {"gradient_checkpointing": True}, {"lora_dim": LORA}], ids=str)
 def test_a_pass_of_an_encoder_decoder_takes_what_the_allocator_gives_out(tmp_path, flags):
     """Half of a row's tokens are the encoder's, the others the decoder's."""
@@ -268,6 +269,7 @@ def test_fused_gates_keep_gate_and_up_alone(folders, monkeypatch):
     assert counter.kernels[Kernel(0.0, 4 * 3 * 12)] == counter.kernels[Kernel(0.0, 4 * 5 * 12)] == 1
 
 
+@pytest.mark.slow
 def test_fused_norms_of_a_quantised_model_keep_their_input_in_fp32(folders, monkeypatch):
     """As under `keep_norms_in_fp32`; below MIN_ELEMENTS transformers' norms keep it in fp32 with either base."""
 

@@ -200,6 +200,7 @@ def plan_of(words: str, target: str):
     return planner.memory(resolved)
 
 
+@pytest.mark.slow
 def test_the_flag_alone_says_that_moments_have_8_bits(tmp_path):
     """DeepSpeed's key that lets it take such an optimizer is not the sign of one: a user's file may hold it, too."""
     (tmp_path / "ds.json").write_text('{"zero_allow_untested_optimizer": true}')
@@ -273,6 +274,7 @@ def test_the_pool_of_a_graph_is_reserved_and_in_no_tensor():
     assert nucleus.reserved("generate")[0] - plain.reserved("generate")[0] == 80 * 2**20
 
 
+@pytest.mark.slow
 def test_layers_are_gathered_where_the_weights_are_large():
     """On 40 GB an eighth is less than Llama-7B's 12.6 GiB, so a thousand million elements are whole at a time."""
     from benchmarks.speed.planned import LLAMA

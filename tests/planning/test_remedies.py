@@ -69,6 +69,7 @@ def replanned(lines: list[str], memory_gib: float, folder: Path, **target: int) 
     return fits(plan, planner.target), plan.reserved()[0] / GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_gib, gpus", slow_but([(2.6, 1)], [(2.6, 1), (2.4, 1), (3.2, 2)]))
 def test_the_last_change_makes_it_fit_and_none_before(tmp_path, memory_gib, gpus):
     same = remedies_of(memory_gib, tmp_path, gpus=gpus).same

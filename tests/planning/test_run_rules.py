@@ -242,6 +242,7 @@ def test_streamed_weights_take_a_slice_of_each_rank(tmp_path):
 SMALL = "--actor-model-name-or-path 125m --critic-model-name-or-path 125m"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fit", slow_but([False], [False, True]))
 def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(monkeypatch, fit):
     """It is asked with whole copies, a slot of 256 + 256 tokens, and what states and CUDA's own leave of a GPU."""

@@ -119,6 +119,7 @@ FEWER_ROWS = {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 1,
 LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_ROWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gib", "host_gib", "lacks", "also"), slow_but(LACKING[:1], LACKING))
 def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks, also):
     """Of a GPU with so little memory, or a host without room for an optimizer."""
@@ -195,6 +196,7 @@ def write_earlier_run(folder: Path) -> None:
     (run_dir / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
 
 
+@pytest.mark.slow
 def test_a_flag_that_is_given_on_resume_wins_over_the_chosen_one(tmp_path):
     write_earlier_run(tmp_path)
     words = ["--model-name-or-path", tmp_path / "125m", "--dtype", "bf16", "--auto-fit",

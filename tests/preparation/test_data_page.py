@@ -63,6 +63,7 @@ def test_colour_changes_no_other_byte(folder):
     assert never.stdout == plain.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", slow_but(["1"], ["1", "1 2 3"]))
 def test_train_shows_the_rows_of_its_stages(folder, steps):
     """Stage 3 reads the tokens of a model that stage 1 is still to make."""

@@ -167,6 +167,7 @@ def settings(folder: Path, *words: str) -> Any:
     return parse(SFTConfig, [*own.split(), *words], section="sft")
 
 
+@pytest.mark.slow
 def test_a_job_is_fitted_to_the_limit_of_this_machines_measured_gpu(inputs, monkeypatch):
     kept = DeviceConstants("NVIDIA H100", "2026-11-22", 79 * GIB, 700.0, 3.0, 50.0)
     monkeypatch.setattr(target, "kept_constants", lambda: kept)

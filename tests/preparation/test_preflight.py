@@ -369,6 +369,7 @@ def test_the_best_model_is_not_kept_where_flags_hold_no_row_out(inputs, stage, n
     assert (look_before_start(configs(**plan), dry_run=True) == []) if is_right else (problems(**plan) == expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)], ids=["start", "dry run"])
 def test_train_names_the_problems_of_all_steps_before_any_starts(inputs, tmp_path, more):
     """In the process of its own, without the demo's model and data."""

@@ -75,6 +75,7 @@ def test_a_file_with_the_name_of_a_device_leaves_its_speeds_to_the_data_sheet(tm
     assert (own.tb_per_s, own.tflops, own.source) == (found.tb_per_s, 7, "as described, not measured")
 
 
+@pytest.mark.slow
 def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
     file = tmp_path / "target.yaml"
 
@@ -265,6 +266,7 @@ def test_peaks_of_the_last_run_stand_beside_the_plan_of_its_like(planned, inputs
     assert "  last run" not in planned("--target", "1xRTX4090", "--explain").stdout
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     done = planned("--target", "none.yaml")
     assert done.returncode == 3 and done.stdout.endswith("dry run: nothing was started\n")
@@ -278,6 +280,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
 
 
+@pytest.mark.slow
 def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, capsys):
     """Its rollouts are shared by fewer of them; as a word of the command the same size is a mistake."""
     preset = tmp_path / "preset.yaml"
@@ -375,6 +378,7 @@ def on_cpu(planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
     """Python, libraries and heap are 1.1 to 1.9 GiB; the model has hardly any."""
     small, tight, large = (on_cpu(limit) for limit in (1.0, 1.5, 3.0))

@@ -36,6 +36,7 @@ def found(*runs: tuple[str, dict[str, object]]) -> str:
     return json.dumps({"runs": dict(runs)}) + "\n"
 
 
+@pytest.mark.slow
 def test_table_and_picture_are_made_from_several_files(tmp_path):
     first = found(
         ("device", {"name": "x"}),

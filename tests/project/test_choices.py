@@ -91,6 +91,7 @@ def test_the_table_of_a_page_is_that_of_its_files(page: str, planned: dict[str, 
     assert "\n".join(["", *expected, "", ""]) in text
 
 
+@pytest.mark.slow
 def test_the_rows_of_planned_runs_are_as_long_as_their_plans_say(tmp_path: Path):
     make_inputs(tmp_path, [])
     tokenizer = make_full_tokenizer(tmp_path, {"qwen2.5-0.5b"})

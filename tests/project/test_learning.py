@@ -197,6 +197,7 @@ def kept_lines(gain: float, longer: float, finished: bool = True, more: float = 
     return [line("sft", 0, 0.0, 1.0, 16), *runs, line("long", 1, 3.0, 2.0, 4), line("once", 1, 3.0, 1.0, 4)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("lines", "says"),
     [

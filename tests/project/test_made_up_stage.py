@@ -65,6 +65,7 @@ def test_the_page_shows_its_stage():
 WAYS = {4: ("--step", "4"), 3: ("--step", "3", "--method", "labelled")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", slow_but([4], WAYS))
 def test_it_is_looked_at_and_planned(tmp_path, data, number):
     project = project_with(tmp_path / "project", number)

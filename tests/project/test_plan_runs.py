@@ -177,6 +177,7 @@ def test_the_figures_of_the_page_are_those_of_the_files():
 CASES = slow_but([run for run in RUNS if run.name in PLANNED_AT_ONCE], RUNS)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.name)
 def test_the_planner_still_says_what_was_planned(run: PlannedRun):
     planner, resolved = planner_for(run)

@@ -292,6 +292,7 @@ def test_the_last_line_is_the_rating(serve):
     assert run(["a"] * 4, ["0", "1", "2", "3"], **server.settings) == [*ratings.values()]
 
 
+@pytest.mark.slow
 def test_a_pattern_of_ones_own_finds_the_rating(serve, monkeypatch):
     """The last match counts. One that takes too long is ended, and costs the other answers nothing."""
     monkeypatch.setattr(module, "MATCH_LIMIT_S", 2.0)

@@ -63,6 +63,7 @@ def hangs(completions):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["f", "hangs"])
 def test_processes_that_a_function_starts_end_with_the_run(tmp_path, name):
     functions = functions_in(tmp_path / "f.py", STARTING, name)

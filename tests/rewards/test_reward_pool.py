@@ -261,6 +261,7 @@ def test_a_function_can_import_what_is_beside_it(tmp_path, monkeypatch):
     assert scores(functions_in(tmp_path / "f.py", code, "f"), to("a")) == [[3.0]]
 
 
+@pytest.mark.slow
 def test_the_judge_runs_in_this_process_in_one_thread(monkeypatch):
     """What stands for it here never comes to a worker, which has the real one."""
     running, most, places = 0, 0, set()
@@ -320,6 +321,7 @@ raise ValueError("not closed")
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", ["killed", "failing"])
 def test_workers_end_with_their_parent(tmp_path, end, monkeypatch):
     """Two are busy in a function."""

@@ -161,6 +161,7 @@ def test_what_is_no_value_ends_the_run(all_functions, name):
     assert still_right(all_functions)
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("name", FAILING)
 def test_a_failure_is_of_a_kind_and_costs_no_other_function_a_value(pools, name):
     _, kind, message = FAILING[name]
@@ -233,6 +234,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_found_before_the_start(tmp_path):
     functions = []
     for name, (code, _) in UNUSABLE.items():

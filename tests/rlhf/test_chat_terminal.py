@@ -78,6 +78,7 @@ def in_terminal():
         terminal.close()
 
 
+@pytest.mark.slow
 def test_talking_in_a_terminal(endless, in_terminal):
     terminal = in_terminal("--path", endless, "--temperature", "0", "--max-new-tokens", "20000")
     assert "Ctrl-C stops a reply" in terminal.wait_for("> ")

@@ -14,6 +14,7 @@ def wheel(tmp_path_factory):
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_all_packages_their_data_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     data = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.yaml"), ROOT / "launch" / "hostfile.example"]

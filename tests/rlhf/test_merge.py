@@ -257,6 +257,7 @@ def test_an_adapter_whose_outputs_are_not_finite_is_not_merged(
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("changes", [{}, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}])
@@ -284,6 +285,7 @@ def test_an_encoder_decoder_models_adapter_is_merged(
     run_example(tmp_path / "merged", monkeypatch)
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["opt", "gpt2", "reward", "t5"])
 def test_an_adapter_on_stored_codes_is_merged_into_their_values(

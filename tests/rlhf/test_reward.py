@@ -96,6 +96,7 @@ def test_a_function_that_tells_no_responses_apart_is_told_of(folder, capsys):
     assert "note: zero: 0 for each response, so it trains nothing\n" in errors and "note: length" not in errors
 
 
+@pytest.mark.slow
 def test_settings_of_the_box_are_shown_as_a_file_that_works(folder, capsys):
     lines, errors = table(capsys, "tags:0.5", "f.py:length", "repetition", *ON)
     text = errors[errors.index("reward_function:") :].partition("\nnote:")[0]
@@ -120,6 +121,7 @@ def test_functions_of_a_yaml_file_have_their_args(folder, capsys):
     assert [line[2:] for line in lines[:3]] == [["overlong"], ["-1"], ["-0.5"]]
 
 
+@pytest.mark.slow
 def test_values_of_tokens_and_failures(folder, capsys):
     words = ("f.py:tokens", "f.py:failing", "f.py:slow", "--data", "d.jsonl", "-n", "2", "--reward-timeout-s", "0.3")
     lines, errors = table(capsys, *words, code=2)
@@ -153,6 +155,7 @@ def test_each_distinct_error_is_told_once_with_its_count(folder, capsys):
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_built_in_length_needs_no_settings(folder, capsys):
     lines, errors = table(capsys, "length", *ON, "--completion", "b")
     assert lines[1][-1] == "1" and "high: 256" in errors

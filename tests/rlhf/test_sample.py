@@ -185,6 +185,7 @@ def test_a_wrong_value_ends_with_2_and_the_rows_before_it_stay(folder, model, ca
     )
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_gives_no_value(folder, model, capsys):
     rows, shown = sampled(capsys, model, "--reward", "f.py:slow", "--reward-timeout-s", 0.5, code=2)
     assert {one["reward"] for row in rows for one in row["answers"]} == {None}
@@ -199,6 +200,7 @@ def test_as_many_workers_as_the_flag_says(folder, model, capsys):
     assert [one["reward"] for row in rows for one in row["answers"]] == [3.0] * 3
 
 
+@pytest.mark.slow
 def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, capsys, monkeypatch):
     """A sampler that is slow sees the file grow."""
     advance, sizes = EagerSession.advance, []
@@ -217,6 +219,7 @@ def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, 
 # ---- files that are gone on with ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", slow_but(["answers"], ["answers", "pairs"]))
 def test_a_file_that_is_cut_anywhere_is_gone_on_with(folder, model, capsys, layout):
     flags = ("-n", 3, "--reward", "f.py:length", "--as", layout, "--batch-size", 2, "--output", "a.jsonl")

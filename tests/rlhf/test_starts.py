@@ -93,6 +93,7 @@ def test_stage_3_waits_for_a_stage_1_that_runs_or_has_begun_or_where_no_model_is
     assert values(planned(*words, *named, *RULE))["actor_model_name_or_path"] == f"{out}/sft"
 
 
+@pytest.mark.slow
 def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
     words = ("--step", "3", "--method", "grpo", *RULE)
     done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0")
@@ -177,6 +178,7 @@ def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, e
 # --- warm-up --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_notes_a_warm_up_as_long_as_the_run_of_every_stage(tmp_path, monkeypatch, capsys):
     def here(command: list[str], **_: object) -> SimpleNamespace:
         return SimpleNamespace(returncode=preflight.main(command[-1]))

@@ -275,6 +275,7 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     assert trained == ["2,4,4"]
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_stopped_command_go_on_one_by_one(folder):
     """As real processes, with stand-ins for the ranks."""
 

@@ -59,6 +59,7 @@ def test_in_the_loop_it_waits_until_asked(setup):
     assert process.returncode == 3 and stdout == "stopping\n"
 
 
+@pytest.mark.slow
 def test_a_second_signal_counts_after_two_seconds():
     process = program("stop.is_set()", "stop.is_set()", saving_s=20.0)
     process.send_signal(signal.SIGTERM)

@@ -84,6 +84,7 @@ def logged(run: Path, name: str) -> list[float]:
 KINDS = [("t5", 1), ("causal", 1), ("t5", 2), ("causal", 2)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "ranks"), slow_but(KINDS[:2], KINDS))
 def test_a_run_logs_the_metric_of_all_held_out_rows(folder: Path, kind: str, ranks: int) -> None:
     """On two ranks under ZeRO-3 with layers gathered as they are used: 7 rows, whose answers differ in length."""

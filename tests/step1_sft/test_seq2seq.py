@@ -140,6 +140,7 @@ def test_a_bos_that_the_tokenizer_puts_first_is_read_and_written(folder: Path, t
     assert batch.labels[0, 0] == batch.input_ids[0, 0] == tokenizer.bos_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), slow_but([("flan", 1)], [("t5", 1), ("flan", 1), ("t5", 2), ("flan", 2)]))
 def test_zero_3_on_any_ranks_follows_zero_0_on_one(folder: Path, name: str, ranks: int) -> None:
     """Also with a head of its own, which transformers ties to the embeddings where weights are partitioned."""
@@ -191,6 +192,7 @@ def test_memory_settings_change_nothing(folder: Path, changes: dict[str, Any]) -
     assert max(abs(a - b) for a, b in zip(losses(plain), losses(other), strict=True)) < 1e-4
 
 
+@pytest.mark.slow
 def test_lora_under_zero_3_is_that_without(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lora = {"lora_dim": 4, "lora_learning_rate": 0.01, "max_steps": 2}
     plain = run(folder, "lora", **lora)
@@ -204,6 +206,7 @@ def test_lora_under_zero_3_is_that_without(folder: Path, monkeypatch: pytest.Mon
     run_example(other, monkeypatch)  # by peft's class for these models
 
 
+@pytest.mark.slow
 def test_the_preset_starts_on_a_small_model(folder: Path) -> None:
     """Everything offloaded, and interrupted: the rest of the run is that of one that was not."""
     preset = ["--preset", str(ROOT / "launch" / "presets" / "t5-3b.yaml")]

@@ -50,6 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(folder, ended)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WAYS)
 def test_losses_are_those_of_a_loop_in_torch(trained: Trained, name: str) -> None:
     """All 32 pairs make one step: transformers' logits, torch's AdamW, one pair after the other."""
@@ -129,6 +130,7 @@ def test_the_policy_can_be_loaded_and_shared(trained: Trained) -> None:
     assert metadata["pipeline_tag"] == "text-generation" and "eval_accuracy" in metrics
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_its_reference(trained: Trained) -> None:
     """The numbers are those of a run that was not stopped, to the bit; the start model's log-probabilities are read."""
     flags = WAYS["whole"][1] | {"save_steps": 1}
@@ -150,6 +152,7 @@ def test_a_stopped_run_goes_on_with_its_reference(trained: Trained) -> None:
     assert weights[0] and weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_longer_run_computes_what_is_missing_of_the_reference(trained: Trained) -> None:
     """Two steps read 8 pairs; the run that goes on for another two reads 8 more."""
     flags = {"per_device_train_batch_size": 4, "eval_interval": 1}

@@ -73,6 +73,7 @@ def resumes(world, folder: Path, tmp_path: Path, monkeypatch) -> Callable[..., b
     return built
 
 
+@pytest.mark.slow
 def test_changed_columns_refuse_to_resume_only_where_a_reward_reads_them(resumes):
     answers = list(range(12))
     assert not resumes(answers, reads=False, saves=True)

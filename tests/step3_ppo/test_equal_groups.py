@@ -166,6 +166,7 @@ def test_a_run_by_the_calls_of_its_function(folder, tmp_path):
     assert set(Counter(prompt for _, prompt, _ in calls).values()) == {2} and lines[-1]["epoch"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_next_prompts(folder, tmp_path):
     changes = {"ppo_epochs": 2, "gradient_accumulation_steps": 1}  # 4 steps a rollout
     assert trained(folder, tmp_path / "whole", "some", **changes, max_steps=7) == 0

@@ -42,6 +42,7 @@ def words(folder: Path, out: Path, *entries: str, **changes: Any) -> list[str]:
     return [*given, *(("--more-reward-models", *entries) if entries else ())]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_exactly_and_is_compared_by_its_models(folder, tmp_path, capsys):
     entry = f"{folder}/other:0.5"
     for name, steps in (("whole", 4), ("parts", 3), ("parts", 4)):

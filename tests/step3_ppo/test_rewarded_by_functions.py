@@ -105,6 +105,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["ppo", "grpo", "rloo", "reinforce_pp"])
 def test_functions_alone_reward_with_each_method(folder, tmp_path, method):
     changes = {"num_samples_per_prompt": 4} if method in ("grpo", "rloo") else {}
@@ -148,6 +149,7 @@ def test_failures_end_the_run_with_2_and_their_first_cause(folder, tmp_path, cap
     assert "no luck" in line and "8 of the last 8" in line
 
 
+@pytest.mark.slow
 def test_calls_have_a_limit_of_time_and_processes_of_their_own(folder, tmp_path, capsys):
     assert trained(folder, tmp_path / "hangs", "hangs", reward_timeout_s=0.3) == 2
     (line,) = errors(capsys)
@@ -178,6 +180,7 @@ def test_a_function_that_always_hangs_ends_the_run_before_all_prompts_were_asked
     assert 17 <= calls < 4 * 17, "a prompt has one call for its responses, and one for each alone"
 
 
+@pytest.mark.slow
 def test_a_function_that_fails_for_the_first_prompts_alone_goes_on_within_its_limit(folder, tmp_path):
     """48 of 64 responses have failed while the others are waited for, and more may fail."""
     changes = {"eval_samples_per_prompt": 16, "max_reward_failures": 0.9, "max_steps": 1}
@@ -212,6 +215,7 @@ def test_several_samples_of_held_out_prompts(folder, tmp_path):
     assert line["eval_pass_at_k/passes"] == pytest.approx(sum(map(any, passed)) / 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["grpo", "reinforce_pp"])
 def test_a_resumed_run_equals_one_that_was_not_stopped_and_keeps_to_its_file(folder, tmp_path, capsys, method):
     changes = {"method": method, "num_samples_per_prompt": 2, "reward_scaling": "running", "ppo_epochs": 2}
@@ -233,6 +237,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped_and_keeps_to_its_file(fol
     assert any("file of reward function length" in line for line in errors(capsys))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, capsys):
     """A checkpoint of an older version, which does not hold them, is resumed by the file alone, with a line."""
     assert trained(folder, tmp_path, "length", max_steps=1) == 0

@@ -41,6 +41,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return samples_of(run_folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["eager", "static", slow("fused")])
 def test_a_run_stops_its_responses_and_counts_them_as_finished(
     backend: str, folder: Path, plain: list[dict[str, Any]], tmp_path: Path

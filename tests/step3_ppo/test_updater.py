@@ -88,6 +88,7 @@ def test_a_kl_in_the_loss_adds_its_gradient(world, opt, seen_gradients):
     assert "loss/kl" not in update(make_updater(world, opt), responses, experience)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batches", SPLITS[:2], ids=["whole", "pairs"])
 def test_entropy_and_right_responses_add_their_gradients(world, folders, seen_gradients, batches):
     """Of the distributions whole, in nats a token; the right ones' is a mean over their own tokens."""

@@ -42,6 +42,7 @@ def trained(folder: Path, out: Path, **changes: Any) -> int:
         return main(words(folder, out, **changes))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["reinforce_pp", "grpo", "rloo"])
 def test_it_trains_saves_and_resumes(folder, tmp_path, method):
     changes = {"method": method} | ({} if method == "reinforce_pp" else {"num_samples_per_prompt": 2})

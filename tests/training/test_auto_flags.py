@@ -109,6 +109,7 @@ def test_evaluations_have_the_rows_of_the_default_whatever_was_chosen(folder, tm
     assert rows == [(16, 16), (32, 16)]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_choice_on_the_same_gpus_alone(folder, tmp_path, monkeypatch):
     def goes_on(target: Target, steps: int, *words: object) -> tuple[list[Any], str]:
         monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: target)
@@ -158,6 +159,7 @@ def another_choice(values: dict[str, Any]) -> Any:
     return lambda planner, resolved: Candidate.of(planner, resolved, others)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_the_zero_stage_that_was_chosen_for_it(folder, tmp_path, monkeypatch):
     """Also the one that a preset named when it began, as presets of an earlier version did."""
     monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)

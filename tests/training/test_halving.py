@@ -164,6 +164,7 @@ def test_a_step_of_stage_2_is_made_again(folder, plain, tmp_path):
     assert apart(tmp_path / "reward", plain("reward") / "reward") < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "number", "changes"),
     [
@@ -216,6 +217,7 @@ def test_a_rollout_and_an_evaluation_are_made_again(folder, plain, tmp_path, pha
         assert apart(tmp_path / model, plain("ppo") / model) < 1e-6
 
 
+@pytest.mark.slow
 def test_buffers_of_generation_are_given_back_before_a_batch_is_halved(folder, plain, tmp_path, monkeypatch):
     """An engine without buffers stands for one that holds them until it is told; a resumed run is told at its start."""
     released: list[HybridEngine] = []
