@@ -78,7 +78,7 @@ def halved_before() -> dict[str, list[int]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is an out-of-memory error."""
+    """Return True if an error is an out-of-memory error."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in WORDS)
 
 

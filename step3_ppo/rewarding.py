@@ -1,4 +1,4 @@
-"""From raw scores to rewards and advantages: the Experience of a rollout, and what is logged of it.
+"""Conversion of raw scores to rewards and advantages: the Experience of a rollout, and its logged numbers.
 
 N sequences, T longest response, R rewards.
 """
@@ -33,7 +33,7 @@ from step3_ppo.mathematics.off_policy import importance_weights
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """An Experience, and what is logged of it.
+    """An Experience, and numbers for its metrics.
 
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
@@ -65,7 +65,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How raw scores are summed: the rewards of a run in their order, reward models first.
+    """The terms of the sum of raw scores: the rewards of a run in their order, reward models first.
 
     models: reward models, with their constants.
     functions: name of a reward function -> its weight.

@@ -320,7 +320,7 @@ def homes_of(name: str) -> list[str]:
 
 
 def is_on(value: Any) -> bool:
-    """Tell whether a key's value asks for anything: a block may say `enabled`, else any value in it counts."""
+    """Return True if a key's value switches something on: its `enabled` if it has one, else any value in it."""
     if isinstance(value, Mapping):
         return is_on(value["enabled"]) if "enabled" in value else any(map(is_on, value.values()))
     return value not in (False, None, 0, "", "none", "auto")
@@ -331,5 +331,5 @@ def shown(value: Any) -> str:
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """Tell whether a JSON value is of a kind; DeepSpeed would take "false" for true in some places."""
+    """Return True if a JSON value is of this kind; DeepSpeed would take "false" for true in some places."""
     return isinstance(value, bool) if kind == SWITCH else isinstance(value, int | float) and not isinstance(value, bool)

@@ -125,12 +125,12 @@ def is_by_hand(resolved: Resolved, name: str) -> bool:
 
 
 def says_rollout(resolved: Resolved) -> bool:
-    """Tell whether a flag of stage 3 says the size of its rollouts; prompts at once do in a new run alone."""
+    """Return True if a flag of stage 3 sets the size of its rollouts; prompts at once do only in a new run."""
     return resolved.is_given(ROLLOUT) or bool(resolved.config.sampling.generation_batches)
 
 
 def is_product(resolved: Resolved) -> bool:
-    """Tell whether --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
+    """Return True if --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
     origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
     is_free = origin in ("default", dashed(GENERATED)) and not resolved.is_given(ROLLOUT)
     return is_free and is_by_hand(resolved, GENERATED)

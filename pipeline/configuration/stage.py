@@ -80,7 +80,7 @@ class SupervisedConfig(StageConfig):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a trained model of a stage starts.
+    """The start of a trained model of a stage.
 
     follows: the model of `rlhf train` (--actor-model, --reward-model) whose preset, base and ZeRO stage it takes.
     section: the stage whose first output it is; empty: the base model itself.

@@ -104,7 +104,7 @@ class HybridEngine:
             self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def _update_lacks_memory(self) -> bool:
-        """Tell whether some rank's device lacks memory for an update beside the KV cache. A collective."""
+        """Return True if some rank's device lacks memory for an update beside the KV cache. A collective."""
         lacks = not keeps_cache(*memory_of(self._device), taken=self._update_bytes)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:

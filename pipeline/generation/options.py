@@ -46,7 +46,7 @@ class GenerationOptions:
     min_slots: int = 0
 
     def decides_by_memory(self, why_not: str | None) -> bool:
-        """Tell whether `whole_weights_fit` decides on streaming. why_not: the result of `why_not_streamed`."""
+        """Return True if `whole_weights_fit` decides on streaming. why_not: the result of `why_not_streamed`."""
         return self.weights == "auto" and why_not is None
 
 

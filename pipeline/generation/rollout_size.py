@@ -88,7 +88,7 @@ class RolloutSize:
 
     @property
     def fault(self) -> str:
-        """One line on flags that contradict or a rollout that optimizer steps do not divide; "" if all is right."""
+        """Return a line on flags that contradict, or on a rollout that steps do not divide evenly; "" for neither."""
         asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
         if asked and self.generation_batches:
             return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"

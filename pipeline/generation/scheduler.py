@@ -270,7 +270,7 @@ class ContinuousBatching(Session):
     # --- what starts ---
 
     def _assign_slots(self, free: list[int]) -> list[tuple[list[Request], list[int]]]:
-        """Give free slots to waiting requests; return (requests, their slots) of each prefill."""
+        """Assign free slots to waiting requests; return (requests, their slots) for each prefill."""
         batches = []
         while free and self.waiting:
             requests: list[Request] = []

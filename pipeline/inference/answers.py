@@ -316,14 +316,14 @@ class AnswerStreamer(BaseStreamer):
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the next token (1,), or the prompt in the first call by `generate`."""
+        """Read the next token (1,), or the prompt in the first call by `generate`."""
         if not self._has_prompt:
             self._has_prompt = True
             return
         self.take([int(value.item())])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Take the next tokens."""
+        """Read the next tokens."""
         for token in ids:
             self.finished = self.finished or token in self._chat_model.vocabulary.eos_ids
             if not self.finished:

@@ -158,7 +158,7 @@ class Job:
         return all(process.poll() is not None for process in self._started.values())
 
     def forward_stop(self) -> bool:
-        """Ask the ranks to stop; False if no rank has started yet."""
+        """Send the ranks a stop request; return False if no rank has started yet."""
         if not self._watch.ranks:
             return False
         if not self._has_said_stop:

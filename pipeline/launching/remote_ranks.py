@@ -51,7 +51,7 @@ class RemoteRanks:
         inputs: Inputs = (),
         output: IO[bytes] | None = None,
     ) -> None:
-        """Greet the agents of all hosts. Raises EnvironmentFault if one does not answer, or if hosts differ."""
+        """Connect to the agents of all hosts. Raises EnvironmentFault if one does not answer, or if hosts differ."""
         self._request, self.run_dir, self._signals = request, run_dir, signals
         self._supervisor = environment.get(SUPERVISOR, "")
         self._starts = starts_by_host(request, module, port_of(request))

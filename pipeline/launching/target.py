@@ -124,7 +124,7 @@ class Target:
         return len(set(self.slots)) > 1
 
     def is_same(self, words: str) -> bool:
-        """Tell whether `words`, another target's string, is of this hardware; only one memory may be measured."""
+        """Return True if `words`, another target as text, names this hardware; memory sizes may differ by SAME_SIZE."""
         here, other = SIZE.split(str(self)), SIZE.split(words)
         if len(here) == len(other) == 3 and here[::2] == other[::2]:
             return abs(float(other[1]) / float(here[1]) - 1) < SAME_SIZE

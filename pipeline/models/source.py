@@ -140,7 +140,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 
 def has_key_value_cache(config: PretrainedConfig) -> bool:
-    """Tell whether the forward pass of a decoder takes a cache of keys and values."""
+    """Return True if the forward pass of a decoder takes a cache of keys and values."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return not model_class or "past_key_values" in inspect.signature(model_class.forward).parameters
 

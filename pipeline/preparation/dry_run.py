@@ -87,7 +87,7 @@ def look_and_plan(
 
 
 def shows_data(settings: Iterable[Resolved]) -> bool:
-    """Tell whether the stages of these settings are only to show their rows."""
+    """Return True if the stages of these settings only show their rows."""
     return any(resolved.config.run.show_data for resolved in settings)
 
 

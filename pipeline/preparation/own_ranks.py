@@ -1,4 +1,4 @@
-"""What the ranks of a stage ask for from their entry: their dry run, flags that are `auto`, and their report.
+"""Functions that the ranks of a stage call when they start: dry run, flags that are `auto`, and report.
 
 Imports no torch until something is planned, and what a run needs only when it starts: `--help` answers at once.
 """

@@ -34,12 +34,12 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes and where it runs.
+    """The parameters of a function, and the process in which it runs.
 
     named: its parameters.
-    needed: those without a default.
-    takes_all: True where it has **kwargs.
-    in_rank: True where it runs in the process of the rank: the built-in judge says `runs_in = "rank"`.
+    needed: parameters without a default.
+    takes_all: True if it has **kwargs.
+    in_rank: True if it runs in the process of the rank, as the built-in judge does by `runs_in = "rank"`.
     column: the column that a built-in function reads unless its args name another; empty: none.
     """
 

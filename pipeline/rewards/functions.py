@@ -39,7 +39,7 @@ class RewardFunction:
 
     @property
     def shown_args(self) -> Any:
-        """Its arguments as they may be written, without secrets."""
+        """The arguments as files and logs may have them, without secrets."""
         return masked(self.args)
 
 

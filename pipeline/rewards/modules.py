@@ -40,7 +40,7 @@ def imported_names(file: Path, folder: Path) -> Iterator[list[str]]:
 
 
 def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list[str]:
-    """Look at the modules beside a user's file that are imported by now; return the paths of those that are not known.
+    """Return the paths of modules beside a user's file that are imported now and are not in `known`.
 
     Args:
         known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.

@@ -182,7 +182,7 @@ class RewardPool:
             raise InputError("\n".join(errors))
 
     def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
-        """Begin to score the responses of a prompt, and return at once; see `gather`."""
+        """Start to score the responses of a prompt, and return at once; see `gather`."""
         return self._loop.run(self._given_by_all(responses))
 
     def gather(

@@ -143,7 +143,13 @@ class RolloutScoring:
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
     def ended(self, place: int, row: int, sample: int, ids: list[int]) -> None:
-        """Take response number `sample` to the prompt of a `row`, the one at `place`; its last one begins the calls."""
+        """Add response number `sample` to a prompt; the prompt's last response starts its calls.
+
+        Args:
+            place: index of the prompt in the rollout.
+            row: row of the prompt in the data.
+            ids: tokens of the response.
+        """
         responses = self._ids.setdefault(place, {})
         responses[sample] = ids
         if len(responses) == self._num_samples:

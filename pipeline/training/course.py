@@ -77,7 +77,7 @@ class Course:
         self._saved_step = max(start, 0)  # before the first step there is nothing to save
 
     def evaluation_is_due(self, state: Counters) -> bool:
-        """Tell whether an evaluation is due at this step by `--eval-interval`; without the flag, before step 1 only."""
+        """Return True if `--eval-interval` sets an evaluation at this step; without the flag, only before step 1."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
 
@@ -86,7 +86,7 @@ class Course:
         return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
-        """Tell whether a checkpoint is due at this step by `--save-steps`, and not yet written."""
+        """Return True if `--save-steps` sets a checkpoint at this step that is not yet written."""
         every = self._config.save_steps
         return every > 0 and state.step % every == 0 and state.step > self._saved_step
 

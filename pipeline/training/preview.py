@@ -93,7 +93,7 @@ def samples_of(
 def is_cut(
     row: Mapping[str, Any], size: int, options: DataOptions, data: StageData, tokenizer: "PreTrainedTokenizerBase"
 ) -> bool:
-    """Tell whether a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
+    """Return True if a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
 
     Rows of a kind that is truncated at the beginning count as truncated if they are exactly as long as the limit.
     """

@@ -98,7 +98,7 @@ class Progress:
         self._bar.update(line, refresh=self._bar.is_started)
 
     def _is_due(self, step: int, now: float) -> bool:
-        """Tell whether the step that has just ended gets a line, so that no pause is longer than MOST_PAUSE_S."""
+        """Return True if the step that has just ended gets a line, so that no pause is longer than MOST_PAUSE_S."""
         if self._every:
             return step % self._every == 0 or step == self._total
         waited, last = now - self._logged, self._ended[-1][0] if self._ended else now

@@ -19,7 +19,7 @@ def math_answer(
     timeout_s: int = 5,
     **columns: Any,
 ) -> Scores:
-    """Give 1 for an answer that math-verify finds equal to the right one, else 0; none where that cannot be read.
+    """Return 1 if math-verify finds the answer equal to the right one, else 0; None if it cannot parse the right one.
 
     Needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
 
@@ -58,7 +58,7 @@ def exact_match(
     keep_space: bool = False,
     **columns: Any,
 ) -> Scores:
-    """Give 1 for a text that is the right one, else 0; none where a row has no right one.
+    """Return 1 if the text is the right one, else 0; None for a row without a right text.
 
     Args:
         column: holds the right text, or a list of right ones.
@@ -85,7 +85,7 @@ def exact_match(
 
 @reward_of_text
 def regex_match(text: str, *, pattern: str = "") -> float:
-    """Give 1 where a pattern is found, else 0.
+    """Return 1 if the pattern occurs in the text, else 0.
 
     Args:
         pattern: a regular expression, found anywhere; `(?s)` at its start lets `.` match line ends.

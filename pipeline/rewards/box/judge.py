@@ -99,7 +99,7 @@ class Endpoint:
         return os.environ.get(self.key_variable, "").strip()
 
     def is_local(self) -> bool:
-        """Tell whether it is on this machine's loopback interface."""
+        """Return True if the endpoint is on this machine's loopback interface."""
         host = urlsplit(self.url).hostname or ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -172,7 +172,7 @@ async def judge(
     concurrency: int = 8,
     **columns: Any,
 ) -> Scores:
-    """Give the rating of a judge, 0 to 1. Equal questions of a process are asked once.
+    """Return the rating of an LLM judge, 0 to 1. A process sends equal questions once.
 
     Needs the extra `judge`. It runs in the run's own process (`judge.runs_in`), as reward workers never see the key.
     Answers without a rating, and questions that the endpoint refuses, raise ValueError once all others are answered
