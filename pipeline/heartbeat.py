@@ -1,7 +1,7 @@
 """Heartbeat of a rank: phase and step in a small file, by which the supervisor detects a rank that hangs.
 
 Loops call `beat`, waiting code calls `beat_again`, and work on many rows goes through `RowProgress`, which also logs.
-Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
+Outside a stage (in tests, in `rlhf chat`) no beat is written. The module imports no torch.
 """
 
 import json

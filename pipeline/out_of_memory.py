@@ -1,6 +1,6 @@
 """Out-of-memory errors of a device or of the host in one line: how much was requested, how much was free.
 
-Stages and commands use it, and add which of their flags to lower. Imports no torch.
+Stages and commands use it, and add which of their flags to lower. The module imports no torch.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Processes, signals and memory of this machine, for the run lock, the supervisor and limits on single calls.
 
-Imports no torch. GPU memory is in pipeline/engine/memory.py.
+The module imports no torch. GPU memory is in pipeline/engine/memory.py.
 """
 
 import ctypes

@@ -1,4 +1,7 @@
-"""A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it. No torch."""
+"""A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it.
+
+The module imports no torch.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

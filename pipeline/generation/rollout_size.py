@@ -1,6 +1,6 @@
 """The size of a rollout: its prompts over all ranks, how many of them a rank samples at once, and its optimizer steps.
 
-Imports no torch.
+The module imports no torch.
 """
 
 from dataclasses import dataclass

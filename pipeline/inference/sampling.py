@@ -91,7 +91,7 @@ class PromptData:
 def read_prompts(
     paths: Sequence[str], source: ModelSource, *, column_map: str, max_length: int, max_new_tokens: int
 ) -> PromptData:
-    """Read the prompts of all rows, of any layout, and encode them for the model. Reads no weight.
+    """Read the prompts of all rows, of any layout, and encode them for the model. It reads no weight.
 
     Args:
         column_map: `--column-map`, as given.

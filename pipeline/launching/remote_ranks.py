@@ -1,5 +1,6 @@
-"""The ranks of a job on several hosts, each with an agent: greet, compare, start, watch and end them. No torch.
+"""The ranks of a job on several hosts, each with an agent: greet, compare, start, watch and end them.
 
+The module imports no torch.
 If a host shares no folder with this one, its agent sends the outcomes and heartbeats of its ranks as messages.
 """
 

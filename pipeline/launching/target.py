@@ -1,4 +1,4 @@
-"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. Imports no torch.
+"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. It imports no torch.
 
 A described device has the memory, bandwidth and TFLOP/s of its data sheet.
 """

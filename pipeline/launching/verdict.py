@@ -1,4 +1,4 @@
-"""The verdict on a job: one exit code and its last lines, from the outcomes of its ranks. Imports no torch."""
+"""The verdict on a job: one exit code and its last lines, from the outcomes of its ranks. It imports no torch."""
 
 import signal
 import time

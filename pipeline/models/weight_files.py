@@ -1,6 +1,6 @@
 """Check a model folder by config.json and the headers of its weights, before any weight is read.
 
-Imports no torch, except to read a `.bin` file.
+The module imports no torch, except to read a `.bin` file.
 
 Hub ids pass: their files are not here yet, and `loading.py` lets transformers read them under the same rules.
 """

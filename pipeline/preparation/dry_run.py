@@ -1,7 +1,7 @@
-"""The dry run of a stage prints its plan, and what its flags and DeepSpeed's JSON are if asked to; it starts nothing.
+"""The dry run of a stage: it prints the plan, and with --explain flags and DeepSpeed's JSON, and starts nothing.
 
-`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch until
-models are planned.
+`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. The module imports no
+torch until it plans models.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""The plans of stages before they start: the planner of each, its page, and what would make it fit. Imports torch."""
+"""The plans of stages before they start: the planner of each, its page, and what would make it fit.
+
+The module imports torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Return True if a run is finished already, and clear the folder of one that starts afresh. Imports no torch.
+"""Check whether a run is finished already, and clear the folder of one that starts afresh. It imports no torch.
 
 `done.json` holds the settings, inputs and length of the run that wrote it, so that no other run is taken for it.
 Checkpoints are compared in `pipeline/configuration/resume_rules.py`.

@@ -1,6 +1,6 @@
 """Read back evaluations, samples, costs and flags of a run, for its last line, model card, report and for plans.
 
-Imports no torch.
+The module imports no torch.
 """
 
 import json

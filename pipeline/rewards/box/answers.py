@@ -21,7 +21,7 @@ def math_answer(
 ) -> Scores:
     """Return 1 if math-verify finds the answer equal to the right one, else 0; None if it cannot parse the right one.
 
-    Needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
+    It needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
 
     Args:
         column: holds the right answer alone, 42 or `\\frac{1}{3}`; or a text with it in `$...$` or `\\boxed{...}`, or

@@ -119,7 +119,7 @@ def repetition(
 def language(text: str, *, code: str = "en", among: Sequence[str] = ()) -> float | None:
     """Return 1 if py3langid finds the language the most likely one, else 0; None for a text without letters.
 
-    Needs the extra `language`, which knows 139 languages offline.
+    It needs the extra `language`, which knows 139 languages offline.
 
     Args:
         code: the language's code in ISO 639, `en`.

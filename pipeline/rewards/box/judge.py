@@ -174,7 +174,7 @@ async def judge(
 ) -> Scores:
     """Return the rating of an LLM judge, 0 to 1. A process sends equal questions once.
 
-    Needs the extra `judge`. It runs in the run's own process (`judge.runs_in`), as reward workers never see the key.
+    It needs the extra `judge`. It runs in the run's own process (`judge.runs_in`), as reward workers never see the key.
     Answers without a rating, and questions that the endpoint refuses, raise ValueError once all others are answered
     and known; an endpoint that does not answer raises EnvironmentFault at once.
 
