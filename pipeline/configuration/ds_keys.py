@@ -1,7 +1,8 @@
 """The tables of a DeepSpeed JSON's keys: DeepSpeed ignores most that it does not know, so we refuse those by name.
 
 tests/configuration/test_ds_config.py compares them with the installed DeepSpeed. Blocks without a table (optimizer
-parameters, autotuning, what may only be switched off) are not checked. No import of deepspeed: `--help` stays fast.
+parameters, autotuning, what may only be switched off) are not checked. The module does not import deepspeed, so that
+`--help` is fast.
 """
 
 import difflib

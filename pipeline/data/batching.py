@@ -1,7 +1,8 @@
 """Choose the rows of an optimizer step and collate them into tensors: B rows, S tokens per row, padded on the right.
 
-Rows are mappings with the columns of `cache.load_or_build`. None is a padding row: weight 0, one real token, no trained
-token. It fills the last batch to its full shape. `loader.py` prefetches batches and copies them to a device.
+Rows are mappings with the columns of `cache.load_or_build`. In place of a row, None stands for a padding row, which
+fills the last batch to its full shape: weight 0, one real token, no trained token. `loader.py` prefetches batches and
+copies them to a device.
 """
 
 import math

@@ -60,8 +60,8 @@ class StageData:
 def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
     """Return the tokenised rows of these options, in source order.
 
-    Columns are those of `RowKind.schema`. Sets the tokenizer's template to options.template. One process builds while
-    the others wait for its file lock. Raises InputError if no training row is left.
+    Columns are those of `RowKind.schema`. The call sets the tokenizer's template to options.template. One process
+    builds the rows while the others wait for its file lock. Raises InputError if no training row is left.
     """
     set_template(tokenizer, options.template)
     cache = cache_folder(options.cache_dir)

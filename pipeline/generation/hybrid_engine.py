@@ -121,7 +121,7 @@ class HybridEngine:
         return (self._generator or self.source.of_modules(self.vocabulary)).session(capacity)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
-        """Sample responses by `session.generate`, `batch_size` prompts at a time (0: all). Only in `generation()`."""
+        """Sample responses by `session.generate`, `batch_size` prompts at once (0: all); call it in `generation()`."""
         num_slots = (batch_size or len(prompts)) * num_samples
         rollout = generate(self, prompts, num_samples=num_samples, num_slots=num_slots, **request)
         if self.group.size > 1:

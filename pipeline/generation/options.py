@@ -1,8 +1,7 @@
 """Settings of generation that come from flags, and the checks that need no loaded model.
 
 The configuration of stage 3 and the hybrid engine use them. The module imports no torch, so that flags are checked in
-milliseconds.
-backends.py decides which backend supports a given model.
+milliseconds. backends.py decides which backend supports a given model.
 """
 
 from dataclasses import dataclass

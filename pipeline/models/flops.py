@@ -1,7 +1,7 @@
 """Matrix operations of training steps, and peak rates of devices: the two numbers behind MFU.
 
-Counted: linear layers, attention and head, on real tokens only, with the gradients that training needs. Not counted,
-since they are no progress: recomputation under gradient checkpointing, and passes over padding.
+The count includes linear layers, attention and head, on real tokens, with the gradients that training needs. It
+excludes recomputation under gradient checkpointing and passes over padding, because they are no progress.
 """
 
 import re

@@ -223,8 +223,8 @@ def prepare_tokenizer(source: ModelSource, template: str, kwargs: Sequence[str] 
 def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError for a tokenizer that uses ids beyond the vocabulary of the model; warn of another EOS.
 
-    More rows than ids are fine: published models pad their vocabulary. So are special tokens beyond it that no row can
-    hold, as Gemma 3 has one for images. The tokenizer has its template.
+    More rows than ids are fine: published models pad their vocabulary. A special token beyond it that no row of data
+    can hold is fine too: Gemma 3 has one for images. The tokenizer must already have its template.
     """
     path, config = source.path, source.config.get_text_config()
     size, largest = getattr(config, "vocab_size", None), max(usable_ids(tokenizer), default=-1)

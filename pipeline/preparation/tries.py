@@ -45,9 +45,10 @@ def try_batch(
     signals: Signals,
     folder: Path,
 ) -> bool:
-    """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; tell if it had memory.
+    """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; return True if they fit.
 
-    Where another phase lacks it, whatever the micro-batch, it is started again with fewer rows there, as the run would.
+    If another phase runs out of memory, whatever the micro-batch, the steps start again with fewer rows in that phase,
+    as in a run.
 
     Raises:
         StoppedRun: on a signal. RunError: it ended for another reason than want of memory.

@@ -1,7 +1,7 @@
-"""Load a reward function, give it the arguments that it names, and check what it returns; in a worker or in a rank.
+"""Load a reward function, call it with the arguments that it names, and check its values; in a worker or a rank.
 
 The signature is TRL's: `reward(prompts, completions, completion_ids, **columns)` returns a value for each completion.
-At once only what starts fast is imported: each worker does it.
+Each worker imports this module, so it imports only modules that load fast.
 """
 
 import hashlib

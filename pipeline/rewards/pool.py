@@ -88,7 +88,7 @@ class Responses:
 
 
 class Background:
-    """An asyncio loop in a thread of its own."""
+    """An asyncio loop in a separate thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -99,7 +99,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what runs in the loop, and the loop."""
+        """Cancel the tasks of the loop, and end the loop."""
         self.run(cancel_others()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -107,7 +107,7 @@ class Background:
 
 
 async def cancel_others(*rest: asyncio.Task[None]) -> None:
-    """End the tasks of the loop but this one and the `rest`."""
+    """Cancel the tasks of the loop, except for this one and the `rest`."""
     others = asyncio.all_tasks() - {asyncio.current_task(), *rest}
     for task in others:
         task.cancel()
@@ -115,10 +115,10 @@ async def cancel_others(*rest: asyncio.Task[None]) -> None:
 
 
 class RewardPool:
-    """Workers that call reward functions. Used as a context, at whose end they end, whatever they do.
+    """Workers that call reward functions. The pool is a context, at whose end the workers are stopped.
 
-    The built-in judge, which needs a key, is called in this process, in a thread of its own with an asyncio loop: the
-    workers see no secrets.
+    The built-in LLM judge, which needs a key, runs in this process, in a separate thread with an asyncio loop, so that
+    the workers see no secrets.
     """
 
     def __init__(

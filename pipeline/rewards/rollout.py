@@ -19,7 +19,7 @@ from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 
 class RunFunctions:
-    """The reward functions of a run. Used as a context, at whose end their processes end.
+    """The reward functions of a run: a context, at whose end their processes are stopped.
 
     weights: name of a function -> its weight in the sum.
     """
