@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
-from pipeline.data.counts import Counts, Fate
+from pipeline.data.counts import Counts, RowOutcome
 from pipeline.data.readers import NO_COLUMNS
 from pipeline.data.row_kinds import EXTRA
 from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
@@ -144,13 +144,13 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
     counts, ratios = Counts(), ratios_of(options)
     partial = folder.with_suffix(".partial")
 
-    def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
+    def write(name: str, outcome: RowOutcome, chosen: "np.ndarray") -> int:
         counts_here, file = Counts(), partial / f"{name}.arrow"
         num_rows = write_rows(file, options, records, chosen, writers=writers, counts=counts_here)
         for path, part in records.by_source(chosen):
-            counts_here.settle(fate, path, len(part))
-        for fates in counts_here.sources.values():
-            fates[fate] -= fates["dropped"]
+            counts_here.settle(outcome, path, len(part))
+        for outcomes in counts_here.sources.values():
+            outcomes[outcome] -= outcomes["dropped"]
         counts.merge(counts_here)
         return num_rows
 

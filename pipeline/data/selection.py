@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.counts import Counts, Fate
+from pipeline.data.counts import Counts, RowOutcome
 from pipeline.data.formats import COLUMNS, read_records
 from pipeline.data.row_kinds import ROW_KINDS, SEQUENCES, RowKind, TokenizationOptions
 from pipeline.data.sources import parse_path, read_rows
@@ -224,9 +224,9 @@ def _drawn(positions: "np.ndarray", records: Spool, is_chosen: Callable[[int], b
     return np.fromiter((is_chosen(int(name)) for name in records.prompt_ids(positions)), bool, len(positions))
 
 
-def _count(positions: "np.ndarray", fate: Fate, kind: str, records: Spool, counts: Counts) -> None:
+def _count(positions: "np.ndarray", outcome: RowOutcome, kind: str, records: Spool, counts: Counts) -> None:
     for _, part in records.by_source(positions):
-        counts.add(fate, kind, records.origin(part[0]), number=len(part))
+        counts.add(outcome, kind, records.origin(part[0]), number=len(part))
 
 
 def _distinct_prompts(positions: "np.ndarray", records: Spool, counts: Counts) -> "np.ndarray":

@@ -295,7 +295,7 @@ def _pieces(
         return pieces
     raise RewrittenTurnsError(
         f"the chat template of {_name(tokenizer)} rewrites earlier turns or the start of an answer, so that no prompt "
-        "is a prefix of its conversation; give --template human_assistant"
+        "is a prefix of its conversation; --template human_assistant does not"
     )
 
 

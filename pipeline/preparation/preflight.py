@@ -328,7 +328,7 @@ def sample_of(path: str, options: DataOptions, tokenizer: "PreTrainedTokenizerBa
     number = read + sum(1 for _ in islice(records, COUNTED_RECORDS))
     rows, is_whole = len(lengths) * (1 - held_out) * number / max(read, 1), next(records, None) is None
     sampled = f"all {read:,}" if number == read else f"the first {read:,} of {'' if is_whole else 'over '}{number:,}"
-    dropped = f", {counts.fates['dropped']:,} dropped"
+    dropped = f", {counts.outcomes['dropped']:,} dropped"
     return f"{len(lengths):,} rows{tokens} from {sampled} records{dropped}{fates}", rows if is_whole else None
 
 

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.batching import pack_rows
 from pipeline.data.cache import StageData
-from pipeline.data.counts import Fate
+from pipeline.data.counts import RowOutcome
 from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import end_token_ids
@@ -97,7 +97,7 @@ def is_cut(
 
     Rows of a kind that is truncated at the beginning count as truncated if they are exactly as long as the limit.
     """
-    if not data.counts.fates["cut"] or size < length_limit(options):
+    if not data.counts.outcomes["cut"] or size < length_limit(options):
         return False
     return "trained" not in row or end_token_ids(tokenizer).isdisjoint(row["ids"][-2:])
 
@@ -217,7 +217,7 @@ def rows_document(data: DataSets, lines: Sequence[str], samples: Sequence[Sample
     median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))
     return {
         "title": options.title,
-        "rows": {fate: rows.counts.fates[fate] for fate in get_args(Fate) if rows.counts.fates[fate]},
+        "rows": {name: number for name in get_args(RowOutcome) if (number := rows.counts.outcomes[name])},
         "lines": list(lines),
         "tokens": {"median": median, "p95": p95, "longest": int(lengths.max()), "limit": length_limit(options)},
         "samples": [asdict(sample) for sample in samples],

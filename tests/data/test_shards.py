@@ -331,6 +331,6 @@ def test_a_process_that_is_killed_is_named(which, options, bpe_tokenizer, small_
 def test_errors_of_processes_are_one_line(options, bpe_tokenizer, small_shards, monkeypatch):
     write_one_here(monkeypatch, write=lambda *_: None)
     bpe_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
-    with pytest.raises(InputError, match=r"rewrites earlier turns .*; give --template human_assistant") as refused:
+    with pytest.raises(InputError, match=r"rewrites earlier turns .*; --template human_assistant") as refused:
         load_rows("reward", replace(options, template="tokenizer"), bpe_tokenizer)
     assert "in error_of" in "".join(refused.value.__notes__)
