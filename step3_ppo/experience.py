@@ -24,7 +24,7 @@ from pipeline.generation.rollouts import Rollout
 from pipeline.rewards.calls import KINDS
 from pipeline.rewards.pool import Failure, Value
 from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
-from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
+from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, row_indices
 
 
 class Rows:
@@ -262,7 +262,7 @@ def gather_responses(mine: Responses) -> Responses:
 
 def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
     """Yield each micro-batch, the indices (n,) int64 of its rows, and these rows in its shape; waits for the device."""
-    index = places(batches, responses.sequences.device)
+    index = row_indices(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
 

@@ -65,7 +65,7 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
     """
     set_template(tokenizer, options.template)
     cache = cache_folder(options.cache_dir)
-    folder = cache / f"{cache_word(options)}-{cache_key(options, tokenizer)[:32]}"
+    folder = cache / f"{cache_prefix(options)}-{cache_key(options, tokenizer)[:32]}"
     if not folder.is_dir():
         with held(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
@@ -104,7 +104,7 @@ def held(lock: BaseFileLock) -> Iterator[None]:
         lock.release()
 
 
-def cache_word(options: DataOptions) -> str:
+def cache_prefix(options: DataOptions) -> str:
     """Return the name of a kind of rows and shares, for the key and its prefix: `prompts-1-2`."""
     word = "-".join([options.rows, *map(str, options.shares)])
     return EARLIER_WORDS.get(word, word)
@@ -117,7 +117,7 @@ def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str
         del content[name]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
     content |= {
-        "stage": cache_word(options),
+        "stage": cache_prefix(options),
         "version": FORMAT_VERSION,
         # Users may edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),

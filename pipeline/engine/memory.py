@@ -14,7 +14,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.models.partitions import local_share
-from pipeline.run.device import bytes_of_cuda, kept_constants
+from pipeline.run.device import bytes_of_cuda, stored_constants
 from pipeline.run.run import Run
 
 # Phases of a step, and what each uses besides weights and optimizer.
@@ -48,7 +48,7 @@ def keep_to_limit(run: Run) -> None:
     """Limit this process to `--gpu-memory-gib` of its GPU, if given; do nothing on a CPU. Raises EnvironmentFault."""
     gib, world = run.resolved.config.run.gpu_memory_gib, run.world
     if gib and world.device.type == "cuda":
-        limit_memory(gib, world.device, outside=bytes_of_cuda(kept_constants(), world.size)[0])
+        limit_memory(gib, world.device, outside=bytes_of_cuda(stored_constants(), world.size)[0])
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

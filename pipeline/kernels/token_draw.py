@@ -98,7 +98,7 @@ def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.cons
 
 
 @triton.jit
-def _kept_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
+def _load_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
     """Load scaled logits, -inf for tokens that cannot be drawn; reads `masked` only for a slot with top_k or top_p."""
     is_token = c < num_known
     if TRUNCATES:
@@ -122,7 +122,7 @@ def _store_statistics(x, highest, total):
 
 @triton.jit
 def _block_statistics(
-    logits, masked, rows, slots, active, temperature, top_k, top_p, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, active, temperature, top_k, top_p, highest, total, drawable_highest, drawable_total,
     width, num_known, num_blocks, BLOCK: tl.constexpr, TRUNCATES: tl.constexpr, KEEPS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Store the highest scaled logit of a block and its sum of exponentials, for all tokens and the retained ones."""
@@ -136,13 +136,13 @@ def _block_statistics(
     _store_statistics(x, highest + offset, total + offset)
     if not KEEPS_ALL:
         k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-        y = _kept_logits(logits, masked, row, number, c, scale, k, p, width, num_known, TRUNCATES)
-        _store_statistics(y, kept_highest + offset, kept_total + offset)
+        y = _load_logits(logits, masked, row, number, c, scale, k, p, width, num_known, TRUNCATES)
+        _store_statistics(y, drawable_highest + offset, drawable_total + offset)
 
 
 @triton.jit
 def _draw(
-    logits, masked, rows, slots, uniforms, eos, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, uniforms, eos, highest, total, drawable_highest, drawable_total,
     tokens, active, position, ended, limit, top_k, temperature, top_p, written, log_probs,
     width, num_known, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr, TRUNCATES: tl.constexpr,
@@ -158,9 +158,9 @@ def _draw(
     row, at, scale = tl.load(rows + number).to(tl.int64), tl.load(position + slot), tl.load(temperature + slot)
     b = tl.arange(0, BLOCKS)
     inside = b < num_blocks
-    tops = tl.load(kept_highest + number * num_blocks + b, mask=inside, other=float("-inf"))
+    tops = tl.load(drawable_highest + number * num_blocks + b, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
-    sums = tl.load(kept_total + number * num_blocks + b, mask=inside, other=0.0).to(tl.float64)
+    sums = tl.load(drawable_total + number * num_blocks + b, mask=inside, other=0.0).to(tl.float64)
     sums = sums * tl.exp(tops - top).to(tl.float64)
     ends = tl.cumsum(sums, 0)
     mass = tl.sum(sums, 0)
@@ -170,7 +170,7 @@ def _draw(
     before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
     c = tl.arange(0, BLOCK)
     k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-    x = _kept_logits(logits, masked, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
+    x = _load_logits(logits, masked, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
     weight = tl.exp(x - top).to(tl.float64)
     column = tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     token = (chosen * BLOCK + tl.minimum(column, tl.max(tl.where(weight > 0, c, 0), 0))).to(tl.int64)

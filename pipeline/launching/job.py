@@ -107,7 +107,7 @@ class Job:
         self._first_end_s: float | None = None
 
     @property
-    def is_asked_to_stop(self) -> bool:
+    def got_stop_signal(self) -> bool:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
@@ -136,7 +136,7 @@ class Job:
         """Return the verdict if the job is to end now, else None; forward a stop request."""
         if self._signals.second is not None:
             return Verdict(128 + self._signals.second, ["second signal: killed all processes of this stage"])
-        if self.is_asked_to_stop and not self.forward_stop():
+        if self.got_stop_signal and not self.forward_stop():
             return self.verdict()
         if self._watch.has_failed() or self.silent_code() is not None:
             return self.after_failure()
@@ -200,7 +200,7 @@ class Job:
         return JobStatus(
             self._watch.run_dir,
             self.silent_code(),
-            asked_to_stop=self.is_asked_to_stop,
+            got_stop_signal=self.got_stop_signal,
             memory=self._memory,
             oom_kills=num_oom_kills() - self._oom_kills,
         )

@@ -73,7 +73,7 @@ def try_batch(
         if not halved or "train" in halved:
             break
     lines, text = training_lines(run_dir), "\n".join(line.removeprefix("error: ") for line in ended.lines)
-    if ended.code == errors.EXIT_STOPPED or job.is_asked_to_stop:
+    if ended.code == errors.EXIT_STOPPED or job.got_stop_signal:
         shutil.rmtree(folder, ignore_errors=True)
         raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")
     lacks = bool(halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)

@@ -90,7 +90,7 @@ class Course:
         every = self._config.save_steps
         return every > 0 and state.step % every == 0 and state.step > self._saved_step
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Raise Interrupted on all ranks if any of them got a stop request. A collective."""
         self.stopping.between_steps()
 

@@ -187,6 +187,6 @@ def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None =
     return by_tokens(range(len(lengths)), lengths, world, tokens=tokens or SCORING_TOKENS)
 
 
-def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+def row_indices(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
     """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor made in one transfer."""
     return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)

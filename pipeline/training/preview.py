@@ -81,7 +81,7 @@ def samples_of(
         for place in sorted({len(units) * step // number for step in range(number)}):
             own = rows.train.select(units[place])
             sizes = sequence_lengths(own).max(1).tolist()
-            cut = [is_cut(row, size, options, rows, tokenizer) for row, size in zip(own, sizes, strict=True)]
+            cut = [is_truncated(row, size, options, rows, tokenizer) for row, size in zip(own, sizes, strict=True)]
             names = [f"{row + 1}{' (cut)' * lost}" for row, lost in zip(units[place], cut, strict=True)]
             title = f"{options.title} row{'s' * (len(own) > 1)} {', '.join(names)}"
             parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
@@ -90,7 +90,7 @@ def samples_of(
     return samples
 
 
-def is_cut(
+def is_truncated(
     row: Mapping[str, Any], size: int, options: DataOptions, data: StageData, tokenizer: "PreTrainedTokenizerBase"
 ) -> bool:
     """Return True if a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
