@@ -286,7 +286,7 @@ class Collected:
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    minibatches: micro-batches of each step; on an out-of-memory error they are made anew with half the size.
+    minibatches: micro-batches of each step; on an out-of-memory error they are formed again with half the size.
     """
 
     responses: Responses

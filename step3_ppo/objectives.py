@@ -286,7 +286,7 @@ class PolicyObjective(Objective):
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations on responses and text."""
-        flops = Objective.flops(self, size)  # the class is made again for its slots, which `super()` does not know
+        flops = Objective.flops(self, size)  # `super()` does not know the new class that slots need
         if self.text is None:
             return flops
         text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}

@@ -258,7 +258,7 @@ def moved_too_far(ppo: PPO, update: Update | None) -> bool:
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
     """Adapt the KL coefficient to `--kl-target`, if there is one, once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
-    # During the warm-up the policy is still the start model, so its KL says nothing.
+    # During the warm-up the policy is still the start model, so its KL means nothing.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps
     if settings.kl_target and math.isfinite(observed) and not waits:
         state.kl_coef = next_kl_coef(

@@ -202,7 +202,7 @@ def frozen_json(
         )
     if offload and settings.zero3_gather == "once":
         raise InputError(
-            "--zero3-gather once: needs weights on the device, found --offload-reference-model or"
+            "--zero3-gather once: needs weights on the device, got --offload-reference-model or"
             " --offload-reward-model; use auto or layers"
         )
     if zero["stage"] == 3 and model.quantization != "none":

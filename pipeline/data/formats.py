@@ -46,7 +46,7 @@ class Content:
     chosen: preferred response; None if the row has none.
     rejected: other response; also a single one that the row labels false.
     text: plain text document.
-    margin: how much better chosen is, if the row says so.
+    margin: how much better chosen is, if the row has it.
     label: the row's label of its only response: True or False; an invalid label as text; None without one.
     """
 
@@ -64,7 +64,7 @@ class Record(Content):
 
     prompt_id: 63-bit hash of the prompt (of the text for a document).
     origin: where the row is.
-    split: 'train' or 'test' if the source says so.
+    split: 'train' or 'test' if the source has splits.
     columns: the source's columns that are not null in this row.
     extra: columns that no prompt is read from, as a JSON object, if they are passed on.
     """

@@ -72,7 +72,7 @@ class Batch:
     """The N requests of a batch, their settings and responses. Rows that left the decoder stay in these tensors.
 
     vocabulary: ids that end a response or pad it, and those that can be drawn.
-    truncation: what some of the rows need.
+    truncation: union of what the rows need.
     temperature, top_p: (N,) fp32, settings of each row.
     top_k: (N,) int64.
     uniforms: (N, T) float64, random numbers of all positions.

@@ -24,7 +24,7 @@ from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 from pipeline.tensor_ops import pad_rows
 
-if TYPE_CHECKING:  # it imports triton, which the eager backend does without
+if TYPE_CHECKING:  # it imports triton, which the eager backend does not need
     from pipeline.generation.generator import Generator
 
 
@@ -109,7 +109,7 @@ class HybridEngine:
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(
-                "generation: an update lacks memory beside the KV cache, which is given back before it and allocated "
+                "generation: an update lacks memory beside the KV cache, which is freed before it and allocated "
                 "again for the next rollout"
             )
         return lacks

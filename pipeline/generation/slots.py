@@ -25,7 +25,7 @@ class GenerationBuffers:
     forward: the forward passes of the model.
     capacity: the largest session that the buffers serve.
     vocabulary: ids that end a response, and ids that can be drawn.
-    cache_length: current positions of a slot; `grow` adds some, up to `capacity.max_length`.
+    cache_length: current positions of a slot; `grow` adds more, up to `capacity.max_length`.
     max_cached_tokens: tokens that the device has memory for, over all slots; at least `capacity.max_length`.
     num_slots: current number of slots, at most that of the capacity.
     cache: the KV cache, of the type that `forward` creates.

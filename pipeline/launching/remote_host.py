@@ -152,7 +152,7 @@ class PdshHost(Host):
         self.begin()
 
     def ping(self, *, stop: bool) -> None:
-        """Signal the agent if its ranks are to stop; that it can still print tells it that this process lives."""
+        """Signal the agent if its ranks must stop; its connection shows it that this process is alive."""
         if stop:
             subprocess.run([*self._command, f"kill -TERM {self.greeting['pid']}"], check=False)
 

@@ -47,7 +47,7 @@ TESTED_TYPES = (
 )  # fmt: skip
 # Fields of a config.json, at any depth, of what a model reads besides text.
 TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", "speech_encoder_layers")
-# Fields of config.json that are sizes; the deepest published models have some 200 layers.
+# Fields of config.json that are sizes; the deepest published models have about 200 layers.
 SIZE = re.compile(r"(^d_\w+|size|dim|inner|heads?|layers?|positions|embeddings|experts|n_embd)$")
 MAX_LAYERS = 1000
 # Private fields of config.json that carry no behaviour; `layer_types` replaces the last.

@@ -22,14 +22,14 @@ KINDS = get_args(FailureKind)
 OURS = ("prompts", "completions", "completion_ids")
 # Arguments of TRL that concern its trainer: `trainer_state.global_step` is the step, what is logged is dropped.
 TRAINERS = ("trainer_state", "log_extra", "log_metric")
-# Classes of errors, also of libraries, that say that an endpoint does not answer.
+# Classes of errors, also of libraries, by which an endpoint that does not answer is recognised.
 UNREACHABLE = {"ConnectionError", "URLError", "gaierror", "ConnectError", "ConnectTimeout", "EnvironmentFault"}
 MAX_VALUE = 3.4028234e38  # of fp32
 MAX_MESSAGE, MAX_SHOWN = 300, 40  # characters
 
 
 class RefusedError(Exception):
-    """A function that cannot be had, or what it returned cannot be used; the message says what was found."""
+    """A function that cannot be had, or what it returned cannot be used; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def load(target: str, digest: str) -> Callable[..., Any]:
     module_name = f"reward_functions_{digest}"
     if module_name not in sys.modules:
         if hashlib.sha256(Path(file).read_bytes()).hexdigest() != digest:
-            raise RefusedError("the file has changed since the start; a run keeps to one version, put it back")
+            raise RefusedError("the file has changed since the start; a run uses one version, restore it")
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec and spec.loader
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)

@@ -44,7 +44,7 @@ def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list
 
     Args:
         known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
-        seen: names of modules that need no second look; kept up to date.
+        seen: names of checked modules; the function adds to it.
 
     Raises RefusedError where a known one has another content.
     """
@@ -58,5 +58,5 @@ def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list
             if key not in known:
                 found.append(key)
             elif digest(path) != known[key]:
-                raise RefusedError(f"{key} has changed since the start; a run keeps to one version, put it back")
+                raise RefusedError(f"{key} has changed since the start; a run uses one version, restore it")
     return found

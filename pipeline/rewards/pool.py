@@ -188,7 +188,7 @@ class RewardPool:
     def gather(
         self, handles: Sequence["Future[dict[str, list[Value]]]"], between: Callable[[], None] = lambda: None
     ) -> list[dict[str, list[Value]]]:
-        """Return for each handle of `submit` what each function, by name, says of each response; beats while it waits.
+        """Return for each handle of `submit` each function's values, by name, for the responses; beats while it waits.
 
         between: called with each beat; may raise.
 

@@ -89,7 +89,7 @@ class RunFunctions:
 
         Args:
             failures: of each round of a rollout its calls, and (n, F) int64 of its responses, 0 = no failure, else
-                1 + the place in KINDS of its kind.
+                1 + the index of its kind in KINDS.
 
         Raises:
             Interrupted: with an error, where a function failed too often.
@@ -117,7 +117,7 @@ class RolloutScoring:
         responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
         window: what ends a run, by the first responses alone too.
         failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed
-            wholly; kept up to date.
+            wholly; updated here.
         num_samples: responses to each prompt.
         takes_tokens: see `RunFunctions`.
 

@@ -219,7 +219,7 @@ def evaluations(run_dir: Path, step: float = math.inf) -> list[dict[str, Any]]:
 def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the evaluations of as many held-out rows as the last one: others, before other flags, are of other rows.
 
-    One that does not say its number counts as one of these.
+    An evaluation without a number counts as one of these.
     """
     num_rows = lines[-1].get("eval_rows") if lines else None
     return [line for line in lines if line.get("eval_rows", num_rows) == num_rows]

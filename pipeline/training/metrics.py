@@ -144,7 +144,7 @@ class MetricsWriter:
                 self._sinks[name] = SINKS[name](run_dir, stage, start_step)
                 self._sinks[name].declare(charts_of(metrics))
             except Exception as error:
-                log.warning("%s: not available, training goes on without it: %s", name, error)
+                log.warning("%s: not available, training continues without it: %s", name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line for `step`. Names must be declared; numbers that are not finite become null."""

@@ -17,7 +17,7 @@ from pipeline import dist
 from pipeline.data.batching import SCORING_TOKENS, balanced_slices
 from pipeline.tensor_ops import round_up
 
-# Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs some tenths of a second,
+# Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs tenths of a second,
 # once: the choice of attention kernels and the layout of memory take them.
 LENGTH_UNIT = 32
 # Fixed cost of a forward pass in tokens: one more pass must save more padding than this.
@@ -188,5 +188,5 @@ def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None =
 
 
 def row_indices(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
-    """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor made in one transfer."""
+    """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor, copied in one transfer."""
     return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)

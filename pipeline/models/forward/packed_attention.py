@@ -59,7 +59,7 @@ def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool
 
 
 def check_packing(source: ModelSource, flag: str) -> None:
-    """Raise InputError for a model that does not keep the sequences of a row apart: by masks, positions or states."""
+    """Raise InputError for a model that does not separate the sequences of a row: by masks, positions or states."""
     path, whole = source.path, source.config
     config, kind = whole.get_text_config(), whole.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None)
@@ -83,7 +83,7 @@ def uses_packed_attention(config: PretrainedConfig) -> bool:
 
 
 def packed_mask(config: PretrainedConfig, batch: SFTBatch) -> Tensor:
-    """Return the mask that keeps a batch's sequences apart: (1, 1, 1, N + 1) int32 bounds, or (B, 1, S, S) bool."""
+    """Return the mask that separates a batch's sequences: (1, 1, 1, N + 1) int32 bounds, or (B, 1, S, S) bool."""
     if uses_packed_attention(config):
         return batch.segment_bounds.view(1, 1, 1, -1)
     return block_diagonal_mask(batch.segment_ids)

@@ -189,7 +189,7 @@ async def judge(
         key_variable: name of the environment variable that holds the key; none is sent without it.
         parameters: further fields of a request; `{"temperature": 0.0}` where none are given.
         retries: how many times a question is asked again after 429, 5xx or a broken connection.
-        wait_s: seconds before the first retry, doubled before each further one, up to 60, or what Retry-After says.
+        wait_s: seconds before the first retry, doubled before each further one, up to 60, or as Retry-After has it.
         timeout_s: seconds for one answer.
         concurrency: questions that one call (of each rank) has under way at once.
     """
