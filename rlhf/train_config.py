@@ -117,23 +117,23 @@ main = command(lambda argv, prog: print(train_help(TrainConfig, prog, argv)), "r
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Split a command line into arguments of `rlhf train` and of each section: `--sft.seed 1` is `--seed 1` of sft."""
-    own: list[str] = []
+    train_argv: list[str] = []
     overrides: dict[str, list[str]] = {section: [] for section in sections}
-    target = own
+    target = train_argv
     for word in argv:
         if word.startswith("--"):
             match = re.match(rf"--({'|'.join(overrides)})\.", word)
-            target = overrides[match[1]] if match else own
+            target = overrides[match[1]] if match else train_argv
             word = f"--{word[match.end() :]}" if match else word
         target.append(word)
-    return own, overrides
+    return train_argv, overrides
 
 
-def stages_alone(own: Iterable[str]) -> TrainConfig:
+def stages_alone(argv: Iterable[str]) -> TrainConfig:
     """Return a configuration of defaults, except for --step and --method if these arguments have valid ones."""
-    kept = [word for name, given in scan(own) if name in ("step", "method") for word in (f"--{name}", *given)]
+    chosen = [word for name, given in scan(argv) if name in ("step", "method") for word in (f"--{name}", *given)]
     with suppress(InputError):
-        return parse(TrainConfig, kept, section=TRAIN).config
+        return parse(TrainConfig, chosen, section=TRAIN).config
     return TrainConfig()
 
 
@@ -161,17 +161,17 @@ def idle_flags(
 def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Split arguments without a section: those of `rlhf train` itself, and each flag of its stages with its values."""
     names = Names(TrainConfig)
-    own: list[str] = []
+    train_argv: list[str] = []
     common: list[list[str]] = []
-    target = own
+    target = train_argv
     for word in words:
         if word.startswith("--"):
-            target = own
+            target = train_argv
             if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help", "help_all"}:
                 common.append([])
                 target = common[-1]
         target.append(word)
-    return own, common
+    return train_argv, common
 
 
 @dataclass(frozen=True, slots=True)

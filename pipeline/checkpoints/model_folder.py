@@ -262,8 +262,8 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
     if fields and rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
     if config["model_type"] == "phi3" and "rope_scaling" in fields:  # the rest is beside it, and refused within
-        beside = {*former, "rope_type", "type", "original_max_position_embeddings"}
-        factors = {name: value for name, value in rope.items() if name not in beside}
+        others = {*former, "rope_type", "type", "original_max_position_embeddings"}
+        factors = {name: value for name, value in rope.items() if name not in others}
         fields["rope_scaling"] = {"type": rope["rope_type"]} | factors
     if "num_local_experts" in config:
         fields["num_experts"] = config["num_local_experts"]  # Qwen3-MoE's name for it

@@ -249,8 +249,8 @@ def balanced_slices(
 ) -> list[list[int | None]]:
     """Return this rank's micro-batches as `rank_slices` does, but balanced by length and longest rows first.
 
-    The rows of a step are sorted by length and dealt to ranks in snake order (0, 1, 1, 0, 0, ...), so that ranks get
-    nearly the same number of tokens and the rows of a micro-batch nearly the same length. Padding rows come last.
+    The rows of a step are sorted by length and dealt to ranks in snake order (0, 1, 1, 0, 0, ...). So ranks get nearly
+    the same number of tokens, and the rows of a micro-batch have nearly the same length. Padding rows come last.
 
     Args:
         rows: the rows of an optimizer step over all ranks.

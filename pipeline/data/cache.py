@@ -67,7 +67,7 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
     cache = cache_folder(options.cache_dir)
     folder = cache / f"{cache_prefix(options)}-{cache_key(options, tokenizer)[:32]}"
     if not folder.is_dir():
-        with held(FileLock(f"{folder}.lock")):
+        with locked(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
                 _build_folder(folder, options, tokenizer)
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
@@ -84,7 +84,7 @@ def load(file: Path) -> "Dataset":
 
 
 @contextmanager
-def held(lock: BaseFileLock) -> Iterator[None]:
+def locked(lock: BaseFileLock) -> Iterator[None]:
     """Hold `lock` while the context is open, then delete it; waits and beats while another process holds it."""
     is_told = False
     while not lock.is_locked:

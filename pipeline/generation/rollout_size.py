@@ -89,15 +89,15 @@ class RolloutSize:
     @property
     def fault(self) -> str:
         """Return a line on flags that contradict, or on a rollout that steps do not divide evenly; "" for neither."""
-        asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
-        if asked and self.generation_batches:
-            return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"
+        given = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
+        if given and self.generation_batches:
+            return f"--generation-batches {self.generation_batches}: with {given}; give one of them"
         if (self.rollout_batch_size or self.responses) % self.unit:
-            return self._uneven() if asked else self._uneven_batches()
+            return self._uneven() if given else self._uneven_batches()
         if self.old_log_probs != "sampler" or self.steps == 1:
             return ""
         # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
-        rows = f"--rollout-batch-size {self.step_rows}" if asked else "--gradient-accumulation-steps"
+        rows = f"--rollout-batch-size {self.step_rows}" if given else "--gradient-accumulation-steps"
         return (
             f"--old-log-probs: sampler needs one optimizer step per rollout, got {self.steps}; use trainer, or set "
             f"--ppo-epochs 1 and {rows} to take all rows of a rollout in one step"

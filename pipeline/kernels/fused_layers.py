@@ -168,7 +168,7 @@ def rotate_positions(
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
     """Fuse the layers of a model, to which LoRA has been added already; return how many were fused.
 
-    Without a GPU and triton it fuses none. Which layers are fused:
+    Without a GPU and triton it fuses none. It fuses:
     - norms: LayerNorm, and RMS_NORMS;
     - ReLUs of OPT after a linear layer without LoRA;
     - gates of GATED_MLPS, with or without LoRA;

@@ -150,8 +150,8 @@ def check_adapter_names(wrapped: PeftModel, loaded: Any, path: str) -> None:
     """
     weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
     absent = set(loaded.missing_keys)
-    held = {id(weight) for name, weight in weights.items() if name not in absent}
-    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
+    present = {id(weight) for name, weight in weights.items() if name not in absent}
+    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in present]
     # The head of a language model may go where another takes its place.
     keeps_head = base_model(wrapped).can_generate() or wrapped.active_peft_config.task_type is not None
     others = [name for name in loaded.unexpected_keys if LAYER.search(name) or keeps_head]

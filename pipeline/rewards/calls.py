@@ -58,9 +58,9 @@ class Signature:
             return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
         needed = {args.get("column", self.column), *self.needed} if self.column else {*self.needed}
         if missing := needed.difference(OURS, TRAINERS, args, columns):
-            found = f"only {', '.join(columns)}" if columns else "none for rewards"
+            columns_of_data = f"only {', '.join(columns)}" if columns else "none for rewards"
             right = nearest(min(missing), columns)
-            return f"it needs the column {min(missing)!r}, and the data has {found}{right}"
+            return f"it needs the column {min(missing)!r}, and the data has {columns_of_data}{right}"
         return ""
 
 
@@ -197,14 +197,14 @@ def _checked(value: Any, length: int, number: int) -> Any:
     value = _plain(value)
     if value is None or is_number(value):
         return None if value is None else float(value)
-    found = f"response {number}: returned {_shown(value)}"
+    problem = f"response {number}: returned {_shown(value)}"
     if not isinstance(value, list):
-        raise RefusedError(f"{found}, expected a finite number, a list of them, or None")
+        raise RefusedError(f"{problem}, expected a finite number, a list of them, or None")
     tokens = [_plain(token) for token in value]
     if len(tokens) != length:
-        raise RefusedError(f"{found} of {len(tokens)} values for {length} tokens, expected one for each")
+        raise RefusedError(f"{problem} of {len(tokens)} values for {length} tokens, expected one for each")
     if wrong := [token for token in tokens if not is_number(token)]:
-        raise RefusedError(f"{found} with {_shown(wrong[0])}, expected finite numbers alone")
+        raise RefusedError(f"{problem} with {_shown(wrong[0])}, expected finite numbers alone")
     return [float(token) for token in tokens]
 
 

@@ -37,13 +37,13 @@ class FailureWindow:
 
     def after(self, rollouts: Sequence[Counts], new: Counts) -> list[Counts]:
         """Return the counts of the window's rollouts, which a checkpoint keeps, after those of one more."""
-        kept, rest = [new], self.num_responses - new[RESPONSES]
+        window, rest = [new], self.num_responses - new[RESPONSES]
         for counts in reversed(rollouts):
             if rest <= 0:
                 break
-            kept.insert(0, counts)
+            window.insert(0, counts)
             rest -= counts[RESPONSES]
-        return kept
+        return window
 
     def is_surely_passed(self, failed: int, expected: int) -> bool:
         """Return True if so many failures end the run, however the rest of a rollout's `expected` responses score."""

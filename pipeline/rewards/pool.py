@@ -152,7 +152,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
         self._signatures = dict[str, Signature]()
         self._columns: list[str] = []
-        self._told = set[str]()
+        self._logged = set[str]()
         self._in_rank = dict[str, Callable[..., Any]]()
         self._loop, self._rank = Background("reward workers"), Background("reward functions of the rank")
 
@@ -248,8 +248,8 @@ class RewardPool:
         else:
             answer = await self._ask(function, call)
         if "refused" in answer:
-            found = redacted(answer["refused"])
-            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {found}")
+            problem = redacted(answer["refused"])
+            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {problem}")
         if "failed" in answer:
             kind, message = answer["failed"]
             return Failure(kind, redacted(message))
@@ -264,8 +264,8 @@ class RewardPool:
                 return loaded
             request = {"target": function.target, "call": vars(call), "modules": function.modules}
             answer = await worker.ask(request | {"prints_trace": self._prints_traces}, self._timeout_s)
-            for module in {*loaded["beside"], *answer.get("beside", ())} - self._told:
-                self._told.add(module)
+            for module in {*loaded["beside"], *answer.get("beside", ())} - self._logged:
+                self._logged.add(module)
                 log.warning(UNNAMED, FLAG, function.target, module)
             return answer
         except WorkerLostError as error:

@@ -99,8 +99,8 @@ class RunFunctions:
             firsts = scoring.failures | firsts
             for name, column in zip(scoring.names, numbers.unbind(1), strict=True):
                 kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
-        for name, found in kinds.items():
-            counts = {RESPONSES: len(found)} | {kind: found.count(kind) for kind in sorted(set(found) - {""})}
+        for name, each in kinds.items():
+            counts = {RESPONSES: len(each)} | {kind: each.count(kind) for kind in sorted(set(each) - {""})}
             after[name] = self._window.after(before.get(name, []), counts)
             try:
                 self._window.check(name, after[name], firsts.get(name))
@@ -170,8 +170,8 @@ class RolloutScoring:
             between()
             self._check_first()
 
-        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
-        for by_name in found.values() if not self._takes_tokens else ():
+        by_prompt = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
+        for by_name in by_prompt.values() if not self._takes_tokens else ():
             for name, values in by_name.items():
                 if any(isinstance(value, list) for value in values):
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
@@ -179,7 +179,7 @@ class RolloutScoring:
         for name, values in self._given().items():
             before = self._failed_before.get(name, [])
             self._failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
-        return found
+        return by_prompt
 
     def _given(self) -> dict[str, list[Value]]:
         """Return what each function gave for the responses whose calls are done."""
@@ -201,10 +201,10 @@ class RolloutScoring:
                 self._window.check(name, [*before, counts_of(values)], first_of_failures(values))
 
 
-def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:
+def first_failures(by_prompt: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:
     """Return the first failure of each function that has any."""
     firsts: dict[str, Failure] = {}
-    for _, by_name in sorted(found.items()):
+    for _, by_name in sorted(by_prompt.items()):
         for name, values in by_name.items():
             for value in values:
                 if isinstance(value, Failure):

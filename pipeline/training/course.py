@@ -102,8 +102,8 @@ class Course:
         self, state: Counters, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
         """Write the metrics of an optimizer step; complete a checkpoint if its background write has ended."""
-        asked = self._run.resolved.config.optimizer.per_device_train_batch_size
-        values = {**values, "micro_batch_size": state.batch_size("train", asked)}
+        requested = self._run.resolved.config.optimizer.per_device_train_batch_size
+        values = {**values, "micro_batch_size": state.batch_size("train", requested)}
         self.recorder.write_training(state.step, values, seconds=seconds, num_tokens=num_tokens, num_rows=num_rows)
         attempt(self._saver.poll)
 
@@ -164,9 +164,9 @@ class Course:
         self._saver.finish()
         run, inputs = self._run, self._fingerprint.inputs
         ranks, config, stage = run.world.size, run.resolved.config, run.stage
-        checkpoints, kept = run.folder / "checkpoints", self._config.keep_checkpoints
-        kept = kept if run.resolved.is_given("keep_checkpoints") else min(kept, 1)
-        on_each_storage(lambda: delete_older(checkpoints, kept))
+        checkpoints, num_stored = run.folder / "checkpoints", self._config.keep_checkpoints
+        num_stored = num_stored if run.resolved.is_given("keep_checkpoints") else min(num_stored, 1)
+        on_each_storage(lambda: delete_older(checkpoints, num_stored))
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
         if run.world.is_main:

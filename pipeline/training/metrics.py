@@ -215,9 +215,9 @@ def truncate_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> No
         return
     # splitlines would also split at other characters, which a sample may contain.
     lines = [f"{line}\n" for line in path.read_bytes().decode(errors="replace").split("\n")]
-    kept = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
-    if len(kept) < len(lines):
-        write_text(path, "".join(kept))
+    valid = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
+    if len(valid) < len(lines):
+        write_text(path, "".join(valid))
 
 
 def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:

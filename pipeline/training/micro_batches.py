@@ -161,15 +161,15 @@ def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
     """
     costs, starts = [0], [0]
     for stop in range(1, len(lengths) + 1):
-        best, found = math.inf, stop - 1
+        best, first = math.inf, stop - 1
         for start in range(stop - 1, -1, -1):
             padded = (stop - start) * lengths[start]
             if padded > limit and stop - start > 1:
                 break
             if (cost := costs[start] + padded + PASS_TOKENS) < best:
-                best, found = cost, start
+                best, first = cost, start
         costs.append(int(best))
-        starts.append(found)
+        starts.append(first)
     cuts = [len(lengths)]
     while cuts[-1]:
         cuts.append(starts[cuts[-1]])

@@ -30,8 +30,8 @@ PART_OF: dict[str, PartName] = {"prompt_ids": "prompt", "chosen_ids": "chosen", 
 LEGEND = "⟦...⟧ is trained, or a response of a pair; ↵ is a line break"
 # Characters that the preview uses itself; in a text they are shown as escapes.
 OPEN, CLOSE, LINE_BREAK = "⟦⟧↵"
-OWN = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
-OWN |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
+MARKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
+MARKS |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
 MAX_PARTS, MAX_LINES = 3, 9  # of a sample
 LABEL = 10  # columns for the label in front of a part's text
 MAX_GAP = 44  # columns for the note on omitted characters, and the brackets at its ends
@@ -79,12 +79,12 @@ def samples_of(
         units = [[row] for row in range(len(rows.train))]
         units = pack_rows(rows.train["num_tokens"][:], options.max_seq_len) if is_packed else units
         for place in sorted({len(units) * step // number for step in range(number)}):
-            own = rows.train.select(units[place])
-            sizes = sequence_lengths(own).max(1).tolist()
-            cut = [is_truncated(row, size, options, rows, tokenizer) for row, size in zip(own, sizes, strict=True)]
+            chosen = rows.train.select(units[place])
+            sizes = sequence_lengths(chosen).max(1).tolist()
+            cut = [is_truncated(row, size, options, rows, tokenizer) for row, size in zip(chosen, sizes, strict=True)]
             names = [f"{row + 1}{' (cut)' * lost}" for row, lost in zip(units[place], cut, strict=True)]
-            title = f"{options.title} row{'s' * (len(own) > 1)} {', '.join(names)}"
-            parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
+            title = f"{options.title} row{'s' * (len(chosen) > 1)} {', '.join(names)}"
+            parts = [part for row in chosen for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
             samples.append(Sample(title, sum(sizes), parts))
         number = 1
     return samples
@@ -139,10 +139,10 @@ def spans_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int], trained: Sequ
 
     spans, before = [], list[int]()
     for is_trained, group in groupby(zip(ids, trained or [False] * len(ids), strict=True), key=itemgetter(1)):
-        own = [token for token, _ in group]
-        start, both = decode(before), decode([*before, *own])
-        spans.append(Span(both[len(start) :] if both.startswith(start) else decode(own), bool(is_trained)))
-        before = own
+        tokens = [token for token, _ in group]
+        start, both = decode(before), decode([*before, *tokens])
+        spans.append(Span(both[len(start) :] if both.startswith(start) else decode(tokens), bool(is_trained)))
+        before = tokens
     return spans
 
 
@@ -171,7 +171,7 @@ def shortened(spans: Sequence[Span], room: int) -> list[Piece]:
 
     The brackets of a trained span take two columns.
     """
-    pieces: list[Piece] = [(printable(char).translate(OWN), span.is_trained) for span in spans for char in span.text]
+    pieces: list[Piece] = [(printable(char).translate(MARKS), span.is_trained) for span in spans for char in span.text]
     widths, brackets = [cell_len(text) for text, _ in pieces], 2 * sum(span.is_trained for span in spans)
     if sum(widths) + brackets <= room:
         return pieces

@@ -42,8 +42,8 @@ def math_answer(
         parsed = parse(right, [LatexExtractionConfig()], parsing_timeout=timeout_s)
         if not parsed:
             return None
-        found = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)
-        return float(verify(parsed, found, timeout_seconds=timeout_s))
+        answer = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)
+        return float(verify(parsed, answer, timeout_seconds=timeout_s))
 
     golds = column_of("math_answer", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
@@ -75,9 +75,9 @@ def exact_match(
     def score(text: str, gold: Any) -> float | None:
         if gold is None:
             return None
-        found = last_match(search, text) if pattern else text
+        answer = last_match(search, text) if pattern else text
         golds = gold if isinstance(gold, list) else [gold]
-        return float(found is not None and plain(found) in [plain(right) for right in golds])
+        return float(answer is not None and plain(answer) in [plain(right) for right in golds])
 
     golds = column_of("exact_match", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]

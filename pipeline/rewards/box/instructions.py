@@ -45,7 +45,7 @@ def all_lower_case(text: str) -> bool:
 
 def title(text: str) -> bool:
     """Return 1 for a text with a title in `<<...>>` on one line."""
-    return any(found.strip() for found in re.findall(r"<<([^<>\n]+)>>", text))
+    return any(match.strip() for match in re.findall(r"<<([^<>\n]+)>>", text))
 
 
 def json_output(text: str) -> bool:
