@@ -210,7 +210,7 @@ def encode_conversation(
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
-        raise ValueError("the last turn of a conversation must be an assistant turn")
+        raise ValueError("a conversation to train on ends in an assistant turn")
     special = special or special_tokens(tokenizer)
     messages = plain_turns(messages, special.texts)
     pieces = _pieces(tokenizer, messages, targets if train_turns == "all" else targets[-1:], special)
