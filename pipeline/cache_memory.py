@@ -63,7 +63,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def leave_slots(copies: int, slot: int, free: int) -> bool:
-    """Tell whether copies of all weights leave memory for a few slots of the KV cache; else the weights are streamed.
+    """Return True if copies of all weights leave memory for a few slots of the KV cache; else the weights are streamed.
 
     A run passes measured bytes; its plan passes expected ones.
 
@@ -75,7 +75,7 @@ def leave_slots(copies: int, slot: int, free: int) -> bool:
 
 
 def keeps_cache(free: int, device: int, *, taken: int) -> bool:
-    """Tell whether an update fits in memory beside the KV cache; else the cache is freed before the update.
+    """Return True if an update fits in memory beside the KV cache; else the cache is freed before the update.
 
     A run passes measured bytes; its plan passes expected ones.
 

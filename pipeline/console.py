@@ -49,7 +49,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def outlive_console(*, needs_output: bool = False) -> None:
-    """Make printing never fail because a reader is gone; streams that a test has replaced are unchanged.
+    """Make printing succeed after the reader of a pipe is gone; streams that a test has replaced are unchanged.
 
     Args:
         needs_output: raise EnvironmentFault if standard output is closed now, or if a later write fails.

@@ -343,10 +343,10 @@ def _on_workers(work: Callable[[], T], *, is_worker: bool) -> T:
         except Exception as error:
             failure = error
     meet()
-    told = failure
+    reported = failure
     if failure is not None and not isinstance(failure, RunError):
-        told = PeerError(f"rank {rank()} failed: {type(failure).__name__}: {failure}")
-    outcomes = gather_objects((result, told))
+        reported = PeerError(f"rank {rank()} failed: {type(failure).__name__}: {failure}")
+    outcomes = gather_objects((result, reported))
     if errors := [error for _, error in outcomes if error is not None]:
         raise failure or errors[0]
     return outcomes[0][0]

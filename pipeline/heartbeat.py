@@ -1,7 +1,7 @@
 """Heartbeat of a rank: phase and step in a small file, by which the supervisor detects a rank that hangs.
 
 Loops call `beat`, waiting code calls `beat_again`, and work on many rows goes through `RowProgress`, which also logs.
-Outside a stage (in tests, in `rlhf chat`) no beat is written. Imports no torch.
+Outside a stage (in tests, in `rlhf chat`) no beat is written. The module imports no torch.
 """
 
 import json
@@ -117,9 +117,9 @@ def replace_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def replace_text(file: Path, text: str) -> None:
     """Write a text beside `file` and rename it, without a flush to disk: a reader gets the old or the new content."""
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    temporary = file.with_name(f".{file.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
 
 
 class RowProgress:
@@ -131,16 +131,16 @@ class RowProgress:
     def __init__(self, what: str, total: int | None = None) -> None:
         self._what, self._total, self._of = what, total, "" if total is None else f" of {total:,}"
         self._done = 0
-        self._started = self._told = time.monotonic()
+        self._started = self._logged = time.monotonic()
 
     def add(self, num_rows: int) -> None:
         """Count more rows as done."""
         self._done += num_rows
         beat_again()
         now = time.monotonic()
-        is_end = self._done == self._total and self._told > self._started
-        if is_end or now - self._told >= PROGRESS_INTERVAL_S:
-            self._told = now
+        is_end = self._done == self._total and self._logged > self._started
+        if is_end or now - self._logged >= PROGRESS_INTERVAL_S:
+            self._logged = now
             rate = self._done / (now - self._started)
             log.info("%s: %s%s rows, %s rows/s", self._what, f"{self._done:,}", self._of, f"{rate:,.0f}")
 

@@ -1,6 +1,6 @@
 """Names of the files that identify folders of this project.
 
-Data sources and checks of inputs and outputs read them here. Imports nothing.
+Data sources and checks of inputs and outputs read them here. The module imports nothing.
 """
 
 OURS = "training_config.json"  # every model folder of this project has one

@@ -1,6 +1,6 @@
 """Out-of-memory errors of a device or of the host in one line: how much was requested, how much was free.
 
-Stages and commands use it, and add which of their flags to lower. Imports no torch.
+Stages and commands use it, and add which of their flags to lower. The module imports no torch.
 """
 
 import os
@@ -78,7 +78,7 @@ def halved_before() -> dict[str, list[int]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is an out-of-memory error."""
+    """Return True if an error is an out-of-memory error."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in WORDS)
 
 

@@ -1,6 +1,6 @@
 """Processes, signals and memory of this machine, for the run lock, the supervisor and limits on single calls.
 
-Imports no torch. GPU memory is in pipeline/engine/memory.py.
+The module imports no torch. GPU memory is in pipeline/engine/memory.py.
 """
 
 import ctypes
@@ -190,12 +190,12 @@ REPEAT_LIMIT_S = 1.0  # interval of repeated alarms: Python drops an exception t
 
 
 class TimeLimitError(BaseException):
-    """The time limit of a call is over. Not an Exception: libraries such as jinja catch those and continue."""
+    """The time limit of a call is over. It is no Exception, because libraries such as jinja catch those."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitError in the body after `seconds`. Does nothing outside the main thread, which gets signals."""
+    """Raise TimeLimitError in the body after `seconds`; outside the main thread, which gets signals, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

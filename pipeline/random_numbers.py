@@ -48,9 +48,9 @@ def uniforms(
 ) -> Tensor:
     """Return float64 numbers in the open interval (0, 1), one for each (prompt id, sample index, position).
 
-    The three are int64 and broadcast: (N,) with an int position gives (N,); (N, 1) with positions (T,) gives (N, T),
-    which draws a block of decode steps in one call (on a GPU, one range check waits for the device, not T). Numbers of
-    different purposes ("rollout", "eval", ...) are independent. Raises ValueError out of range.
+    The three are int64 and broadcast: (N,) with an int position gives (N,); (N, 1) with positions (T,) gives (N, T).
+    One call can draw a block of T decode steps this way, with one range check that waits for the device instead of T.
+    Numbers of different purposes ("rollout", "eval", ...) are independent. Raises ValueError out of range.
     """
     if not isinstance(position, Tensor):
         position = torch.tensor(position, device=prompt_ids.device)

@@ -1,7 +1,7 @@
 """The launcher's variables of a rank, and the wait for the other ranks before the process group is created.
 
 The wait is in Python, since torch's own logs nothing and ignores signals. Ranks are counted in the rendezvous store;
-log lines name missing ranks, at doubling intervals. Imports no torch.
+log lines name missing ranks, at doubling intervals. The module imports no torch.
 """
 
 import logging

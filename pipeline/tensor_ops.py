@@ -77,7 +77,7 @@ def lengths_to_mask(lengths: Tensor, length: int) -> Tensor:
 
 
 def check_right_padded(mask: Tensor) -> None:
-    """Raise ValueError for a row of an (N, T) mask in which padding precedes a real token. Waits for a GPU's mask."""
+    """Raise ValueError for a row of an (N, T) mask in which padding precedes a real token; waits for a GPU's mask."""
     if (mask[:, 1:] & ~mask[:, :-1]).any():
         raise ValueError("rows must be padded on the right: a real token follows padding")
 

@@ -137,10 +137,10 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
     """Score all answers with the reward model; return the contestants with their scores."""
-    from pipeline.inference.answer_scores import load_judge, score_answers
+    from pipeline.inference.answer_scores import load_scorer, score_answers
     from pipeline.inference.answers import resolve_dtype
 
-    scorer = load_judge(config.reward_model, dtype=resolve_dtype(config.dtype))
+    scorer = load_scorer(config.reward_model, dtype=resolve_dtype(config.dtype))
     result = []
     for contestant in contestants:
         pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]

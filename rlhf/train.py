@@ -1,6 +1,6 @@
 """Run stages 1 (SFT), 2 (reward model) and 3 (PPO) by launch scripts; each starts from the models of earlier stages.
 
-All settings of all stages are checked before the first one starts. Imports neither torch nor deepspeed.
+All settings of all stages are checked before the first one starts. The module imports neither torch nor deepspeed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Own flags of `rlhf train`: definition, what they set in stages, help on a screen, sets that contradict each other."""
+"""The flags of `rlhf train` itself: definitions, the stage flags that they set, help, and contradictions."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,15 +26,16 @@ from rlhf.stages import METHODS, NUMBERS, SECTIONS, STAGES
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
 OPT = "facebook/opt-"
-# Most weights of a model folder -> the preset of its size; bounds between the sizes of families, chosen by hand.
+# Most weights of a model folder -> the preset of its size. The bounds lie between sizes of families; chosen by hand.
 PRESETS_BY_SIZE = {50e6: "", 0.8e9: "small", 2.4e9: "1b", 5e9: "3b", 10e9: "8b"}
-# Launchers put names of hosts into command lines of other machines: nothing that a shell or ssh would act on.
+# Pattern of host names: without characters that a shell or ssh would act on, because launchers put the names into
+# command lines of other machines.
 HOSTS = re.compile(r"([A-Za-z0-9\[][\w.:@,;\[\]-]*)?", re.ASCII)
 
 
 def check_hosts(value: str) -> str:
     if not HOSTS.fullmatch(value):
-        raise ValueError("expected names of hosts, of letters, digits and . - _ : @ ,")
+        raise ValueError("expected host names of letters, digits and . - _ : @ ,")
     return value
 
 
@@ -51,32 +52,32 @@ class TrainConfig(Group):
         "--actor-model 1.3b --data-path my.jsonl --show-data 3",
         "--step 3 --method grpo --reward-function exact_match",
     )
-    step: list[StageNumber] = flag([1, 2, 3], f"which of {' '.join(map(str, NUMBERS))} to run", min_length=1)
-    method: Literal[METHODS] = flag(METHODS[0], f"of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]
+    step: list[StageNumber] = flag([1, 2, 3], f"Stages to run: any of {' '.join(map(str, NUMBERS))}", min_length=1)
+    method: Literal[METHODS] = flag(METHODS[0], f"Method of stage 3: {', '.join(METHODS)}")  # type: ignore[valid-type]
     deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = flag(
-        "auto", "auto: all free GPUs here; single_gpu, single_node, multi_node"
+        "auto", "auto: all free GPUs of this host; single_gpu, single_node: one or all; multi_node: several hosts"
     )
-    actor_model: str = flag("1.3b", "66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
-    reward_model: str = flag("auto", "auto: 350m, or of the actor's family", kind="path")
-    actor_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the plan finds")
-    reward_zero_stage: ZeroStage = flag("auto", "0 to 3; auto: as the plan finds")
-    output_dir: str = flag("output", "parent of sft/, reward/, actor/", kind="written path")
+    actor_model: str = flag("1.3b", "Model to train: 66b, qwen3-8b, ..., hub id, folder", aliases=("model",))
+    reward_model: str = flag("auto", "Base of the reward model, auto: 350m, or one of the actor's family", kind="path")
+    actor_zero_stage: ZeroStage = flag("auto", "ZeRO stage of the actor; auto: the plan chooses")
+    reward_zero_stage: ZeroStage = flag("auto", "ZeRO stage of reward model and critic; auto: the plan chooses")
+    output_dir: str = flag("output", "Parent folder of sft/, reward/, actor/", kind="written path")
     num_gpus: int = flag(0, "GPUs of each machine; 0: all", ge=0)
-    hostfile: str = flag("", "multi_node: lines `name slots=8`", kind="path")
-    include: HostNames = flag("", "hosts and GPUs to use: name:0,1@name", kind="path")
-    exclude: HostNames = flag("", "hosts and GPUs to leave out", kind="path")
+    hostfile: str = flag("", "Host file of multi_node, a line `name slots=8` per host", kind="path")
+    include: HostNames = flag("", "Hosts and GPUs to use: name:0,1@name", kind="path")
+    exclude: HostNames = flag("", "Hosts and GPUs to leave out, in the same form", kind="path")
     launcher: Literal["ssh", "pdsh", "srun", "none"] = flag(
-        "ssh", "multi_node: how the hosts are reached; none: this command runs on each, with its --node-rank"
+        "ssh", "Program that starts ranks on other hosts; none: you run this command on each host, with its --node-rank"
     )
-    node_rank: int = flag(0, "launcher none: place of this host in the host file, from 0", ge=0)
-    master_addr: HostNames = flag("", "address of the first host")
-    master_port: int = flag(0, "0: a free one is picked; launcher none: 29500", ge=0, le=65535)
-    resume: str = flag("auto", "auto, never, or a checkpoint folder", kind="path")
-    overwrite: bool = flag(False, "run finished stages again")
-    max_restarts: int = flag(0, "resume a stage after a fault, killed or hung", ge=0)
-    dry_run: bool = flag(False, "check all, print the plan, start nothing")
-    check: bool = flag(False, "check hosts, measure the GPU, start no stage")
-    debug: bool = flag(False, "show tracebacks")
+    node_rank: int = flag(0, "With --launcher none: index of this host in the host file, from 0", ge=0)
+    master_addr: HostNames = flag("", "Address of the first host; empty: looked up by its name")
+    master_port: int = flag(0, "Port of rank 0; 0: a free one, with --launcher none 29500", ge=0, le=65535)
+    resume: str = flag("auto", "auto, never, or a checkpoint folder; auto: the newest checkpoint", kind="path")
+    overwrite: bool = flag(False, "Run finished stages again")
+    max_restarts: int = flag(0, "Times that a stage resumes after its processes died or hung", ge=0)
+    dry_run: bool = flag(False, "Check all, print the plan, start nothing")
+    check: bool = flag(False, "Check hosts, measure the GPU, start no stage")
+    debug: bool = flag(False, "Show tracebacks of expected errors")
 
 
 HOST_FLAGS = ("hostfile", "include", "exclude", "launcher", "node_rank", "master_addr", "master_port")
@@ -88,7 +89,7 @@ USUAL = (
 
 
 def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -> str:
-    """Return the help that a command line asks for: on one screen of 25 lines of 80 columns; with all stages' flags.
+    """Return the help that a command line requests: on a topic, on all flags, or one screen of 25 lines of 80 columns.
 
     Raises:
         InputError: see `topic_help`.
@@ -98,52 +99,55 @@ def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -
     if not set(HELP_ALL).isdisjoint(argv):
         parts = [full_help(config_class, prog)]
         for stage in STAGES:
-            heading = f"{purpose(stage.config)}\n  Give --{stage.section}.FLAG VALUE, or --FLAG VALUE to all stages."
+            heading = f"{purpose(stage.config)}\n  Give --{stage.section}.FLAG VALUE, or --FLAG VALUE for all stages."
             parts += [heading, "", *flag_lines(stage.config)]
         return "\n".join(parts)
     table = {**flag_table(STAGES[0].config), **flag_table(config_class)}
     more = [
-        "  --show-data, --target, --explain, --auto-fit, --auto-batch: of all stages",
+        "  --show-data, --target, --explain, --auto-fit, --auto-batch: for all stages",
         "--config FILE: YAML with sections train, sft, reward, ppo, dpo (`rlhf init`)",
-        "--FLAG VALUE: of all stages; of one: --sft.FLAG, --reward.FLAG, --ppo.FLAG",
+        "--FLAG VALUE is for all stages; --sft.FLAG, --reward.FLAG, --ppo.FLAG for one",
     ]
     return first_screen(config_class, prog, [table[name] for name in USUAL], more)
 
 
-# Prints help alone: what else `rlhf train` imports takes longer.
+# Prints only help, so that help does not wait for the other imports of `rlhf train`.
 main = command(lambda argv, prog: print(train_help(TrainConfig, prog, argv)), "rlhf train")
 
 
 def split_overrides(argv: Iterable[str], sections: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Split a command line into own words and section -> words of that stage: `--sft.seed 1` is `--seed 1` of sft."""
-    own: list[str] = []
+    """Split a command line into arguments of `rlhf train` and of each section: `--sft.seed 1` is `--seed 1` of sft."""
+    train_argv: list[str] = []
     overrides: dict[str, list[str]] = {section: [] for section in sections}
-    target = own
+    target = train_argv
     for word in argv:
         if word.startswith("--"):
             match = re.match(rf"--({'|'.join(overrides)})\.", word)
-            target = overrides[match[1]] if match else own
+            target = overrides[match[1]] if match else train_argv
             word = f"--{word[match.end() :]}" if match else word
         target.append(word)
-    return own, overrides
+    return train_argv, overrides
 
 
-def stages_alone(own: Iterable[str]) -> TrainConfig:
-    """Return the defaults with --step and --method of these words, where those are right."""
-    kept = [word for name, given in scan(own) if name in ("step", "method") for word in (f"--{name}", *given)]
+def stages_alone(argv: Iterable[str]) -> TrainConfig:
+    """Return a configuration of defaults, except for --step and --method if these arguments have valid ones."""
+    chosen = [word for name, given in scan(argv) if name in ("step", "method") for word in (f"--{name}", *given)]
     with suppress(InputError):
-        return parse(TrainConfig, kept, section=TRAIN).config
+        return parse(TrainConfig, chosen, section=TRAIN).config
     return TrainConfig()
 
 
 def idle_flags(
     overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str]
 ) -> Iterator[str]:
-    """Yield a line for each flag of a stage, section -> words, that is not `chosen`.
+    """Yield a note for each flag of a stage that does not run and that no other stage reads.
 
-    Later stages read its folder, and start as stage 1 would.
+    Later stages read --output-dir of any stage and the start model of stage 1.
 
-    given: flags of `rlhf train` itself.
+    Args:
+        overrides: section -> arguments of that stage.
+        chosen: sections of the stages that run.
+        given: given flags of `rlhf train` itself.
     """
     of_reward_models = "reward_zero_stage"
     if of_reward_models in given and not {"reward", "ppo"} & set(chosen):
@@ -155,27 +159,29 @@ def idle_flags(
 
 
 def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
-    """Split the words without a section into those of `rlhf train` itself and the flags, with values, of its stages."""
+    """Split arguments without a section: those of `rlhf train` itself, and each flag of its stages with its values."""
     names = Names(TrainConfig)
-    own: list[str] = []
+    train_argv: list[str] = []
     common: list[list[str]] = []
-    target = own
+    target = train_argv
     for word in words:
         if word.startswith("--"):
-            target = own
+            target = train_argv
             if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help", "help_all"}:
                 common.append([])
                 target = common[-1]
         target.append(word)
-    return own, common
+    return train_argv, common
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A base model with recipes: the name of its presets, its hub id, and the base of its reward model by default.
+    """A base model with presets.
 
-    hub_id: empty where each of its presets names the model.
-    flags: what a stage gets that trains it, unless a --config file or an override says otherwise.
+    preset: name of its presets.
+    hub_id: hub id or folder of the model; empty if each of its presets names the model.
+    reward_model: name of the default base of its reward model.
+    flags: flags of each stage that trains it; --config and overrides are stronger.
     """
 
     preset: str
@@ -186,17 +192,21 @@ class KnownModel:
 
 @cache
 def model_families() -> list[dict[str, list[Any]]]:
-    """Return the families of launch/models.yaml, name -> [hub id, preset] each, and flags where there are any."""
+    """Return the families of launch/models.yaml, each a mapping name -> [hub id, preset] or [hub id, preset, flags]."""
     return list(load_yaml(str(launch_file("models.yaml"))).values())
 
 
 def known_model(model: str, flag: str = "") -> KnownModel | None:
-    """Return what is known of a base model by its name or hub id, of a folder by its number of weights; None: nothing.
+    """Return the presets of a base model, by its name or hub id, or those for a folder by its number of weights.
 
-    flag: what messages begin with.
+    Returns None for another hub id or folder.
+
+    Args:
+        model: value of --actor-model or --reward-model.
+        flag: beginning of messages.
 
     Raises:
-        InputError: it looks like the name of a known model, or is near one; or it is a preset of stage 1 alone.
+        InputError: the value looks like the name of a model, or is the name of a preset that has only stage 1.
     """
     size = model.removeprefix(OPT)
     if size in SIZES:
@@ -225,8 +235,8 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
 
 
 def preset_of_size(folder: Path) -> str:
-    """Return the preset for models of as many weights as those in a folder; "" for none, or for no model."""
-    from pipeline.models.weight_files import read_header  # with what reads tensors
+    """Return the preset for the number of weights in a folder; "" if there is none, or the folder has no model."""
+    from pipeline.models.weight_files import read_header  # imported here, because it imports safetensors
 
     files, count = folder.expanduser().glob("model*.safetensors"), 0
     with suppress(InputError):  # the check of the model reports it
@@ -237,9 +247,15 @@ def preset_of_size(folder: Path) -> str:
 def chained_flags(
     stage: Stage, starts: Mapping[str, Start], out: Path, outputs: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the folders that follow from the stages before; a --config file or an override (`given`) may name others.
+    """Return the flags of a stage that name folders: its output and the outputs of earlier stages that it starts from.
 
-    A model that starts as the stage's first one does, a critic as its actor, follows what is given for that one.
+    A model that starts from the same stage as the first model takes the folder that `given` has for the first model.
+
+    Args:
+        starts: prefix of a model's flags -> its start.
+        out: --output-dir of `rlhf train`.
+        outputs: section -> output folder of that stage.
+        given: flags of a --config file or overrides.
     """
     first = next(iter(starts))
     by_hand = given.get(Stage.path_flag(first))
@@ -252,27 +268,30 @@ def chained_flags(
 
 
 def has_sections(config_file: str) -> bool:
-    """Tell whether a YAML file holds sections, also unknown ones: no flag takes a mapping."""
+    """Return True if a YAML file has sections, known or not: any mapping is a section, because no flag takes one."""
     return any(key in SECTIONS or isinstance(value, dict) for key, value in load_yaml(config_file).items())
 
 
 def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
-    """Return the --config file if it is for stage `number`: one without sections is for the only stage that runs."""
+    """Return the --config file if it applies to stage `number`, else "".
+
+    A file without sections applies to the only stage that runs. Raises InputError if several run.
+    """
     if not config_file or has_sections(config_file):
         return config_file
     if len(set(config.step)) > 1:
         below = " or ".join((", ".join(f"{name}:" for name in SECTIONS[1:-1]), f"{SECTIONS[-1]}:"))
-        raise InputError(f"{config_file}: found flags without sections; put them below {below}")
+        raise InputError(f"{config_file}: got flags without sections; put them below {below}")
     return config_file if number in config.step else ""
 
 
 def takes_method(stage: Stage, method: str) -> bool:
-    """Return True if a stage has a flag for this value of --method; one with a single method need not."""
+    """Return True if a stage has this method and a flag --method; a stage with a single method may have no flag."""
     return method in stage.methods and "method" in Names(stage.config).known
 
 
 def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:
-    """Return the flags of a stage with these starts that `rlhf train` sets; only an override is stronger."""
+    """Return the flags that `rlhf train` sets in a stage with these starts; only an override is stronger."""
     models = {"actor": config.actor_model, "reward": config.reward_model}
     zero_stages = {"actor": config.actor_zero_stage, "reward": config.reward_zero_stage}
     flags: dict[str, str] = {}
@@ -287,7 +306,7 @@ def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[st
 
 
 def as_override(line: str, section: str) -> str:
-    """Return a stage's error line with its flags as the user of `rlhf train` types them."""
+    """Return a stage's error line with the section before its flags, as `rlhf train` takes them."""
     if not line.startswith("--"):
         return f"{section}: {line}"
     return re.sub(
@@ -296,7 +315,7 @@ def as_override(line: str, section: str) -> str:
 
 
 def launcher_words(config: TrainConfig) -> list[str]:
-    """Return the flags of the launcher as words; of several hosts also how they are reached."""
+    """Return the arguments of the launch script, with --launcher or --no-ssh if other hosts are not reached by ssh."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
     words = [word for name, value in values if value for word in (dashed(name), str(value))]
     words += ["--check"] if config.check else []
@@ -306,7 +325,7 @@ def launcher_words(config: TrainConfig) -> list[str]:
 
 
 def with_reward_model(config: TrainConfig) -> TrainConfig:
-    """Return a configuration whose reward model is named: `auto` is small and reads the actor's tokens."""
+    """Return a configuration with `auto` of --reward-model resolved to a small model that reads the actor's tokens."""
     if config.reward_model != "auto":
         return config
     known = known_model(config.actor_model)
@@ -314,7 +333,7 @@ def with_reward_model(config: TrainConfig) -> TrainConfig:
 
 
 def contradictions(config: TrainConfig) -> list[str]:
-    """Return a line for each set of own flags that contradict each other."""
+    """Return an error line for each contradiction between flags of `rlhf train` itself."""
     errors = []
     if config.deployment_type == "single_gpu" and config.num_gpus > 1:
         errors.append(f"--num-gpus: got {config.num_gpus} with single_gpu; give --deployment-type single_node")
@@ -325,7 +344,7 @@ def contradictions(config: TrainConfig) -> list[str]:
     if config.node_rank and config.launcher != "none":
         errors.append(f"--node-rank: got {config.node_rank} with --launcher {config.launcher}; give --launcher none")
     if config.check and config.launcher in ("pdsh", "none"):
-        errors.append(f"--check: found --launcher {config.launcher}; give --launcher ssh or srun")
+        errors.append(f"--check: got --launcher {config.launcher}; give --launcher ssh or srun")
     if config.include and config.exclude:
         errors.append("--include and --exclude: give one of them")
     if config.num_gpus and (config.include or config.exclude):

@@ -66,7 +66,7 @@ def train(run: Run, config: SFTConfig) -> None:
                     evaluate_held_out(sft, state, course)
                 if is_done:
                     break
-                course.stop_if_asked()
+                course.stop_if_requested()
                 if course.save_is_due(state):
                     course.save(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 

@@ -118,7 +118,7 @@ def report(scores: PairScores, texts: tuple[list[str], list[str]], counts: Count
     mean, std = score_statistics(scores)
     return {
         "pairs": len(chosen),
-        "pairs_given": len(chosen) + counts.fates["left out"] + counts.fates["dropped"],
+        "pairs_given": len(chosen) + counts.outcomes["left out"] + counts.outcomes["dropped"],
         "not_scored": [line for line in counts.lines() if line.split()[1] not in ("cut:", "kept:")],
         "accuracy": asdict(accuracy(chosen, rejected)),
         "margin": asdict(mean_margin(chosen, rejected)),

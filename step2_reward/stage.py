@@ -41,7 +41,7 @@ def needs(config: RewardConfig, base_of_output: Mapping[str, str], dtype: str, r
     from pipeline.planning.needs import supervised_needs
 
     length = config.data.max_seq_len
-    what = f"pairs of up to {length} tokens each"
+    what = f"pairs (at most {length} tokens a sequence)"
     return supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=2, has_values=True)
 
 

@@ -69,7 +69,7 @@ def train(run: Run, config: RewardConfig) -> None:
                     evaluate(reward, state, course)
                 if is_done:
                     break
-                course.stop_if_asked()
+                course.stop_if_requested()
                 if course.save_is_due(state):
                     course.save(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 

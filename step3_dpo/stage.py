@@ -48,7 +48,7 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     from pipeline.planning.needs import supervised_needs
 
     length, is_kto = config.data.max_seq_len, config.method == "kto"
-    what = f"{'responses' if is_kto else 'pairs'} of up to {length} tokens each"
+    what = f"{'responses' if is_kto else 'pairs'} (at most {length} tokens a sequence)"
     sequences = 1 if is_kto else 2
     shared = supervised_needs(config, base_of_output, ranks, length=length, what=what, sequences=sequences)
     if not is_kto:

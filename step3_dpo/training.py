@@ -46,7 +46,7 @@ def train(run: Run, config: DPOConfig) -> None:
                     evaluate(dpo, mismatches, state, course)
                 if is_done:
                     break
-                course.stop_if_asked()
+                course.stop_if_requested()
                 if course.save_is_due(state):
                     course.save(state, dpo.content(state), lambda: save(dpo, state))
 

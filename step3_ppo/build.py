@@ -91,9 +91,9 @@ def make_hybrid(config: PPOConfig, models: Models, ranks: int) -> HybridEngine:
 
 
 def resume(ppo: PPO, resumed: checkpoint.Resumed | None) -> tuple[State, Collected | None]:
-    """Return the state of a checkpoint, with its rollout if that has updates left. Without one: the start state."""
+    """Return the state of a checkpoint, with its rollout if that has updates left; without one, the start state."""
     state = State(**resumed.state["ppo"]) if resumed else State(kl_coef=ppo.config.ppo.kl_coef)
-    take_halved(state, ppo.config, buffers=ppo.hybrid, asked={"generate": ppo.schedule.prompts_at_once})
+    take_halved(state, ppo.config, buffers=ppo.hybrid, given={"generate": ppo.schedule.prompts_at_once})
     if resumed is None:
         return state, None
     if state.step and any(one.takes_first for one in ppo.models.rewards):

@@ -24,7 +24,7 @@ from pipeline.generation.rollouts import Rollout
 from pipeline.rewards.calls import KINDS
 from pipeline.rewards.pool import Failure, Value
 from pipeline.tensor_ops import lengths_to_mask, pad_rows, round_up
-from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, places
+from pipeline.training.micro_batches import Lengths, MicroBatch, length_unit, row_indices
 
 
 class Rows:
@@ -148,7 +148,7 @@ class Responses(Rows):
         return torch.where(lengths_to_mask(self.response_lengths, width), taken, 0.0)
 
     def lengths(self, *, packs: bool = False) -> Lengths:
-        """Return the rows' lengths on the host, for micro-batches. Waits for the device once."""
+        """Return the rows' lengths on the host, for micro-batches. It waits for the device once."""
         return Lengths.of(self.prompt_lengths, self.response_lengths, packs=packs)
 
     def narrowed(self, length: int, width: int) -> "Responses":
@@ -171,7 +171,7 @@ class Responses(Rows):
         return mine.map(lambda tensor: torch.cat([tensor, next(added)]))
 
     def trimmed(self) -> "Responses":
-        """Drop the columns that are padding in every row, to a whole unit of lengths. Waits for the device."""
+        """Drop the columns that are padding in every row, to a whole unit of lengths. It waits for the device."""
         both = torch.stack([self.prompt_lengths + self.response_lengths, self.response_lengths])
         length, width = both.amax(1).tolist()
         return self.narrowed(round_up(length, length_unit(self.sequences.device)), width)
@@ -261,8 +261,8 @@ def gather_responses(mine: Responses) -> Responses:
 
 
 def batch_rows(responses: Responses, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor, Responses]]:
-    """Yield each micro-batch, the indices (n,) int64 of its rows, and these rows in its shape. Waits for the device."""
-    index = places(batches, responses.sequences.device)
+    """Yield each micro-batch, the indices (n,) int64 of its rows, and these rows in its shape; waits for the device."""
+    index = row_indices(batches, responses.sequences.device)
     for batch, rows in zip(batches, index.split([len(batch.rows) for batch in batches]), strict=True):
         yield batch, rows, responses.select(rows).narrowed(batch.length, batch.width)
 
@@ -286,7 +286,7 @@ class Collected:
     responses: prompts and sampled responses.
     experience: tensors that an optimizer step reads.
     metrics: metrics of the rollout.
-    minibatches: micro-batches of each step; on an out-of-memory error they are made anew with half the size.
+    minibatches: micro-batches of each step; on an out-of-memory error they are formed again with half the size.
     """
 
     responses: Responses

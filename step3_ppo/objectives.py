@@ -100,11 +100,11 @@ class Objective(ABC):
     text: Step[SFTBatch] | None = None
 
     @abstractmethod
-    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+    def loss(self, batch: MicroBatch, part: Responses, experience: Experience, sums: Sums) -> Tensor:
         """Return the loss, summed over the response tokens of a micro-batch; `sums` get what `metrics` reads.
 
-        batch: the model's inputs. part: the responses in it. known: what their rollout stored: old log-probabilities,
-        advantages, mask.
+        batch: the model's inputs. part: the responses in it. experience: stored tensors of their rollout, such as old
+        log-probabilities, advantages and mask.
         """
 
     def text_backward(self, sums: Sums) -> None:
@@ -153,7 +153,7 @@ class PolicyObjective(Objective):
     text: Step[SFTBatch] | None = None
     own_loss: Callable[..., Tensor] | None = None
 
-    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+    def loss(self, batch: MicroBatch, part: Responses, experience: Experience, sums: Sums) -> Tensor:
         """Return the policy loss, summed over the response tokens of a micro-batch."""
         from_sampler = self.ppo.old_log_probs == "sampler"
         log_probs, entropy = log_probs_of(
@@ -163,12 +163,12 @@ class PolicyObjective(Objective):
             temperature=self.temperature,
             with_entropy=from_sampler or self.ppo.entropy_coef > 0,
         )
-        mask = known.response_mask
+        mask = experience.response_mask
         # --old-log-probs sampler: a rollout has one step. The policy is still the old one, so the ratio is 1 and its
-        # gradient grad log pi; `known.log_probs` are the sampler's, to which the trainer's are compared.
-        old = log_probs.detach() if from_sampler else known.log_probs
+        # gradient grad log pi; `experience.log_probs` are the sampler's, to which the trainer's are compared.
+        old = log_probs.detach() if from_sampler else experience.log_probs
         factors = self.row_factors(mask, num_tokens=self.size.num_trained, num_rows=self.size.num_trained_rows)
-        tokens, level = (log_probs, old, known.advantages, mask), self.ppo.policy_ratio
+        tokens, level = (log_probs, old, experience.advantages, mask), self.ppo.policy_ratio
         weights = self.weights(old, part.sampler_log_probs, mask, factors)
         if self.ppo.policy_loss == "cispo":
             cap = self.ppo.ratio_cap
@@ -187,23 +187,23 @@ class PolicyObjective(Objective):
         sums.add(policy=loss, ratio=stats.ratio_sum, clipped=stats.clipped_count, approx_kl=stats.approx_kl_sum)
         drift = stats.abs_log_ratio_max
         if entropy is not None and from_sampler:
-            difference = torch.where(mask, log_probs.detach() - known.log_probs, 0)
+            difference = torch.where(mask, log_probs.detach() - experience.log_probs, 0)
             drift, ratio = difference.abs().max(), torch.where(mask, difference, -torch.inf).exp()
             sums.add(entropy=masked_sum(entropy, mask), sampler_error=difference.abs().sum())
             sums.add(sampler_kl=(torch.expm1(difference) - difference).sum())
             sums.add(sampler_ratio=ratio.sum(), sampler_squares=ratio.square().sum())
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
-        if self.ppo.kl_in_loss and known.ref_log_probs is not None:
+        if self.ppo.kl_in_loss and experience.ref_log_probs is not None:
             estimator = self.ppo.kl_estimator
-            kl = self.kl_coef * kl_loss(log_probs, known.ref_log_probs, mask, estimator=estimator, weights=factors)
+            kl = self.kl_coef * kl_loss(log_probs, experience.ref_log_probs, mask, estimator=estimator, weights=factors)
             sums.add(kl=kl)
             loss = loss + kl
         if entropy is not None and self.ppo.entropy_coef:
             bonus = self.ppo.entropy_coef * entropy_bonus(entropy, mask, weights=factors)
             sums.add(entropy_bonus=bonus)
             loss = loss - bonus
-        if known.positive_mask is not None:
-            nll = self.ppo.positive_nll_coef * self.positive_nll(log_probs, known.positive_mask)
+        if experience.positive_mask is not None:
+            nll = self.ppo.positive_nll_coef * self.positive_nll(log_probs, experience.positive_mask)
             sums.add(positive_nll=nll)
             loss = loss + nll
         return loss
@@ -286,7 +286,7 @@ class PolicyObjective(Objective):
 
     def flops(self, size: StepSize) -> float:
         """Return the matrix operations on responses and text."""
-        flops = Objective.flops(self, size)  # the class is made again for its slots, which `super()` does not know
+        flops = Objective.flops(self, size)  # `super()` does not know the new class that slots need
         if self.text is None:
             return flops
         text = {"num_tokens": self.text.num_tokens, "num_squares": self.text.num_squares}
@@ -308,13 +308,13 @@ class ValueObjective(Objective):
     value_clip: float
     role: str = "critic"
 
-    def loss(self, batch: MicroBatch, part: Responses, known: Experience, sums: Sums) -> Tensor:
+    def loss(self, batch: MicroBatch, part: Responses, experience: Experience, sums: Sums) -> Tensor:
         """Return the value loss, summed over the response tokens of a micro-batch."""
-        targets = known.targets
+        targets = experience.targets
         assert targets is not None, "a rollout without values"
         values = values_of(self.engine, part, batch)
         clip = self.value_clip or None
-        loss, clipped = value_loss(values, targets.values, targets.returns, known.response_mask, value_clip=clip)
+        loss, clipped = value_loss(values, targets.values, targets.returns, experience.response_mask, value_clip=clip)
         sums.add(value=loss, value_clipped=clipped)
         return loss
 

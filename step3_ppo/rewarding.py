@@ -1,4 +1,4 @@
-"""From raw scores to rewards and advantages: the Experience of a rollout, and what is logged of it.
+"""Conversion of raw scores to rewards and advantages: the Experience of a rollout, and its logged numbers.
 
 N sequences, T longest response, R rewards.
 """
@@ -33,7 +33,7 @@ from step3_ppo.mathematics.off_policy import importance_weights
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """An Experience, and what is logged of it.
+    """An Experience, and numbers for its metrics.
 
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
@@ -41,7 +41,7 @@ class Rewarded:
     by_reward: name of a reward -> (N,) fp32, its raw scores; NaN where it gives none.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
-    clipped: (N,) bool, True = `reward_clip` cut the score of a reward model.
+    clipped: (N,) bool, True = `reward_clip` clipped the score of a reward model.
     kl: (N, T) fp32, KL estimate k1; None without a reference.
     kl_k3: (N, T) fp32, KL estimate k3; None without a reference.
     advantage_mean: mean of the advantages before whitening.
@@ -65,7 +65,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How raw scores are summed: the rewards of a run in their order, reward models first.
+    """The terms of the sum of raw scores: the rewards of a run in their order, reward models first.
 
     models: reward models, with their constants.
     functions: name of a reward function -> its weight.
@@ -96,8 +96,8 @@ def reward_responses(
 ) -> Rewarded:
     """Compute rewards, advantages and returns of a whole rollout; every rank has all rows, so whitening sees all.
 
-    Rows with a number that is not finite, be it of one reward, or without any reward that applies, are masked before
-    anything is averaged.
+    Before anything is averaged, it masks rows without any reward that applies, and rows with a number that is not
+    finite, even in a single reward.
 
     Args:
         judged: (N, R) fp32 raw scores of the reward models; those of functions are in `responses`.
@@ -161,7 +161,7 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
 def is_right(by_reward: Mapping[str, Tensor], ppo: PPOCoefficients, terms: Terms) -> Tensor:
     """(N,) bool, True = the raw values (N,) of reward functions, weighted and summed, are `--positive-score` or more.
 
-    A function that does not apply adds 0. Scores of reward models have no part in it: none of theirs says "right".
+    A function that does not apply adds 0. Scores of reward models have no part in it: none of theirs means "right".
     """
     values = [by_reward[name].nan_to_num(0.0) for name in terms.functions]
     return weighted_sum(values, list(terms.functions.values())) >= ppo.positive_score

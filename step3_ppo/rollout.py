@@ -242,13 +242,13 @@ class Sampler:
         except GenerationStopped:
             stopped = True
         dist.meet()  # a barrier: functions may take longer than the time limit of a collective
-        told = dist.gather_objects((first_failures(values), (error.code, str(error)) if error else None, stopped))
-        if any(stops for *_, stops in told):
+        reports = dist.gather_objects((first_failures(values), (error.code, str(error)) if error else None, stopped))
+        if any(stops for *_, stops in reports):
             raise Interrupted
-        if errors := [one for _, one, _ in told if one is not None]:
+        if errors := [one for _, one, _ in reports if one is not None]:
             code, message = errors[0]
             raise Interrupted(EnvironmentFault(message) if code == EXIT_ENVIRONMENT else InputError(message))
-        for failures, *_ in reversed(told):
+        for failures, *_ in reversed(reports):
             self.scoring.failures |= failures
         names, k = self.scoring.names, self.num_samples
         none = dict.fromkeys(names, [None] * k)

@@ -318,7 +318,7 @@ def fingerprint_of(
     config: PPOConfig, prompts: StageData, text: StepLoader[SFTBatch] | None, *, ranks: int
 ) -> RunFingerprint:
     """Return the properties that a resumed run must share with the one that wrote its checkpoint."""
-    found = run_fingerprint(
+    fingerprint = run_fingerprint(
         config,
         models=config.start_paths,
         data={"prompts": prompts.train} | ({} if text is None else {"ptx text": text.rows}),
@@ -327,4 +327,4 @@ def fingerprint_of(
     functions = config.functions_by_title.items()
     files = {f"file of {title}": one.digest for title, one in functions if one.digest}
     modules = {f"{path} of {title}": content for title, one in functions for path, content in one.modules.items()}
-    return replace(found, hashes={**found.hashes, **files}, columns={**found.columns, **modules})
+    return replace(fingerprint, hashes={**fingerprint.hashes, **files}, columns={**fingerprint.columns, **modules})

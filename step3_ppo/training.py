@@ -20,7 +20,7 @@ from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
 from pipeline.training.course import Course
-from pipeline.training.micro_batches import MicroBatch, micro_batches, places, scoring_batches
+from pipeline.training.micro_batches import MicroBatch, micro_batches, row_indices, scoring_batches
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
@@ -64,7 +64,7 @@ def train(run: Run, config: PPOConfig) -> None:
                     evaluate(ppo, state, course)
                 if is_done:
                     break
-                course.stop_if_asked()
+                course.stop_if_requested()
                 if course.save_is_due(state):
                     course.save(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
 
@@ -243,7 +243,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
 
 def note_skipped(ppo: PPO, rollout: Collected, update: Update, state: State) -> None:
     """Log the prompts of a skipped step. Raises DivergedError after too many skipped steps in a row."""
-    rows = rollout.responses.select(places(update.batches, ppo.run.world.device))
+    rows = rollout.responses.select(row_indices(update.batches, ppo.run.world.device))
     cause = "loss or gradient not finite" if update.size.num_trained else "no finite reward"
     prompts, ids = rows.row_index.tolist(), [rows.sequences]
     note_skipped_step(ppo.run, state, rows=prompts, input_ids=ids, cause=cause)
@@ -258,7 +258,7 @@ def moved_too_far(ppo: PPO, update: Update | None) -> bool:
 def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
     """Adapt the KL coefficient to `--kl-target`, if there is one, once the critic's warm-up has ended."""
     settings, observed = ppo.config.ppo, rollout.metrics.get("objective/kl", math.nan)
-    # During the warm-up the policy is still the start model, so its KL says nothing.
+    # During the warm-up the policy is still the start model, so its KL means nothing.
     waits = settings.critic_warmup_steps > 0 and state.step <= settings.critic_warmup_steps
     if settings.kl_target and math.isfinite(observed) and not waits:
         state.kl_coef = next_kl_coef(

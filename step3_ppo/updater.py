@@ -7,7 +7,7 @@ import torch
 
 from pipeline import dist
 from pipeline.random_numbers import permutation
-from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, places
+from pipeline.training.micro_batches import Lengths, MicroBatch, micro_batches, row_indices
 from pipeline.training.steps import Stopping, step_together
 from step3_ppo.experience import Experience, Responses, batch_rows
 from step3_ppo.objectives import Objective, StepSize, Sums
@@ -71,7 +71,7 @@ class Updater:
 
     def step_size(self, responses: Responses, experience: Experience, batches: Sequence[MicroBatch]) -> StepSize:
         """Count the rows and tokens of a step over all ranks. A collective."""
-        rows = places(batches, responses.valid.device)
+        rows = row_indices(batches, responses.valid.device)
         valid = responses.valid[rows]
         lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])

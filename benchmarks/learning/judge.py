@@ -17,7 +17,7 @@ from pipeline.data.templates import encode_prompt
 from pipeline.data.turns import Message, Turns, prompt_hash
 from pipeline.generation.rollouts import Prompt, RandomKey, Rollout, Sampling
 from pipeline.generation.session import generate
-from pipeline.inference.answer_scores import load_judge, score_answers
+from pipeline.inference.answer_scores import load_scorer, score_answers
 from pipeline.inference.answers import load_chat_model, resolve_dtype
 from pipeline.tensor_ops import gather_log_probs, pad_rows
 
@@ -33,7 +33,7 @@ def prompts_of(file: Path) -> list[Turns]:
 
 def judged(folder: str, answers: Sequence[tuple[Turns, str, bool]]) -> list[float]:
     """Return the scores of a reward model for (prompt, answer, finished)."""
-    return score_answers(load_judge(folder, dtype=resolve_dtype("auto")), answers, batch_size=BATCH_SIZE)
+    return score_answers(load_scorer(folder, dtype=resolve_dtype("auto")), answers, batch_size=BATCH_SIZE)
 
 
 def score_run(run_dir: Path, policy: str, prompts: Sequence[Turns], judges: dict[str, str]) -> None:

@@ -48,7 +48,7 @@ def held_line(checkpoints: Path) -> str:
     if not (names := ", ".join(folder.name for folder in candidates(checkpoints))):
         return ""
     size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    purpose = "a larger --max-steps goes on from the newest; --keep-checkpoints 0 holds none"
+    purpose = "a larger --max-steps continues from the newest; --keep-checkpoints 0 holds none"
     return f"{checkpoints} holds {names}, {size / GIB:.3g} GiB: {purpose}"
 
 

@@ -76,7 +76,7 @@ def on_host(
         if bad:
             raise DivergedError(
                 f"nothing is saved: {len(bad)} of {len(weights)} tensors hold NaN or infinity in "
-                f"{str(dtype).removeprefix('torch.')}, the first is {bad[0]}; go on from a checkpoint with a lower rate"
+                f"{str(dtype).removeprefix('torch.')}, the first is {bad[0]}; resume a checkpoint with a lower rate"
             )
 
     dist.on_main(refuse)
@@ -206,7 +206,7 @@ def save_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
     try:
         if (
             sampling is not None
-        ):  # transformers refuses to write some that are published, with a temperature but no do_sample
+        ):  # transformers refuses to write published configurations with a temperature but no do_sample
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder, state_dict=weights, max_shard_size=SHARD_SIZE)
     finally:
@@ -262,8 +262,8 @@ def with_former_fields(config: dict[str, Any]) -> dict[str, Any]:
     if fields and rope.get("rope_type", "default") != "default":
         fields["rope_scaling"] = rope
     if config["model_type"] == "phi3" and "rope_scaling" in fields:  # the rest is beside it, and refused within
-        beside = {*former, "rope_type", "type", "original_max_position_embeddings"}
-        factors = {name: value for name, value in rope.items() if name not in beside}
+        others = {*former, "rope_type", "type", "original_max_position_embeddings"}
+        factors = {name: value for name, value in rope.items() if name not in others}
         fields["rope_scaling"] = {"type": rope["rope_type"]} | factors
     if "num_local_experts" in config:
         fields["num_experts"] = config["num_local_experts"]  # Qwen3-MoE's name for it

@@ -23,7 +23,7 @@ from pipeline.hub import commits_read, split_revision
 # Flags whose values contain paths of this machine among other words, and the pattern of the folders in them.
 FLAGS_WITH_FILES = ("reward_function", "more_reward_models")
 FOLDERS = re.compile(r"(?<![\w.:/])(?:~|\.{0,2}/)[^\s:\"]*/")
-# Names of files that say nothing without that of their folder.
+# Names of files that mean nothing without the name of their folder.
 GENERIC_NAME = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|rows|prompts|pairs)?[\d_.-]*")
 WEIGHT = re.compile(r"[\d.]+")
 HOMES = ("home", "Users")  # folders whose folders are named after people

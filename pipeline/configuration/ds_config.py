@@ -111,7 +111,7 @@ def for_model(user: Json, origins: Mapping[str, str], model: ModelConfig) -> tup
 
 
 def is_on_nvme(config: Json, block: Literal["offload_optimizer", "offload_param"]) -> bool:
-    """Tell whether a DeepSpeed JSON puts optimizer states or weights on NVMe."""
+    """Return True if a DeepSpeed JSON puts optimizer states or weights on NVMe."""
     return device_of(config.get("zero_optimization") or {}, block) == "nvme"
 
 
@@ -161,7 +161,7 @@ def without_hooks(config: Json) -> Json:
 
 
 def is_special(config: Json) -> bool:
-    """Tell whether DeepSpeed takes another optimizer for ZeRO stage 1 than for 2, or other paths through it."""
+    """Return True if DeepSpeed takes another optimizer for ZeRO stage 1 than for 2, or other paths through it."""
     offloads = device_of(config["zero_optimization"], "offload_optimizer") != "none"
     return offloads or "data_types" in config
 
@@ -202,7 +202,7 @@ def frozen_json(
         )
     if offload and settings.zero3_gather == "once":
         raise InputError(
-            "--zero3-gather once: needs weights on the device, found --offload-reference-model or"
+            "--zero3-gather once: needs weights on the device, got --offload-reference-model or"
             " --offload-reward-model; use auto or layers"
         )
     if zero["stage"] == 3 and model.quantization != "none":
@@ -261,7 +261,7 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
 
 
 def offloads(settings: DeepSpeedConfig, model: ModelConfig) -> dict[str, bool]:
-    """Tell what of a model is kept in host memory, by the flag that says so for this model."""
+    """Return what of a model is offloaded to host memory, by the flags of this model."""
     shared = {"offload_optimizer": settings.offload, "offload_weights": settings.offload_parameters}
     own: dict[str, Offload] = {"offload_optimizer": model.offload_optimizer, "offload_weights": model.offload_weights}
     return {name: own[name] == "cpu" or (own[name] == "auto" and shared[name]) for name in own}

@@ -1,6 +1,6 @@
-"""Read and check the user's own DeepSpeed JSON, turn it into flags and join it with the one we build.
+"""Read and check the user's DeepSpeed JSON, convert it to flags and merge it with the one that a run builds.
 
-Names of keys are checked in ds_keys.py. Nothing here imports torch or deepspeed.
+ds_keys.py checks the names of keys. The module imports neither torch nor deepspeed.
 """
 
 import base64

@@ -1,7 +1,8 @@
 """The tables of a DeepSpeed JSON's keys: DeepSpeed ignores most that it does not know, so we refuse those by name.
 
 tests/configuration/test_ds_config.py compares them with the installed DeepSpeed. Blocks without a table (optimizer
-parameters, autotuning, what may only be switched off) are not checked. No import of deepspeed: `--help` stays fast.
+parameters, autotuning, what may only be switched off) are not checked. The module does not import deepspeed, so that
+`--help` is fast.
 """
 
 import difflib
@@ -320,7 +321,7 @@ def homes_of(name: str) -> list[str]:
 
 
 def is_on(value: Any) -> bool:
-    """Tell whether a key's value asks for anything: a block may say `enabled`, else any value in it counts."""
+    """Return True if a key's value switches something on: its `enabled` if it has one, else any value in it."""
     if isinstance(value, Mapping):
         return is_on(value["enabled"]) if "enabled" in value else any(map(is_on, value.values()))
     return value not in (False, None, 0, "", "none", "auto")
@@ -331,5 +332,5 @@ def shown(value: Any) -> str:
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """Tell whether a JSON value is of a kind; DeepSpeed would take "false" for true in some places."""
+    """Return True if a JSON value is of this kind; DeepSpeed would take "false" for true in some places."""
     return isinstance(value, bool) if kind == SWITCH else isinstance(value, int | float) and not isinstance(value, bool)

@@ -37,7 +37,7 @@ DEFAULT, CHOSEN, OF_METHOD, RESOLVED = "default", "chosen for ", "method ", "aut
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a field says of its flag besides type, default and meaning; a wrong name or value is an error at import.
+    """The rules of a flag besides type, default and meaning; a wrong name or value is an error at import.
 
     kind: path: the name of a file or folder; written path: a folder that a run makes; text: a user's own words, which
     are written nowhere and may hold anything.
@@ -188,7 +188,7 @@ class Flag(Rules):
 
 
 def is_unset(origin: str) -> bool:
-    """Tell whether a value of this origin was given by nobody."""
+    """Return True if a value of this origin was set neither by the user nor by a file."""
     return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD, RESOLVED))
 
 

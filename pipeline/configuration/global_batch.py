@@ -1,9 +1,9 @@
 """Settings that follow the number of ranks: accumulation that keeps --train-batch-size, and the sharing of rollouts.
 
-For stages, dry runs and `rlhf train`. A preset names the batch that its rates are meant for, and on how many ranks a
-rollout's weights are; what the number of ranks cannot divide is told, not refused. Nor is what a preset says of memory
-and contradicts a flag that was given by hand: it gives way. ZeRO stages that nobody gave are the lowest that the other
-flags allow; on GPUs the plan takes higher ones.
+Stages, dry runs and `rlhf train` call it. A preset sets the batch that its learning rates are meant for, and the number
+of ranks that share the weights of a rollout. A batch that the ranks cannot divide is rounded, with a note. A preset's
+memory settings yield to flags given on the command line. An unset ZeRO stage becomes the lowest that the other flags
+allow; on GPUs the plan takes a higher one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,12 +125,12 @@ def is_by_hand(resolved: Resolved, name: str) -> bool:
 
 
 def says_rollout(resolved: Resolved) -> bool:
-    """Tell whether a flag of stage 3 says the size of its rollouts; prompts at once do in a new run alone."""
+    """Return True if a flag of stage 3 sets the size of its rollouts; prompts at once do only in a new run."""
     return resolved.is_given(ROLLOUT) or bool(resolved.config.sampling.generation_batches)
 
 
 def is_product(resolved: Resolved) -> bool:
-    """Tell whether --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
+    """Return True if --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
     origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
     is_free = origin in ("default", dashed(GENERATED)) and not resolved.is_given(ROLLOUT)
     return is_free and is_by_hand(resolved, GENERATED)
@@ -161,10 +161,10 @@ def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolv
 
 
 def with_preset_giving_way(resolved: Resolved, ranks: int | None) -> Resolved:
-    """Return the settings with ZeRO stages that they allow, and without what a preset says against flags by hand.
+    """Return the settings with the ZeRO stages that they allow, and without preset values that contradict given flags.
 
-    Of the preset give way the ranks that share a rollout, which become 1, and what is true. What people asked for
-    stays, and is refused where it contradicts itself.
+    Two kinds of preset values yield: the number of ranks that share a rollout becomes 1, and a true switch false. Flags
+    that the user gave stay; if they contradict each other, a later check rejects them.
     """
     resolved, fault = with_lowest_stages(resolved, ranks)
     while fault and resolved.preset:

@@ -123,7 +123,7 @@ def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
 
 
 def is_about(flag: Flag, word: str) -> bool:
-    """Tell whether a flag's name, group, need or meaning has a word, in any form: log, logs, logged, logging."""
+    """Return True if a flag's name, group, need or meaning has a word in any form: log, logs, logged, logging."""
     stem = re.escape(re.sub("(g?ing|ged|ed|s)$", "", word) if len(word) > 3 else word).replace("_", "[_-]")
     text = f"{flag.name} {flag.group} {flag.needs} {flag.info.description}".lower()
     return re.search(rf"(?<![a-z])(?<![a-z]-){stem}(g?ing|ged|ed|s)?(?![a-z-])", text) is not None

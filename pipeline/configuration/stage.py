@@ -1,4 +1,7 @@
-"""A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it. No torch."""
+"""A stage of the pipeline as one object: all that commands, plans, run folders and exports know of it.
+
+The module imports no torch.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +83,7 @@ class SupervisedConfig(StageConfig):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a trained model of a stage starts.
+    """The start of a trained model of a stage.
 
     follows: the model of `rlhf train` (--actor-model, --reward-model) whose preset, base and ZeRO stage it takes.
     section: the stage whose first output it is; empty: the base model itself.

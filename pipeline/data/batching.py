@@ -1,7 +1,8 @@
 """Choose the rows of an optimizer step and collate them into tensors: B rows, S tokens per row, padded on the right.
 
-Rows are mappings with the columns of `cache.load_or_build`. None is a padding row: weight 0, one real token, no trained
-token. It fills the last batch to its full shape. `loader.py` prefetches batches and copies them to a device.
+Rows are mappings with the columns of `cache.load_or_build`. In place of a row, None stands for a padding row, which
+fills the last batch to its full shape: weight 0, one real token, no trained token. `loader.py` prefetches batches and
+copies them to a device.
 """
 
 import math
@@ -248,8 +249,8 @@ def balanced_slices(
 ) -> list[list[int | None]]:
     """Return this rank's micro-batches as `rank_slices` does, but balanced by length and longest rows first.
 
-    The rows of a step are sorted by length and dealt to ranks in snake order (0, 1, 1, 0, 0, ...), so that ranks get
-    nearly the same number of tokens and the rows of a micro-batch nearly the same length. Padding rows come last.
+    The rows of a step are sorted by length and dealt to ranks in snake order (0, 1, 1, 0, 0, ...). So ranks get nearly
+    the same number of tokens, and the rows of a micro-batch have nearly the same length. Padding rows come last.
 
     Args:
         rows: the rows of an optimizer step over all ranks.

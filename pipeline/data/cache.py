@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from filelock import BaseFileLock, FileLock, Timeout
 
 from pipeline.data import known_sets
-from pipeline.data.counts import Counts, Fate
+from pipeline.data.counts import Counts, RowOutcome
 from pipeline.data.readers import NO_COLUMNS
 from pipeline.data.row_kinds import EXTRA
 from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of, select_records, uniform
@@ -60,14 +60,14 @@ class StageData:
 def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> StageData:
     """Return the tokenised rows of these options, in source order.
 
-    Columns are those of `RowKind.schema`. Sets the tokenizer's template to options.template. One process builds while
-    the others wait for its file lock. Raises InputError if no training row is left.
+    Columns are those of `RowKind.schema`. The call sets the tokenizer's template to options.template. One process
+    builds the rows while the others wait for its file lock. Raises InputError if no training row is left.
     """
     set_template(tokenizer, options.template)
     cache = cache_folder(options.cache_dir)
-    folder = cache / f"{cache_word(options)}-{cache_key(options, tokenizer)[:32]}"
+    folder = cache / f"{cache_prefix(options)}-{cache_key(options, tokenizer)[:32]}"
     if not folder.is_dir():
-        with held(FileLock(f"{folder}.lock")):
+        with locked(FileLock(f"{folder}.lock")):
             if not folder.is_dir():
                 _build_folder(folder, options, tokenizer)
     counts = Counts.from_json(json.loads((folder / "counts.json").read_text(encoding="utf-8")))
@@ -84,7 +84,7 @@ def load(file: Path) -> "Dataset":
 
 
 @contextmanager
-def held(lock: BaseFileLock) -> Iterator[None]:
+def locked(lock: BaseFileLock) -> Iterator[None]:
     """Hold `lock` while the context is open, then delete it; waits and beats while another process holds it."""
     is_told = False
     while not lock.is_locked:
@@ -104,7 +104,7 @@ def held(lock: BaseFileLock) -> Iterator[None]:
         lock.release()
 
 
-def cache_word(options: DataOptions) -> str:
+def cache_prefix(options: DataOptions) -> str:
     """Return the name of a kind of rows and shares, for the key and its prefix: `prompts-1-2`."""
     word = "-".join([options.rows, *map(str, options.shares)])
     return EARLIER_WORDS.get(word, word)
@@ -117,7 +117,7 @@ def cache_key(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> str
         del content[name]
     paths = [*options.data_path, *options.eval_data_path, *options.sft_only_data_path]
     content |= {
-        "stage": cache_word(options),
+        "stage": cache_prefix(options),
         "version": FORMAT_VERSION,
         # Users may edit the converters, which changes rows.
         "converters": hashlib.sha256(Path(known_sets.__file__).read_bytes()).hexdigest(),
@@ -144,13 +144,13 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
     counts, ratios = Counts(), ratios_of(options)
     partial = folder.with_suffix(".partial")
 
-    def write(name: str, fate: Fate, chosen: "np.ndarray") -> int:
+    def write(name: str, outcome: RowOutcome, chosen: "np.ndarray") -> int:
         counts_here, file = Counts(), partial / f"{name}.arrow"
         num_rows = write_rows(file, options, records, chosen, writers=writers, counts=counts_here)
         for path, part in records.by_source(chosen):
-            counts_here.settle(fate, path, len(part))
-        for fates in counts_here.sources.values():
-            fates[fate] -= fates["dropped"]
+            counts_here.settle(outcome, path, len(part))
+        for outcomes in counts_here.sources.values():
+            outcomes[outcome] -= outcomes["dropped"]
         counts.merge(counts_here)
         return num_rows
 

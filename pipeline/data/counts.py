@@ -1,4 +1,4 @@
-"""Counts of rows: their fate by kind, with a first example, and their fate by source. All data modules add to them."""
+"""Counts of rows by outcome: for each kind, with a first example, and for each source. All data modules add to them."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # Each row ends in one of the first five. "cut" (truncated) and "kept" (repaired or repeated) are remarks on used rows.
-Fate = Literal["to train on", "held out", "of other stages", "left out", "dropped", "cut", "kept"]
+RowOutcome = Literal["to train on", "held out", "of other stages", "left out", "dropped", "cut", "kept"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,15 +33,15 @@ class Origin:
 class Counts:
     """Counts of rows by kind and by source.
 
-    _kinds: kind of row -> fate, number of rows, origin of the first one.
-    sources: data path -> number of rows by fate.
+    _kinds: kind of row -> outcome, number of rows, origin of the first one.
+    sources: data path -> number of rows by outcome.
     unread: data path -> columns that nothing reads.
     passed: data path -> columns that no row's layout reads, but that rewards get.
     lengths: number of tokens -> number of rows that were dropped because of that number.
     factors: data path -> how often each of its rows is trained on in an epoch, if sources are mixed by ratios.
     """
 
-    _kinds: dict[str, tuple[Fate, int, str]] = field(default_factory=dict)
+    _kinds: dict[str, tuple[RowOutcome, int, str]] = field(default_factory=dict)
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     unread: dict[str, set[str]] = field(default_factory=dict)
     passed: dict[str, set[str]] = field(default_factory=dict)
@@ -49,22 +49,22 @@ class Counts:
     factors: dict[str, float] = field(default_factory=dict)
 
     def add(
-        self, fate: Fate, kind: str, origin: Origin, *, number: int = 1, num_tokens: int = 0, detail: str = ""
+        self, outcome: RowOutcome, kind: str, origin: Origin, *, number: int = 1, num_tokens: int = 0, detail: str = ""
     ) -> None:
         """Count `number` more rows of `kind` in the source of `origin`, the origin of the first of them.
 
         `origin` and `detail` (what only that row shows) are stored for the first row of a kind. num_tokens: of a row
         that is too long.
         """
-        _, count, first = self._kinds.get(kind, (fate, 0, f"{origin}, got {detail}" if detail else str(origin)))
-        self._kinds[kind] = (fate, count + number, first)
-        self.settle(fate, origin.path, number)
+        _, count, first = self._kinds.get(kind, (outcome, 0, f"{origin}, got {detail}" if detail else str(origin)))
+        self._kinds[kind] = (outcome, count + number, first)
+        self.settle(outcome, origin.path, number)
         if num_tokens:
             self.lengths[num_tokens] += 1
 
-    def settle(self, fate: Fate, path: str, number: int) -> None:
-        """Count `number` rows of a data path as `fate`, without kind and example."""
-        self.sources.setdefault(path, Counter())[fate] += number
+    def settle(self, outcome: RowOutcome, path: str, number: int) -> None:
+        """Count `number` rows of a data path as `outcome`, without kind and example."""
+        self.sources.setdefault(path, Counter())[outcome] += number
 
     def note_columns(self, path: str, *, passed: Collection[str] = (), unread: Collection[str] = ()) -> None:
         """Note columns of a data path that no layout reads."""
@@ -74,18 +74,18 @@ class Counts:
 
     def merge(self, other: "Counts") -> None:
         """Add the counts of rows that come after these."""
-        for kind, (fate, count, first) in other._kinds.items():
-            _, before, earliest = self._kinds.get(kind, (fate, 0, first))
-            self._kinds[kind] = (fate, before + count, earliest)
-        for source, fates in other.sources.items():
-            self.sources.setdefault(source, Counter()).update(fates)
+        for kind, (outcome, count, first) in other._kinds.items():
+            _, before, earliest = self._kinds.get(kind, (outcome, 0, first))
+            self._kinds[kind] = (outcome, before + count, earliest)
+        for source, outcomes in other.sources.items():
+            self.sources.setdefault(source, Counter()).update(outcomes)
         for source in (*other.unread, *other.passed):
             self.note_columns(source, passed=other.passed.get(source, ()), unread=other.unread.get(source, ()))
         self.lengths.update(other.lengths)
 
     @property
-    def fates(self) -> Counter[str]:
-        """The number of rows of all sources by fate."""
+    def outcomes(self) -> Counter[str]:
+        """The number of rows of all sources by outcome."""
         return sum(self.sources.values(), Counter())
 
     def __getitem__(self, kind: str) -> int:
@@ -97,7 +97,7 @@ class Counts:
     def lines(self) -> list[str]:
         """Return one line per kind, most frequent first: '12 dropped: response is empty (first: a.jsonl:3)'."""
         ordered = sorted(self._kinds.items(), key=lambda item: (-item[1][1], item[0]))
-        return [f"{count} {fate}: {kind} (first: {first})" for kind, (fate, count, first) in ordered]
+        return [f"{count} {outcome}: {kind} (first: {first})" for kind, (outcome, count, first) in ordered]
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a JSON object."""
@@ -111,8 +111,8 @@ class Counts:
         """Return the counts whose `to_json` was written as `data`."""
         unread, passed = ({path: set(columns) for path, columns in data[name].items()} for name in ("unread", "passed"))
         return cls(
-            {kind: (fate, count, first) for kind, (fate, count, first) in data["kinds"].items()},
-            {source: Counter(fates) for source, fates in data["sources"].items()},
+            {kind: (outcome, count, first) for kind, (outcome, count, first) in data["kinds"].items()},
+            {source: Counter(outcomes) for source, outcomes in data["sources"].items()},
             unread,
             passed,
             Counter({int(length): count for length, count in data["lengths"].items()}),

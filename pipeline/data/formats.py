@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.readers import NO_COLUMNS, Row, Split, header_place, to_json
+from pipeline.data.readers import NO_COLUMNS, Row, Split, header_origin, to_json
 from pipeline.data.sources import split_of
 from pipeline.data.turns import (
     BadRowError,
@@ -46,7 +46,7 @@ class Content:
     chosen: preferred response; None if the row has none.
     rejected: other response; also a single one that the row labels false.
     text: plain text document.
-    margin: how much better chosen is, if the row says so.
+    margin: how much better chosen is, if the row has it.
     label: the row's label of its only response: True or False; an invalid label as text; None without one.
     """
 
@@ -64,7 +64,7 @@ class Record(Content):
 
     prompt_id: 63-bit hash of the prompt (of the text for a document).
     origin: where the row is.
-    split: 'train' or 'test' if the source says so.
+    split: 'train' or 'test' if the source has splits.
     columns: the source's columns that are not null in this row.
     extra: columns that no prompt is read from, as a JSON object, if they are passed on.
     """
@@ -188,7 +188,7 @@ def _renamed(row: Row, column_map: Mapping[str, str], counts: Counts) -> Values:
         # If the source already has our column, the map is not needed: one map may serve several sources.
         if theirs not in row.values and ours not in row.values:
             others = _names(row.values) + nearest(theirs, row.values)
-            where = f"{header_place(row.origin)}: no column {theirs!r} (column_map {ours}={theirs})"
+            where = f"{header_origin(row.origin)}: no column {theirs!r} (column_map {ours}={theirs})"
             raise UnknownColumnsError(f"{where}, only {others}")
         if theirs not in row.values:
             counts.add("kept", f"no column {theirs!r} (column_map {ours}={theirs}): {ours} is read", row.origin)
@@ -199,7 +199,7 @@ def _format_of(values: Values, origin: Origin) -> Format:
     # datasets fills columns that a row lacks with None, so null columns count only if no format fits without them.
     if form := _first_fitting(_present(values)) or _first_fitting(tuple(values)):
         return form
-    raise UnknownColumnsError(f"{header_place(origin)}: {_unknown_columns(list(values))}")
+    raise UnknownColumnsError(f"{header_origin(origin)}: {_unknown_columns(list(values))}")
 
 
 @lru_cache(maxsize=1024)

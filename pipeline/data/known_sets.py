@@ -72,7 +72,7 @@ def webgpt(row: Mapping[str, Any]) -> Values:
 
 
 def shp(row: Mapping[str, Any]) -> Values:
-    """Convert SHP: `labels` 1 says that comment A was preferred."""
+    """Convert SHP: `labels` 1 means that comment A was preferred."""
     best, other = ("A", "B") if row["labels"] == 1 else ("B", "A")
     return {"prompt": row["history"], "chosen": row[f"human_ref_{best}"], "rejected": row[f"human_ref_{other}"]}
 

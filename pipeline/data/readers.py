@@ -61,7 +61,7 @@ def data_suffix(path: Path) -> str:
     return next((suffix for suffix in READERS if name.endswith(suffix)), "")
 
 
-def header_place(origin: Origin) -> str:
+def header_origin(origin: Origin) -> str:
     """Return the origin of a row's column names: the first line of a CSV file, else the row itself."""
     return f"{origin.file}:1" if data_suffix(Path(origin.file)) == ".csv" else str(origin)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from pipeline.data.counts import Counts, Fate
+from pipeline.data.counts import Counts, RowOutcome
 from pipeline.data.formats import COLUMNS, read_records
 from pipeline.data.row_kinds import ROW_KINDS, SEQUENCES, RowKind, TokenizationOptions
 from pipeline.data.sources import parse_path, read_rows
@@ -150,7 +150,7 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
         sources += extra
     evaluation = np.concatenate([np.arange(0), *(source.eval for source in sources)])
     for text in options.eval_data_path:
-        chosen = _kept_records(text, options, records, counts, mixture="share")
+        chosen = _append_records(text, options, records, counts, mixture="share")
         is_own = records.is_test(chosen)
         if is_own.any():
             no_test = "no test row, beside test rows of the same evaluation data"
@@ -188,7 +188,7 @@ def select_records(options: DataOptions, records: Spool, counts: Counts) -> Sele
 
 def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) -> Selected:
     """Divide one source's records into training and evaluation."""
-    chosen = _kept_records(text, options, records, counts, mixture=options.mixture)
+    chosen = _append_records(text, options, records, counts, mixture=options.mixture)
     is_held_out = records.is_test(chosen)
     if options.eval_data_path:
         _count(chosen[is_held_out], "left out", "test row (eval_data_path is given)", records, counts)
@@ -200,7 +200,7 @@ def _divided(text: str, options: DataOptions, records: Spool, counts: Counts) ->
     return Selected(chosen[~is_held_out], chosen[is_held_out])
 
 
-def _kept_records(text: str, options: DataOptions, records: Spool, counts: Counts, *, mixture: str) -> "np.ndarray":
+def _append_records(text: str, options: DataOptions, records: Spool, counts: Counts, *, mixture: str) -> "np.ndarray":
     """Append the records of a data path, in the share of its weight, and return their positions."""
     import numpy as np
 
@@ -224,9 +224,9 @@ def _drawn(positions: "np.ndarray", records: Spool, is_chosen: Callable[[int], b
     return np.fromiter((is_chosen(int(name)) for name in records.prompt_ids(positions)), bool, len(positions))
 
 
-def _count(positions: "np.ndarray", fate: Fate, kind: str, records: Spool, counts: Counts) -> None:
+def _count(positions: "np.ndarray", outcome: RowOutcome, kind: str, records: Spool, counts: Counts) -> None:
     for _, part in records.by_source(positions):
-        counts.add(fate, kind, records.origin(part[0]), number=len(part))
+        counts.add(outcome, kind, records.origin(part[0]), number=len(part))
 
 
 def _distinct_prompts(positions: "np.ndarray", records: Spool, counts: Counts) -> "np.ndarray":

@@ -205,7 +205,7 @@ def error_of(shard: Shard) -> Exception | None:
     except Exception as error:
         trace = traceback.format_exc()
         error.add_note(trace)
-        # Instances of some other classes can be written to a pipe, but not read again.
+        # Instances of other classes may be written to a pipe, but not read again.
         return error if isinstance(error, (RunError, OSError)) else RuntimeError(trace)
     return None
 

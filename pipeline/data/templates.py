@@ -1,7 +1,7 @@
-"""Chat templates: choose one, and encode conversations whose prompt is an exact token prefix of the whole.
+"""Chat templates: choose one, and encode conversations so that each prompt is an exact token prefix of the whole.
 
-Texts are rendered by transformers' sandboxed `apply_chat_template` and encoded without added special tokens, since the
-template contains the BOS. Training, rollouts and chat all encode prompts with `encode_prompt`.
+transformers' sandboxed `apply_chat_template` renders texts. They are encoded without added special tokens, because the
+template contains the BOS token. Training, rollouts and chat all encode prompts with `encode_prompt`.
 """
 
 import re
@@ -38,8 +38,8 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '\\n\\nAssistant:' }}{%- endif -%}"
 )
-# Encoder-decoder models: the request as it is, for the encoder, and the response, each with its EOS, and with a BOS
-# where the tokenizer puts one before a text: BART writes it first, and generates with forced_bos_token_id.
+# Template of encoder-decoder models: the request, which the encoder reads, then the response, each followed by EOS. If
+# the tokenizer puts a BOS before a text, the template does too: BART generates it first (forced_bos_token_id).
 PLAIN_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if loop.index0 > 1 + (messages[0]['role'] == 'system') -%}"
@@ -48,32 +48,34 @@ PLAIN_TEMPLATE = (
     "{{ message['content'] + ('\\n\\n' if message['role'] == 'system' else eos_token) }}"
     "{%- endfor -%}"
 )
-# A template is a program from a file, so it gets limits. Published ones are below 20,000 characters, render in a
-# millisecond, and add some words to each turn.
+# Limits of a template, which is a program from a file: its characters, the seconds it may render, the characters that
+# it may make of each character of a conversation, and the bytes that its check may allocate. Chosen by hand; published
+# templates are shorter than 20,000 characters and render in a millisecond.
 MAX_TEMPLATE_CHARS = 100_000
 MAX_RENDER_S = 5.0
 MAX_GROWTH = 20
 MAX_PROBE_BYTES = 2**30
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Prepended for tokenizers whose own encode starts with BOS.
+# Prefixes of a template for a tokenizer whose own `encode` starts with BOS.
 BOS_PREFIX = "{{- bos_token -}}"
 PLAIN_BOS_PREFIX = "{%- set start = bos_token -%}{{- start -}}"
 
 
 class RefusedTurnsError(InputError):
-    """The template refuses these turns, a system turn for example; other rows may be accepted."""
+    """The template rejects these turns, for example a system turn; it may accept those of other rows."""
 
 
 class RewrittenTurnsError(InputError):
-    """No prompt is a prefix of the whole, as the template renders them; the last turn alone may still be trained."""
+    """The template renders a prompt that is no prefix of its conversation; the last turn may still be trained."""
 
 
 class EncodedConversation(NamedTuple):
     """A tokenised conversation of S tokens.
 
-    ids: S token ids, ending in the end-of-turn token of the last turn. trained: S flags, True = the loss counts this
-    token as a target. num_boundaries: how many pieces had to be encoded on their own to keep a prefix exact.
-    prompt_length: tokens of the prompt, where the last turn alone is trained.
+    ids: S token ids, of which the last is the end-of-turn token of the last turn.
+    trained: S flags; True: the token is a target of the loss.
+    num_boundaries: number of pieces that were encoded separately so that a prompt stays an exact prefix.
+    prompt_length: tokens of the prompt before the first trained turn.
     """
 
     ids: list[int]
@@ -83,19 +85,23 @@ class EncodedConversation(NamedTuple):
 
 
 def set_template(tokenizer: "PreTrainedTokenizerBase", name: str, *, plain: bool = False) -> None:
-    """Set `tokenizer.chat_template` to the template of this name, after checking it.
+    """Check the template of this name and set it as `tokenizer.chat_template`.
 
-    name: 'tokenizer' (its own), 'human_assistant', or 'auto' (its own if it has one, else Human/Assistant; with `plain`
-    the text alone, as encoder-decoder models read it). Raises InputError for another name, 'tokenizer' without one,
-    'human_assistant' for a tokenizer without an EOS token, and an own template that is too long, fails, or leaves out
-    a turn's content.
+    Args:
+        name: 'tokenizer' (the tokenizer's own template), 'human_assistant', or 'auto' (the tokenizer's own if it has
+            one, else human_assistant).
+        plain: without an own template, 'auto' is PLAIN_TEMPLATE, for encoder-decoder models.
+
+    Raises:
+        InputError: another name, 'tokenizer' for a tokenizer without a template, 'human_assistant' for one without an
+            EOS token, or a template that is too long, fails, or omits the content of a turn.
     """
     if name not in ("auto", "tokenizer", "human_assistant"):
-        raise InputError(f"template {name!r}: auto, tokenizer or human_assistant are right")
+        raise InputError(f"template: got {name!r}, expected auto, tokenizer or human_assistant")
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template
     if name == "tokenizer" and template is None:
-        raise InputError(f"template tokenizer: {_name(tokenizer)} has no chat template; auto is right")
+        raise InputError(f"template tokenizer: {_name(tokenizer)} has no chat template; give auto")
     if name != "human_assistant" and template is not None:
         tokenizer.chat_template = template
         _check_own_template(tokenizer)
@@ -119,7 +125,7 @@ def render(
 
     Raises:
         RefusedTurnsError: the template does not accept the turns.
-        InputError: rendering takes longer than MAX_RENDER_S, or makes more text than MAX_GROWTH allows.
+        InputError: rendering takes longer than MAX_RENDER_S, or the text is longer than MAX_GROWTH allows.
     """
     num_chars = sum(len(message.content) for message in messages)
     try:
@@ -129,20 +135,20 @@ def render(
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except TimeLimitError:
         raise InputError(
-            f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; --template "
-            "human_assistant does without it"
+            f"the chat template of {_name(tokenizer)} does not end within {MAX_RENDER_S:.0f} s; give "
+            "--template human_assistant"
         ) from None
     except Exception as error:
-        # A template is a program from a file: besides jinja2's own errors it may meet any other.
-        reason = str(error) or type(error).__name__  # of a MemoryError there is no text
-        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} refuses a conversation: {reason}") from error
+        # A template is a program from a file, so it can raise any error, not only those of jinja2.
+        reason = str(error) or type(error).__name__  # a MemoryError has no text
+        raise RefusedTurnsError(f"the chat template of {_name(tokenizer)} rejects a conversation: {reason}") from error
     if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * num_chars:
-        raise InputError(f"the chat template of {_name(tokenizer)} makes {len(text)} characters of {num_chars}")
+        raise InputError(f"the chat template of {_name(tokenizer)} renders {num_chars} characters as {len(text)}")
     return str(text)
 
 
 def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raise InputError for a template that is no text, too long, fails, or leaves out a turn's content."""
+    """Raise InputError if the template is no text, is too long, fails, or omits the content of a turn."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or len(template) > MAX_TEMPLATE_CHARS:
         kind = f"{len(template)} characters" if isinstance(template, str) else type(template).__name__
@@ -154,8 +160,8 @@ def _check_own_template(tokenizer: "PreTrainedTokenizerBase") -> None:
         text = render(tokenizer, [Message("user", question), Message("assistant", answer)])
     if question not in text or answer not in text:
         raise InputError(
-            f"{_name(tokenizer)}: its chat template leaves out what user or assistant said; "
-            "--template human_assistant does without it"
+            f"{_name(tokenizer)}: its chat template omits the content of user or assistant turns; give "
+            "--template human_assistant"
         )
 
 
@@ -165,7 +171,7 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
-    """Return what encoding looks for; callers with many conversations compute it once."""
+    """Return the special tokens and cached functions that encoding needs, computed once for many conversations."""
     texts = special_texts(tokenizer)
     ids: Any = tokenizer.convert_tokens_to_ids(list(texts))
     render_prompt = lru_cache(1)(partial(render, tokenizer, add_generation_prompt=True))
@@ -177,7 +183,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> SpecialTokens:
 def encode_prompt(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], special: SpecialTokens | None = None
 ) -> list[int]:
-    """Encode the prompt up to and with the generation prompt, as a model gets it."""
+    """Encode the messages with the generation prompt, which a model continues."""
     texts = special.texts if special else special_texts(tokenizer)
     return encode_text(tokenizer, render(tokenizer, plain_turns(messages, texts), add_generation_prompt=True))
 
@@ -188,13 +194,19 @@ def encode_conversation(
     train_turns: TrainTurns = "all",
     special: SpecialTokens | None = None,
 ) -> EncodedConversation:
-    """Encode turns that end in an assistant turn; the prompt before each trained turn is an exact token prefix.
+    """Encode turns, the last of the assistant; the prompt before each trained turn is an exact token prefix.
 
-    Trained are the content of the assistant turns ('all', or the 'last' one only) and the token that ends each turn; of
-    a template with `{% generation %}` marks what these hold.
-    The ids end with the first end token behind the last answer, where a sampler stops; if the template puts none there,
-    EOS is appended. Callers with many conversations pass `special`. Takes time linear in turns where the template ends
-    each turn with a special token. Raises RewrittenTurnsError if a prompt is no prefix of the whole.
+    The loss trains the content of assistant turns and the token that ends each. If the template has `{% generation %}`
+    marks, it trains the marked text instead. The ids end with the first end token after the last answer, where a
+    sampler stops; if the template has none there, EOS is appended. Time is linear in the number of turns if the
+    template ends each turn with a special token.
+
+    Args:
+        train_turns: 'all' assistant turns, or only the 'last'.
+        special: the result of `special_tokens`, for callers with many conversations.
+
+    Raises:
+        RewrittenTurnsError: a prompt is no prefix of the conversation.
     """
     targets = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not targets or targets[-1] != len(messages) - 1:
@@ -213,7 +225,7 @@ def encode_conversation(
     ids, trained = ids[:length], trained[:length]
     if not ids or ids[-1] not in special.ends:
         if tokenizer.eos_token_id is None:
-            raise InputError(f"{_name(tokenizer)}: neither its chat template nor itself has an end-of-turn token")
+            raise InputError(f"{_name(tokenizer)}: neither it nor its chat template has an end-of-turn token")
         ids.append(tokenizer.eos_token_id)
         trained.append(True)
     return EncodedConversation(ids, trained, num_boundaries, len(encoded[0][0]))
@@ -237,9 +249,9 @@ def _at_marks(
     train_turns: TrainTurns,
     special: SpecialTokens,
 ) -> list[tuple[str, bool]]:
-    """Split the pieces at the template's marks of trained text, if there are any: then nothing else is trained.
+    """Split the pieces at the template's `{% generation %}` marks, if it has any: then only marked text is trained.
 
-    An end token right behind a marked text is trained too: without it the model would never stop.
+    An end token directly after a marked text is trained too, because without it the model would never stop.
     """
     if not GENERATION_MARK.search(str(tokenizer.chat_template)):
         return pieces
@@ -252,7 +264,7 @@ def _at_marks(
     for text, is_response in pieces:
         start_at, size = 0, len(text)
         for first, last in ((first - start, last - start) for first, last in marked[1][0]):
-            # A mark may begin with the header of its turn, and reach beyond the token that ends it.
+            # A marked text may include the header of its turn, and reach beyond the token that ends it.
             is_header = last > size and train_turns == "all"
             if first < size and last > start_at and (is_response or is_header):
                 last = size if last > size or text[last:] in ends else last
@@ -266,10 +278,11 @@ def _at_marks(
 def _pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], targets: Sequence[int], special: SpecialTokens
 ) -> list[tuple[str, bool]]:
-    """Render and split the text at each target turn: (text, True for an answer with its end token), up to the last end.
+    """Render the conversation and split it at each target turn, up to the end token of the last.
 
-    A template that renders turns one after the other gives an exchange the same text behind any other exchange, so
-    each is first rendered behind a short one, in linear time. Where this gives another text, every prefix is rendered.
+    Returns (text, True for an answer with its end token) for each piece. Most templates render an exchange to the same
+    text after any other exchange. So each exchange is first rendered after a short one, in linear time; if the texts do
+    not match the whole, every prefix is rendered.
     """
     whole = render(tokenizer, messages)
     if len(targets) > 2:
@@ -282,7 +295,7 @@ def _pieces(
         return pieces
     raise RewrittenTurnsError(
         f"the chat template of {_name(tokenizer)} rewrites earlier turns or the start of an answer, so that no prompt "
-        "is a prefix of its conversation; --template human_assistant does without it"
+        "is a prefix of its conversation; --template human_assistant does not"
     )
 
 
@@ -295,7 +308,10 @@ def _split_at_targets(
     *,
     before: Sequence[Message] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Split `whole` at each target turn, rendered behind `before`, else behind all earlier turns; [] if none fits."""
+    """Split `whole` at each target turn; return [] if a rendered turn does not match it.
+
+    before: turns after which each exchange is rendered; None: all earlier turns.
+    """
     pieces: list[tuple[str, bool]] = []
     start = first = 0
     head, head_text, rest = list[Message](), "", ""
@@ -318,9 +334,11 @@ def _split_at_targets(
 def _last_answer(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], special: SpecialTokens, text: str | None = None
 ) -> tuple[str, str, str]:
-    """Return the prompt, the answer up to its first end token (where a sampler stops), and what stands behind that.
+    """Return the prompt, the answer with its first end token (where a sampler stops), and the text after that.
 
-    text: of the messages, where it is known. The answer is empty if the text does not begin with the prompt.
+    The answer is empty if the text does not begin with the prompt.
+
+    text: rendered text of the messages; None: it is rendered here.
     """
     prompt = special.render_prompt(tuple(messages[:-1]))
     text = render(tokenizer, messages) if text is None else text

@@ -108,7 +108,7 @@ class TrainingEngine:
         self.partitions_optimizer: bool = config["zero_optimization"]["stage"] > 0
         self.last_gradient_norm = 0.0
         self.gradient_bytes = 0  # bytes of gradients on this rank, set in the first step
-        self.is_stepping = False  # True from the beginning of a step until it is counted: some weights may be new
+        self.is_stepping = False  # True from the beginning of a step until it is counted: weights may be new
         self.host_buffers: list[torch.Tensor] = []  # reused by optimizer_offload.py
         self.states_on_host: list[tuple[torch.UntypedStorage, torch.Tensor]] = []  # (emptied device storage, host copy)
         self._norms: torch.Tensor | None = None  # norms of the current gradients, as DeepSpeed's optimizer has them

@@ -18,7 +18,7 @@ CHUNK = 1 << 24  # elements of a gradient that are projected at a time
 
 
 class GradientSketch:
-    """A random projection of the gradient of some backward passes; its norm estimates the norm of that gradient.
+    """A random projection of the summed gradient of backward passes; its norm estimates the norm of that gradient.
 
     Every element is added with a random sign to one of SIZE numbers. So projections add up like gradients, over
     micro-batches, ranks and ZeRO partitions. It needs no second backward pass and no copy of the gradients; ranks

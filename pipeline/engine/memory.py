@@ -14,7 +14,7 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.models.partitions import local_share
-from pipeline.run.device import bytes_of_cuda, kept_constants
+from pipeline.run.device import bytes_of_cuda, stored_constants
 from pipeline.run.run import Run
 
 # Phases of a step, and what each uses besides weights and optimizer.
@@ -48,18 +48,18 @@ def keep_to_limit(run: Run) -> None:
     """Limit this process to `--gpu-memory-gib` of its GPU, if given; do nothing on a CPU. Raises EnvironmentFault."""
     gib, world = run.resolved.config.run.gpu_memory_gib, run.world
     if gib and world.device.type == "cuda":
-        limit_memory(gib, world.device, outside=bytes_of_cuda(kept_constants(), world.size)[0])
+        limit_memory(gib, world.device, outside=bytes_of_cuda(stored_constants(), world.size)[0])
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the allocations of tensors by their addresses, without empty ones."""
-    held = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage for storage in held if storage.nbytes()}
+    allocations = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in allocations if storage.nbytes()}
 
 
-def num_bytes(held: Mapping[int, torch.UntypedStorage]) -> int:
+def num_bytes(allocations: Mapping[int, torch.UntypedStorage]) -> int:
     """Return the bytes of allocations that `storages` returned."""
-    return sum(storage.nbytes() for storage in held.values())
+    return sum(storage.nbytes() for storage in allocations.values())
 
 
 def weight_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -96,7 +96,7 @@ def model_memory(engine: TrainingEngine | FrozenEngine, device: torch.device) ->
     # At stage 0 in fp32 the optimizer updates the model's weights themselves.
     states = storages(optimizer_tensors(engine)) if isinstance(engine, TrainingEngine) else {}
     states = {address: storage for address, storage in states.items() if address not in weights}
-    on_host = {address: held for address, held in (weights | states).items() if held.device.type != device.type}
+    on_host = {address: one for address, one in (weights | states).items() if one.device.type != device.type}
     return ModelMemory(
         weights=num_bytes(weights),
         gradients=engine.gradient_bytes if isinstance(engine, TrainingEngine) else 0,
@@ -137,11 +137,11 @@ class Peaks:
 def memory_table(models: Mapping[str, ModelMemory], peaks: Mapping[str, float]) -> list[str]:
     """Return lines for the log: the states of each model, and what each phase used besides them."""
     lines = [f"memory of this rank, GiB{'weights':>15}{'gradients':>12}{'optimizer':>12}{'on the host':>13}"]
-    for name, held in models.items():
-        columns = "".join(f"{value / GIB:>12.3f}" for value in (held.weights, held.gradients, held.optimizer))
-        lines.append(f"  {name:<25}{columns}{held.on_host / GIB:>13.3f}")
-    resident = sum(held.weights + held.optimizer - held.on_host for held in models.values())
-    offloaded = sum(held.offloaded for held in models.values())
+    for name, memory in models.items():
+        columns = "".join(f"{value / GIB:>12.3f}" for value in (memory.weights, memory.gradients, memory.optimizer))
+        lines.append(f"  {name:<25}{columns}{memory.on_host / GIB:>13.3f}")
+    resident = sum(memory.weights + memory.optimizer - memory.on_host for memory in models.values())
+    offloaded = sum(memory.offloaded for memory in models.values())
     for phase in PHASES:
         if (peak := peaks.get(f"memory/{phase}_gib")) is not None:
             states = (resident if phase == "train" else resident - offloaded) / GIB

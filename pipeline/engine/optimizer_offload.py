@@ -48,16 +48,16 @@ def move_to_host(engine: TrainingEngine) -> None:
     """Copy each allocation to the host and empty it; `engine.states_on_host` records where each copy belongs."""
     device = next(engine.module.parameters()).device
     read_by_model = storages(weight_tensors(engine.module))
-    held = [
+    allocations = [
         storage
         for address, storage in storages(optimizer_tensors(engine)).items()
         if address not in read_by_model and storage.device == device
     ]
-    sizes, pinned = [storage.nbytes() for storage in held], device.type == "cuda"
+    sizes, pinned = [storage.nbytes() for storage in allocations], device.type == "cuda"
     if [buffer.numel() for buffer in engine.host_buffers] != sizes:
         # Allocated once: page-locking 15 GiB takes seconds.
         engine.host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-    copies = list(zip(held, engine.host_buffers, strict=True))
+    copies = list(zip(allocations, engine.host_buffers, strict=True))
     for storage, buffer in copies:
         buffer.copy_(as_bytes(storage), non_blocking=True)
     if pinned:

@@ -57,7 +57,7 @@ class Zero3Weights:
                     bucket[0].all_gather_coalesced(bucket).wait()
 
     def release_gathered(self) -> None:
-        """Keep only this rank's shards of gathered weights, and small weights whole."""
+        """Free gathered weights except for this rank's shards; small weights stay whole."""
         if self.once and (whole := [p for p in self._parameters if not is_released(p) and not p.ds_persist]):
             whole[0].partition(param_list=whole)
 
@@ -71,7 +71,7 @@ class Zero3Weights:
             self._offload.get_param_coordinator()._clean_inflight_param_registry()
 
     def release_all(self) -> None:
-        """Keep only this rank's shards of all weights, also those that a failed forward or backward pass gathered."""
+        """Free all weights except for this rank's shards, also those that a failed pass has gathered."""
         self._offload.partition_all_parameters()
 
 

@@ -72,7 +72,7 @@ class Batch:
     """The N requests of a batch, their settings and responses. Rows that left the decoder stay in these tensors.
 
     vocabulary: ids that end a response or pad it, and those that can be drawn.
-    truncation: what some of the rows need.
+    truncation: union of what the rows need.
     temperature, top_p: (N,) fp32, settings of each row.
     top_k: (N,) int64.
     uniforms: (N, T) float64, random numbers of all positions.
@@ -125,8 +125,8 @@ class Batch:
         """Return new events of the running rows, and remove from `running` those that have ended."""
         events: list[Tokens | Finished] = []
         for row, request in list(self.running.items()):
-            is_cut = self.position == request.sampling.max_new_tokens
-            reason: Reason | None = "end" if is_end[row] else "limit" if is_cut else None
+            is_at_limit = self.position == request.sampling.max_new_tokens
+            reason: Reason | None = "end" if is_end[row] else "limit" if is_at_limit else None
             if reason or request.is_watched or request.is_withdrawn:
                 ids, log_probs = self.tokens[row, : self.position], self.log_probs[row, : self.position]
                 new = new_events(request, ids, log_probs, reason, self.vocabulary)

@@ -24,7 +24,7 @@ from pipeline.models.partitions import has_shards_on_disk
 from pipeline.models.weight_files import warn_once
 from pipeline.tensor_ops import pad_rows
 
-if TYPE_CHECKING:  # it imports triton, which the eager backend does without
+if TYPE_CHECKING:  # it imports triton, which the eager backend does not need
     from pipeline.generation.generator import Generator
 
 
@@ -104,12 +104,12 @@ class HybridEngine:
             self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device))
 
     def _update_lacks_memory(self) -> bool:
-        """Tell whether some rank's device lacks memory for an update beside the KV cache. A collective."""
+        """Return True if some rank's device lacks memory for an update beside the KV cache. A collective."""
         lacks = not keeps_cache(*memory_of(self._device), taken=self._update_bytes)
         lacks = dist.max_over_ranks(float(lacks), self._device) > 0
         if lacks:
             warn_once(
-                "generation: an update lacks memory beside the KV cache, which is given back before it and allocated "
+                "generation: an update lacks memory beside the KV cache, which is freed before it and allocated "
                 "again for the next rollout"
             )
         return lacks
@@ -121,7 +121,7 @@ class HybridEngine:
         return (self._generator or self.source.of_modules(self.vocabulary)).session(capacity)
 
     def generate(self, prompts: Sequence[Prompt], *, num_samples: int, batch_size: int = 0, **request: Any) -> Rollout:
-        """Sample responses by `session.generate`, `batch_size` prompts at a time (0: all). Only in `generation()`."""
+        """Sample responses by `session.generate`, `batch_size` prompts at once (0: all); call it in `generation()`."""
         num_slots = (batch_size or len(prompts)) * num_samples
         rollout = generate(self, prompts, num_samples=num_samples, num_slots=num_slots, **request)
         if self.group.size > 1:

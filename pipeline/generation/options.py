@@ -1,7 +1,7 @@
 """Settings of generation that come from flags, and the checks that need no loaded model.
 
-The configuration of stage 3 and the hybrid engine use them. Imports no torch: flags are checked in milliseconds.
-backends.py decides which backend supports a given model.
+The configuration of stage 3 and the hybrid engine use them. The module imports no torch, so that flags are checked in
+milliseconds. backends.py decides which backend supports a given model.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class GenerationOptions:
     min_slots: int = 0
 
     def decides_by_memory(self, why_not: str | None) -> bool:
-        """Tell whether `whole_weights_fit` decides on streaming. why_not: the result of `why_not_streamed`."""
+        """Return True if `whole_weights_fit` decides on streaming. why_not: the result of `why_not_streamed`."""
         return self.weights == "auto" and why_not is None
 
 

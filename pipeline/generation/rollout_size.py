@@ -1,6 +1,6 @@
 """The size of a rollout: its prompts over all ranks, how many of them a rank samples at once, and its optimizer steps.
 
-Imports no torch.
+The module imports no torch.
 """
 
 from dataclasses import dataclass
@@ -88,16 +88,16 @@ class RolloutSize:
 
     @property
     def fault(self) -> str:
-        """One line on flags that contradict or a rollout that optimizer steps do not divide; "" if all is right."""
-        asked = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
-        if asked and self.generation_batches:
-            return f"--generation-batches {self.generation_batches}: with {asked}; give one of them"
+        """Return a line on flags that contradict, or on a rollout that steps do not divide evenly; "" for neither."""
+        given = f"--rollout-batch-size {self.rollout_batch_size}" if self.rollout_batch_size else ""
+        if given and self.generation_batches:
+            return f"--generation-batches {self.generation_batches}: with {given}; give one of them"
         if (self.rollout_batch_size or self.responses) % self.unit:
-            return self._uneven() if asked else self._uneven_batches()
+            return self._uneven() if given else self._uneven_batches()
         if self.old_log_probs != "sampler" or self.steps == 1:
             return ""
         # Later steps need the log-probabilities of the policy before the first one, from the trainer's own pass.
-        rows = f"--rollout-batch-size {self.step_rows}" if asked else "--gradient-accumulation-steps"
+        rows = f"--rollout-batch-size {self.step_rows}" if given else "--gradient-accumulation-steps"
         return (
             f"--old-log-probs: sampler needs one optimizer step per rollout, got {self.steps}; use trainer, or set "
             f"--ppo-epochs 1 and {rows} to take all rows of a rollout in one step"

@@ -76,7 +76,7 @@ class Truncation:
     """The kinds of truncation that a batch of rows needs. Each row is truncated by its own settings.
 
     largest_k: largest top_k of the rows; 0: no row has a top_k.
-    has_nucleus: whether some row has a top_p below 1.
+    has_nucleus: True if a row has a top_p below 1.
     """
 
     largest_k: int = 0

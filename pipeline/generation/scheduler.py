@@ -104,7 +104,7 @@ class ContinuousBatching(Session):
         self, buffers: GenerationBuffers, capacity: Capacity, *, lockstep: Lockstep, stream: SideStream | None
     ) -> None:
         super().__init__(capacity, buffers.vocabulary, buffers.forward.device)
-        buffers.slots.active.zero_()  # an abandoned session may have left some active
+        buffers.slots.active.zero_()  # an abandoned session may have left slots active
         self.buffers, self.forward, self.group = buffers, buffers.forward, buffers.forward.group
         self.lockstep, self.stream = lockstep, stream
         self.running: dict[int, Request] = {}
@@ -128,7 +128,7 @@ class ContinuousBatching(Session):
 
     @torch.no_grad()
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
-        """Fill free slots, decode some tokens, and return what is new; see `Session`."""
+        """Fill free slots, decode one or more steps, and return new events; see `Session`."""
         try:
             return self._iterate(self.group.any(stop, self.device))
         finally:
@@ -270,7 +270,7 @@ class ContinuousBatching(Session):
     # --- what starts ---
 
     def _assign_slots(self, free: list[int]) -> list[tuple[list[Request], list[int]]]:
-        """Give free slots to waiting requests; return (requests, their slots) of each prefill."""
+        """Assign free slots to waiting requests; return (requests, their slots) for each prefill."""
         batches = []
         while free and self.waiting:
             requests: list[Request] = []

@@ -25,7 +25,7 @@ class GenerationBuffers:
     forward: the forward passes of the model.
     capacity: the largest session that the buffers serve.
     vocabulary: ids that end a response, and ids that can be drawn.
-    cache_length: current positions of a slot; `grow` adds some, up to `capacity.max_length`.
+    cache_length: current positions of a slot; `grow` adds more, up to `capacity.max_length`.
     max_cached_tokens: tokens that the device has memory for, over all slots; at least `capacity.max_length`.
     num_slots: current number of slots, at most that of the capacity.
     cache: the KV cache, of the type that `forward` creates.
@@ -79,7 +79,7 @@ class GenerationBuffers:
         return max(needed, min(ample, for_all_slots) if needed <= for_all_slots else ample)
 
     def grow(self, cache_length: int, slots: Sequence[int]) -> None:
-        """Keep only these slots, and make the KV cache longer. Work on other streams that uses it must be over."""
+        """Retain only these slots, and make the KV cache longer. Work on other streams that uses it must be over."""
         self._has_lost_slots |= len(slots) < self.num_slots
         self.cache_length, self.num_slots = cache_length, len(slots)
         self._graph = None  # it reads the shorter cache
@@ -88,7 +88,7 @@ class GenerationBuffers:
         self._all_slots = torch.arange(len(slots), device=self.forward.device)
 
     def truncate(self, truncation: Truncation) -> None:
-        """Let draws apply this truncation too from now on. Work on other streams must be over."""
+        """Apply this truncation too in all later draws. Work on other streams must be over."""
         if self.truncation | truncation != self.truncation:
             self.truncation |= truncation
             self._graph = None  # it was captured without this truncation

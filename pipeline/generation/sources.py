@@ -20,7 +20,7 @@ from pipeline.models.decoders.families import read_architecture
 from pipeline.models.loading import base_model
 from pipeline.tensor_ops import round_up
 
-if TYPE_CHECKING:  # they import triton, which the eager backend does without
+if TYPE_CHECKING:  # they import triton, which the eager backend does not need
     from pipeline.generation.forwards.fused import FusedForward
     from pipeline.generation.generator import Generator
 

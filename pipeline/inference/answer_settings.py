@@ -1,4 +1,4 @@
-"""Sampling settings that `rlhf chat`, `compare` and `sample` share. Imports no torch, so that --help is quick."""
+"""Sampling settings that `rlhf chat`, `compare` and `sample` share. It imports no torch, so that --help is quick."""
 
 from typing import Self
 

@@ -115,7 +115,7 @@ def as_chat_model(
 
 
 def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model with its template, and check that they fit the model. Reads no weight."""
+    """Load the tokenizer of a model with its template, and check that they fit the model. It reads no weight."""
     source.check()
     path, base = source.path, source.base
     # An adapter without a tokenizer uses its merged model's, else its base's.
@@ -127,7 +127,7 @@ def load_chat_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def check_prompts(path: str, prompts: Sequence[Turns], max_new_tokens: int, *, may_shorten: bool) -> int:
-    """Return the number of new tokens that fit behind each prompt in the positions of the model. Reads no weight.
+    """Return the number of new tokens that fit behind each prompt in the positions of the model. It reads no weight.
 
     This is `max_new_tokens`, or less with `may_shorten`. Raises InputError if they or a prompt do not fit.
     """
@@ -316,14 +316,14 @@ class AnswerStreamer(BaseStreamer):
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the next token (1,), or the prompt in the first call by `generate`."""
+        """Read the next token (1,), or the prompt in the first call by `generate`."""
         if not self._has_prompt:
             self._has_prompt = True
             return
         self.take([int(value.item())])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Take the next tokens."""
+        """Read the next tokens."""
         for token in ids:
             self.finished = self.finished or token in self._chat_model.vocabulary.eos_ids
             if not self.finished:

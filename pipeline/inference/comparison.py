@@ -1,7 +1,7 @@
 """Compare answers of several models to the same prompts: scores, win rates and their intervals, as tables and Markdown.
 
 The first model is the baseline. Answers to one prompt depend on each other, so they are averaged first: the unit of
-every interval is the prompt. Texts of models and files are never interpreted as markup. Imports no torch.
+every interval is the prompt. Texts of models and files are never interpreted as markup. The module imports no torch.
 """
 
 import math

@@ -18,7 +18,7 @@ from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from pipeline.generation.session import Capacity, Finished
-from pipeline.inference.answer_scores import Judge, score_answers
+from pipeline.inference.answer_scores import AnswerScorer, score_answers
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.answers import ChatModel, finished_answer, load_chat_tokenizer
 from pipeline.inference.sample_rows import SampledAnswer, scores_of
@@ -54,14 +54,14 @@ class Pending:
     ids: tokens of the answers that have ended, by sample.
     answers: these answers, by sample.
     handle: the values of reward functions, submitted once all answers have ended.
-    judged: name of a reward model -> its scores, by sample.
+    model_scores: name of a reward model -> its scores, by sample.
     """
 
     prompt: SamplePrompt
     ids: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, SampledAnswer] = field(default_factory=dict)
     handle: Future[dict[str, list[Value]]] | None = None
-    judged: dict[str, list[Value]] = field(default_factory=dict)
+    model_scores: dict[str, list[Value]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PromptData:
 def read_prompts(
     paths: Sequence[str], source: ModelSource, *, column_map: str, max_length: int, max_new_tokens: int
 ) -> PromptData:
-    """Read the prompts of all rows, of any layout, and encode them for the model. Reads no weight.
+    """Read the prompts of all rows, of any layout, and encode them for the model. It reads no weight.
 
     Args:
         column_map: `--column-map`, as given.
@@ -139,7 +139,7 @@ def sample(
     pool: RewardPool,
     settings: SampleSettings,
     *,
-    judges: Sequence[Judge] = (),
+    scorers: Sequence[AnswerScorer] = (),
     first: int,
     batch_size: int,
     seed: int,
@@ -149,13 +149,13 @@ def sample(
     An answer depends only on the seed, its prompt and its number, up to rounding.
 
     Args:
-        judges: reward models, whose raw scores are rewards too.
+        scorers: reward models, whose raw scores are rewards too.
         batch_size: prompts whose answers are sampled at once.
 
     Raises:
         InputError: a function returned an invalid value, or logits or scores are not finite.
     """
-    weights = {one.name: one.weight for one in pool.functions} | {one.name: one.weight for one in judges}
+    weights = {one.name: one.weight for one in pool.functions} | {one.name: one.weight for one in scorers}
     num_slots, num_new = settings.n * batch_size, settings.max_new_tokens
     sampling = Sampling(num_new, settings.temperature, settings.top_p, settings.top_k, tuple(settings.stop_strings))
     longest = max(len(one.tokens.ids) for one in data.prompts)
@@ -175,9 +175,9 @@ def sample(
                     one.handle = pool.submit(responses_of(one, data.is_conversation))
         is_all = session.is_idle and not rest
         while pending and (handle := pending[0].handle) is not None and (is_all or handle.done()):
-            judge_ended(pending, judges, batch_size=num_slots)
+            score_ended(pending, scorers, batch_size=num_slots)
             (values,), one = pool.gather([handle]), pending.popleft()
-            yield one.prompt, scored(one, values | one.judged, weights), values
+            yield one.prompt, scored(one, values | one.model_scores, weights), values
 
 
 def take(chat_model: ChatModel, one: Pending, event: Finished) -> None:
@@ -197,16 +197,16 @@ def responses_of(one: Pending, is_conversation: bool) -> Responses:
     return Responses(prompt.row, prompt.messages, is_conversation, texts=texts, ids=ids, columns=columns)
 
 
-def judge_ended(pending: Sequence[Pending], judges: Sequence[Judge], *, batch_size: int) -> None:
+def score_ended(pending: Sequence[Pending], scorers: Sequence[AnswerScorer], *, batch_size: int) -> None:
     """Score, by reward models, all prompts whose answers have ended and have no scores yet."""
-    if not judges or not (ended := [one for one in pending if one.handle is not None and not one.judged]):
+    if not scorers or not (ended := [one for one in pending if one.handle is not None and not one.model_scores]):
         return
     answers = [(one.prompt.messages, one.answers[n]) for one in ended for n in sorted(one.answers)]
     given = [(turns, answer.text, answer.finish_reason != "limit") for turns, answer in answers]
-    for judge in judges:
-        scores = iter(score_answers(judge, given, batch_size=batch_size))
+    for scorer in scorers:
+        scores = iter(score_answers(scorer, given, batch_size=batch_size))
         for one in ended:
-            one.judged[judge.name] = [next(scores) for _ in one.answers]
+            one.model_scores[scorer.name] = [next(scores) for _ in one.answers]
 
 
 def scored(one: Pending, values: Mapping[str, Sequence[Value]], weights: Mapping[str, float]) -> list[SampledAnswer]:

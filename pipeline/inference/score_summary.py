@@ -16,14 +16,14 @@ class Sums:
     mean: mean of the scores.
     squares: sum of the squares of (score - mean).
     rising: sum of (tokens - mean tokens) (score - mean score), with means over the answers to the same prompt.
-    apart: sum of the squares of (tokens - mean tokens).
+    token_squares: sum of the squares of (tokens - mean tokens).
     """
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
     rising: float = 0.0
-    apart: float = 0.0
+    token_squares: float = 0.0
 
 
 class ScoreSummary:
@@ -47,7 +47,7 @@ class ScoreSummary:
                 sums.mean += before / sums.count
                 sums.squares += before * (score - sums.mean)  # Welford 1962
                 sums.rising += (tokens - middle) * score  # the term of the mean score sums to 0
-                sums.apart += (tokens - middle) ** 2
+                sums.token_squares += (tokens - middle) ** 2
 
     def lines(self) -> list[str]:
         """Return a line for each name that has a score."""
@@ -55,9 +55,9 @@ class ScoreSummary:
 
     def _slope(self, name: str, sums: Sums) -> str:
         """Return the least-squares slope over tokens; for a reward model also in units to weigh a missing EOS by."""
-        if not sums.apart:
+        if not sums.token_squares:
             return ""
-        slope = sums.rising / sums.apart
+        slope = sums.rising / sums.token_squares
         worth = f"; {slope:+.2g} a token among the answers to a prompt"
         if name in self._deviations:
             earned = slope * self._max_tokens / self._deviations[name]

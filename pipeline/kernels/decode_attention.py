@@ -1,7 +1,8 @@
 """Triton kernels of attention in a decode step: the new token of each slot attends to the slot's own keys.
 
-M rows (slots), Hq query heads, Hkv heads of keys and values, D channels a head, S cache length. Lengths and flags are
-in device memory: one CUDA graph serves rows of any length. Arithmetic is fp32; results have the tensors' own type.
+Shapes: M rows (slots), Hq query heads, Hkv heads of keys and values, D channels a head, S cache length. Lengths and
+flags are in device memory, so that one CUDA graph serves rows of any length. Arithmetic is fp32; results have the type
+of the tensors.
 """
 
 import triton
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from pipeline.kernels.split_kv import GROUP_WARPS, MAX_SPLITS, HeadLayout, SplitKVSchedule, group_pad
 
-# From this many rows on, keys of single heads are evicted from the L2 first, which keeps the weights of the next
-# products there: 1 % of a step of 256 rows on an H200; with 64 rows the step gets 1 % slower (ibid., third round).
+# Rows from which the keys of a query head are evicted from the L2 cache first, so that the weights of the next products
+# stay in it. Measured on an H200: a step of 256 rows is 1 % faster, one of 64 rows 1 % slower
+# (benchmarks/reports/decode.md, third round).
 EVICT_FROM_ROWS = 129
 
 
@@ -21,7 +23,7 @@ def _store_or_combine(
     num_active, num_done, softmax_state, sums, heads,
     G: tl.constexpr, D: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store the output of (G,) highest and total and (G, D) mixed; of several splits the last one combines all."""
+    """Store the output of (G,) highest and total and (G, D) mixed; the split of a row that ends last combines all."""
     if splits == 1:
         tl.store(out + out_offsets, (mixed / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
     else:
@@ -37,7 +39,7 @@ def _store_or_combine(
             tl.store(counter, 0)
             step = tl.load(num_active)
             first_program = program - split * step
-            # Their numbers come from other multiprocessors: not by way of this one's cache.
+            # Other multiprocessors wrote these numbers, so the loads bypass this one's L1 cache (.cg).
             combined = tl.full([G], float("-inf"), tl.float32)
             for i in tl.static_range(MAX_SPLITS):
                 other = ((first_program + i * step) * heads + head).to(tl.int64)
@@ -64,7 +66,7 @@ def _store_or_combine(
 
 @triton.jit
 def _capped(scores, CAP: tl.constexpr):
-    """Return CAP * tanh(scores / CAP), or the scores where CAP is 0."""
+    """Return CAP * tanh(scores / CAP), or the scores if CAP is 0."""
     if CAP > 0:
         scores = CAP * (2.0 * tl.sigmoid(scores * (2.0 / CAP)) - 1.0)
     return scores
@@ -85,7 +87,7 @@ def _accumulate_keys(
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr, CAP: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Add BLOCK keys from `start` on to highest score, sum and (D_PAD,) mixed values; FULL: all are before `stop`."""
+    """Add BLOCK keys from `start` to highest score, sum and (D_PAD,) mixed values; FULL: all are before `stop`."""
     t, d = start + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
     offsets = t[:, None] * D + d[None, :]
     if FULL and D == D_PAD:
@@ -111,7 +113,7 @@ def _attend_single(
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a query head that has its own keys: dot products as sums, one program per (split of a row, head)."""
+    """Attend with one query head per key head: dot products as sums, one program per (split of a row, head)."""
     program, head = tl.program_id(0), tl.program_id(1)
     row, split = tl.load(assignments + program * 4), tl.load(assignments + program * 4 + 1)
     splits, length = tl.load(assignments + program * 4 + 2), tl.load(assignments + program * 4 + 3)
@@ -135,7 +137,7 @@ def _attend_single(
     begin = tl.minimum(first + split * share, length)
     stop = tl.minimum(begin + share, length)
     blocks = (stop - begin) // BLOCK * BLOCK
-    # The remainder that fills no block is first: its loads overlap those of the query.
+    # The remainder, which is shorter than a block, comes first: its loads overlap those of the query.
     if begin + blocks < stop:
         highest, total, mixed = _accumulate_keys(
             keys + base, values + base, begin + blocks, stop, q, highest, total, mixed,
@@ -215,10 +217,10 @@ def attend(
     """Compute the attention of each row's new token over its cache and itself; append its key and value to the cache.
 
     Args:
-        qkv: (M, (Hq + 2 Hkv) D), rotated already where the model rotates.
-        keys, values: (M, Hkv, S, D) contiguous; the new ones are written after the row's other keys.
+        qkv: (M, (Hq + 2 Hkv) D), with rotary positions applied if the model has them.
+        keys, values: (M, Hkv, S, D) contiguous; the new key and value are written after the row's others.
         schedule: the programs of this step and layout.
-        out: (M, Hq D); rows that are not active are not written.
+        out: (M, Hq D); only active rows are written.
     """
     head_dim, group = layout.head_dim, layout.num_heads // layout.num_kv_heads
     padded = triton.next_power_of_2(head_dim)

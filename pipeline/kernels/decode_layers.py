@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.kernels.split_kv import HeadLayout
 
-# Up to this many rows, all of them run on a GPU at a time, and twice the threads per row make each faster; measured on
-# an H200 at 64 to 256 rows (benchmarks/reports/decode.md, third round).
+# Rows up to which a norm uses twice the threads per row: all rows run on the GPU at once, and each is faster. Measured
+# on an H200 at 64 to 256 rows (benchmarks/reports/decode.md, third round).
 MAX_ROWS_WITH_MORE_WARPS = 1024
 
 
@@ -69,13 +69,17 @@ class NormWeights:
     rounds_first: bool = True
 
     def rounds_to(self, dtype: torch.dtype) -> bool:
-        """Return True where normed values are rounded to `dtype` first: not where the weight is kept in fp32."""
+        """Return True if normed values are rounded to `dtype` before the product, which needs a weight of that type."""
         return self.rounds_first and self.weight is not None and self.weight.dtype == dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The output of attention or MLP before it is added to the residual: (M, H), or S summands (S, M, H); bias (H,)."""
+    """The output of attention or MLP before it is added to the residual.
+
+    values: (M, H), or S summands (S, M, H).
+    bias: (H,), or None.
+    """
 
     values: Tensor
     bias: Tensor | None = None
@@ -87,7 +91,10 @@ def num_warps(width: int) -> int:
 
 
 def add_norm(residual: Tensor, branch: Branch | None, norm: NormWeights, *, keep_sum: bool, out: Tensor) -> Tensor:
-    """Write norm(residual + branch) to `out`, all (M, H) contiguous; with `keep_sum` the sum replaces `residual`."""
+    """Write norm(residual + branch) to `out` and return it; all are (M, H) contiguous.
+
+    keep_sum: the sum replaces `residual`.
+    """
     rows, width = residual.shape
     values, branch_bias = (None, None) if branch is None else (branch.values, branch.bias)
     num_parts = 0 if values is None else len(values) if values.dim() == 3 else 1
@@ -144,10 +151,11 @@ def rotate(
     layout: HeadLayout,
     norms: tuple[NormWeights, NormWeights] | None,
 ) -> None:
-    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021), after their norms if given.
+    """Rotate q and k of each row in place to position `lengths[m]` (Su et al. 2021).
 
     rotary: tables of cos and sin, (positions, R / 2) contiguous, in the model's type; the first R channels of a head
-    rotate, which are all D where there are norms.
+    rotate.
+    norms: RMSNorms of q and k that come before the rotation; with them R is D.
     """
     half = rotary[0].shape[1]
     q_norm, k_norm = norms or (NormWeights(qkv, None, 0.0, True),) * 2
@@ -161,14 +169,14 @@ def rotate(
 
 @triton.jit
 def tanh_gelu_exponent(x):
-    """Return y, and its slope, of the approximate GELU x (1 + tanh(y / 2)) / 2, which is x sigmoid(y)."""
+    """Return y and dy/dx of the approximate GELU x (1 + tanh(y / 2)) / 2, which is x sigmoid(y)."""
     square = 0.044715 * x * x
     return 1.5957691216057308 * x * (1.0 + square), 1.5957691216057308 * (1.0 + 3.0 * square)
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Return the activation of fp32 x."""
+    """Return activation(x) in fp32; ACTIVATION is silu, gelu_tanh, gelu, or else relu."""
     if ACTIVATION == "silu":
         active = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
@@ -192,7 +200,9 @@ def _gate(joined, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 def gated(joined: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up (M, F) of gate and up joined, (M, 2 F) contiguous (Shazeer 2020, SwiGLU, GEGLU).
+    """Return activation(gate) * up (M, F) (Shazeer 2020, SwiGLU, GEGLU).
+
+    joined: gate and up side by side, (M, 2 F) contiguous.
 
     activation: relu, silu, gelu or gelu_tanh.
     """

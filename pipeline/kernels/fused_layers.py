@@ -1,9 +1,13 @@
 """Fused parts of transformers models in training: the same function in fewer passes over memory on a GPU.
 
-Norms, ReLUs, the gates of MLPs, rotary positions, and LoRA layers. A layer changes its class, not its weights or their
-names: what is saved, and what peft or DeepSpeed see, stays as it was. On a CPU, on small inputs (but of LoRA), and
-where types are mixed, it computes as before. The kernels are in norm_kernels.py and gate_kernels.py, LoRA's function is
-in lora_linear.py.
+The parts are norms, ReLUs, the gates of MLPs, rotary positions, and LoRA layers. `fuse_layers` changes the class of a
+layer; weights and their names stay, so checkpoints, peft and DeepSpeed see the same model. A fused layer computes as
+the original does in three cases:
+- on a CPU;
+- with inputs of mixed types;
+- with small outputs, except for LoRA layers.
+
+The kernels are in norm_kernels.py and gate_kernels.py; LoRA's function is in lora_linear.py.
 """
 
 from collections.abc import Callable
@@ -27,27 +31,27 @@ from pipeline.model_types import fused_classes
 RMS_NORMS = fused_classes("norm", "RMSNorm")
 GATED_MLPS = fused_classes("gate", "MLP")
 ROTARY_ATTENTIONS = fused_classes("rotary", "Attention")
-# Class of an activation -> its name in the kernels.
+# Names of activations: class in transformers -> name in the kernels.
 GATE_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
-ROTARY = "apply_rotary_pos_emb"  # name of the function in transformers' files
+ROTARY = "apply_rotary_pos_emb"  # name of the function in the model files of transformers
 # Outputs of a layer above which the kernels save more time on the device than their launch costs on the host; measured
 # on an H200 (benchmarks/reports/kernels.md, "Norms and ReLUs in training").
 MIN_ELEMENTS = 2**23
 
 
 def can_use_kernels(x: Tensor, size: int, *parameters: Tensor | None) -> bool:
-    """Return True where a kernel should compute `size` outputs: on a GPU, many, all of one type, without autocast."""
+    """Return True if a kernel should compute `size` outputs: many, on a GPU, all of one type, without autocast."""
     return is_large(size) and is_of_one_type(x, *parameters)
 
 
 def is_of_one_type(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Return True where a layer computes on a GPU in the type of its parameters, without autocast."""
+    """Return True if a layer computes on a GPU in the type of its parameters, without autocast."""
     able = x.is_cuda and not torch.is_autocast_enabled("cuda")
     return able and all(p is None or p.dtype == x.dtype for p in parameters)
 
 
 class LayerNorm(nn.LayerNorm):
-    """A LayerNorm over the last axis, by one kernel where `can_use_kernels` allows."""
+    """A LayerNorm over the last axis, computed by one kernel if `can_use_kernels` allows."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Norm (..., H) over the last axis."""
@@ -59,7 +63,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.Module):
-    """An RMSNorm by one kernel where `can_use_kernels` allows; the base class before one of RMS_NORMS."""
+    """An RMSNorm, computed by one kernel if `can_use_kernels` allows; `joined_class` adds it to one of RMS_NORMS."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -74,7 +78,7 @@ class RMSNorm(nn.Module):
 
 
 class ReluLinear(nn.Linear):
-    """A linear layer with the ReLU that follows it."""
+    """A linear layer together with the ReLU that follows it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute relu(input @ W.T + b): (..., H) -> (..., F)."""
@@ -87,7 +91,7 @@ class ReluLinear(nn.Linear):
 
 
 class LoraLinear(PeftLinear):
-    """peft's linear layer with LoRA adapters; a single plain adapter adds to the base's output, where it can."""
+    """peft's linear layer with LoRA; the product of a single plain adapter is added into the base's output."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute base(x) + scaling * B(A(x)): (..., inputs) -> (..., outputs)."""
@@ -106,7 +110,7 @@ class LoraLinear(PeftLinear):
         return result
 
     def plain_adapter(self) -> str | None:
-        """Return the adapter that a pass adds to the base; None for none, several, a variant of LoRA, or dropout."""
+        """Return the name of the single plain adapter; None for several, or one with a variant, bias or dropout."""
         active = [] if self.disable_adapters or self.merged else [n for n in self.active_adapters if n in self.lora_A]
         if len(active) != 1 or active[0] in self.lora_variant or self.lora_bias[active[0]]:
             return None
@@ -115,9 +119,9 @@ class LoraLinear(PeftLinear):
 
 
 def reads_plainly(base: Any) -> bool:
-    """Tell whether a base layer is a frozen linear one, whose weight is whole without a call of the layer.
+    """Return True if a base layer is linear and frozen, and its weight can be read without a call of the layer.
 
-    ZeRO-3 can gather weights around the calls of layers, and release them before the backward pass (`zero3.py`).
+    It cannot if ZeRO-3 gathers the weight only around calls of the layer (`zero3.py`).
     """
     if type(base) not in (nn.Linear, Conv1D, Int8Linear) or getattr(base.weight, "gathered_by_layer", False):
         return False
@@ -125,7 +129,7 @@ def reads_plainly(base: Any) -> bool:
 
 
 class GatedMLP(nn.Module):
-    """An MLP whose gate is one kernel where `can_use_kernels` allows; the base class before one of GATED_MLPS."""
+    """An MLP whose gate is one kernel if `can_use_kernels` allows; `joined_class` adds it to one of GATED_MLPS."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -148,9 +152,9 @@ class GatedMLP(nn.Module):
 def rotate_positions(
     usual: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q (B, H, S, D) and k (B, fewer, S, D) as transformers' function `usual` does, by one kernel where it can.
+    """Rotate q (B, H, S, D) and k (B, Hkv, S, D) as transformers' function `usual` does, by one kernel if possible.
 
-    cos, sin: (B or 1, S, D); fewer channels, which turn a part of each head, are left to `usual`.
+    cos, sin: (B or 1, S, D). With fewer channels than D, which rotate a part of each head, this calls `usual`.
     """
     if settings or cos.shape[-1] != q.shape[-1] or not can_use_kernels(q, q.numel(), k, cos, sin):
         return usual(q, k, cos, sin, **settings)
@@ -160,10 +164,14 @@ def rotate_positions(
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> int:
-    """Fuse norms, ReLUs, gates, rotary positions and LoRA layers, after LoRA has been added; return how many.
+    """Fuse the layers of a model, to which LoRA has been added already; return how many were fused.
 
-    Needs a GPU with triton. Norms: LayerNorms, and RMS_NORMS. ReLUs: those of OPT after a linear layer without LoRA.
-    Gates and rotary positions: those of GATED_MLPS, with or without LoRA, and of ROTARY_ATTENTIONS.
+    Without a GPU and triton it fuses none. It fuses:
+    - norms: LayerNorm, and RMS_NORMS;
+    - ReLUs of OPT after a linear layer without LoRA;
+    - gates of GATED_MLPS, with or without LoRA;
+    - rotary positions of ROTARY_ATTENTIONS;
+    - peft's linear layers with LoRA.
     """
     if device.type != "cuda" or not has_triton():
         return 0
@@ -171,21 +179,21 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
 
 
 def is_large(size: int) -> bool:
-    """Tell whether a layer of `size` outputs is worth a kernel's launch."""
+    """Return True if a layer of `size` outputs saves more time by a kernel than the launch costs."""
     return size > MIN_ELEMENTS
 
 
 @cache
 def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base`, which computes in place of `kind`, and `kind`; one class for all of a kind."""
+    """Return a subclass of `base` and `kind` in which `base` computes the forward pass; one class for each pair."""
     return type(kind.__name__, (base, kind), {})
 
 
 @cache
 def rotary_class(kind: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tensor]]) -> type[nn.Module]:
-    """Return a subclass of the attention `kind` in whose forward pass `rotate` is called in place of ROTARY.
+    """Return a subclass of the attention class `kind` whose forward pass calls `rotate` in place of ROTARY.
 
-    Its code is that of `kind`, with names of its own, so that other models keep transformers' function.
+    The subclass copies the forward function and its globals, so that other models still call transformers' function.
     """
     usual: Any = kind.forward
     names = usual.__globals__ | {ROTARY: partial(rotate, usual.__globals__[ROTARY])}
@@ -197,10 +205,10 @@ def rotary_class(kind: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tens
 def class_in_place(
     module: Any, norm: Any, mlp: Any, rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> type[nn.Module] | None:
-    """Return the class that takes the place of a decoder layer's part, None where it stays.
+    """Return the class that replaces the class of `module`, a part of a decoder layer; None if the class stays.
 
-    norm, mlp: classes that compute in place of its norms and MLPs. rotate: what its attention layers call, given
-    transformers' function and then its arguments.
+    norm, mlp: classes that compute norms and MLPs.
+    rotate: function that attention layers call with transformers' function and then its arguments.
     """
     kind: Any = type(module)
     if kind.__name__ in RMS_NORMS and not issubclass(kind, norm):

@@ -1,7 +1,7 @@
 """Triton kernels of gates and rotary positions in training, forward and backward, each one pass over memory.
 
-For fused_layers.py. B rows, S positions, H heads of D channels. All arithmetic is fp32; what is stored is rounded once,
-but for the activation of a gate, which is rounded before its product as torch does, and as `gated` of decode_layers.py.
+fused_layers.py calls them. Shapes: B rows, S positions, H heads of D channels. All arithmetic is fp32, and results are
+rounded once. The activation of a gate is also rounded before its product, as in torch and in `decode_layers.gated`.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline.kernels.decode_layers import activated, tanh_gelu_exponent
 
-GATE_BLOCK = 1024  # numbers of a program: with four warps 16 bytes a thread in 16 bits, the widest access
+GATE_BLOCK = 1024  # numbers a program: with four warps and 16-bit types 16 bytes a thread, the widest access
 
 
 @triton.jit
 def _gate_forward(gate, up, out, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Store activation(gate) * up, all of `size` numbers."""
+    """Store activation(gate) * up, each of `size` numbers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
@@ -31,7 +31,7 @@ def _gate_forward(gate, up, out, size, BLOCK: tl.constexpr, ACTIVATION: tl.const
 def _gate_gradients(
     gradient, gate, up, gate_gradient, up_gradient, size, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Store the gradients of gate and up from that of their product; the activation, x sigmoid(y(x)), is made again."""
+    """Store the gradients of gate and up from that of the product; recompute the activation, x sigmoid(y(x))."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     d = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _gate_gradients(
 
 
 class FusedGate(torch.autograd.Function):
-    """The gate of an MLP, activation(gate) * up (Shazeer 2020, SwiGLU and GEGLU); keeps its inputs alone."""
+    """The gate of an MLP, activation(gate) * up (Shazeer 2020, SwiGLU and GEGLU); saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -110,10 +110,10 @@ def _rotate_pair(
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> tuple[Tensor, Tensor]:
-    """Rotate q (B, H, S, D) and k (B, fewer, S, D) by `sign` times their angles.
+    """Rotate q (B, H, S, D) and k (B, Hkv, S, D) by `sign` times their angles.
 
-    cos, sin: (B or 1, S, D), contiguous. Returns tensors of the shapes of q and k that lie in memory as (B, S, heads,
-    D), as projections give them.
+    cos, sin: (B or 1, S, D), contiguous.
+    Returns tensors of the shapes of q and k whose memory layout is (B, S, heads, D), as that of projections.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (rows, heads, length, size), kv_heads = q.shape, k.shape[1]
@@ -130,11 +130,11 @@ def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: float) -> 
 
 
 class FusedRotary(torch.autograd.Function):
-    """Rotary positions of q and k (Su et al. 2021), whose gradients are rotated back."""
+    """Rotary positions of q and k (Su et al. 2021); the backward pass rotates the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q (B, H, S, D) and k (B, fewer, S, D) by cos and sin (B or 1, S, D), whose halves are the same."""
+        """Rotate q (B, H, S, D) and k (B, Hkv, S, D) by cos and sin (B or 1, S, D), whose two halves are equal."""
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return rotate_pair(q, k, cos, sin, 1.0)
@@ -142,6 +142,6 @@ class FusedRotary(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, q_gradient: Tensor, k_gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the gradients of q and k from those of the rotated ones."""
+        """Return the gradients of q and k from the gradients of the rotated q and k."""
         cos, sin = ctx.saved_tensors
         return *rotate_pair(q_gradient, k_gradient, cos, sin, -1.0), None, None

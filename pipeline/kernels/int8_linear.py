@@ -1,7 +1,7 @@
 """Linear layers whose frozen weights are int8 codes with one scale per output channel, in plain torch.
 
-For quantised bases under LoRA. Trainer, reference policy and sampler call these layers, so that all of them compute
-with the same dequantised values. Kernels that read the codes are left out: a weight is dequantised for each product.
+Quantised bases under LoRA consist of them. Trainer, reference policy and sampler call these layers, so that all three
+compute with the same dequantised values. Each product dequantises the weight first.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-LARGEST_CODE = 127
+LARGEST_CODE = 127  # largest magnitude of an int8 code
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes (outputs, inputs) and fp32 scales (outputs, 1); a row's largest magnitude gets the code 127."""
+    """Return int8 codes (outputs, inputs) and fp32 scales (outputs, 1); the largest magnitude of a row has code 127."""
     scale = weight.float().abs().amax(1, keepdim=True) / LARGEST_CODE
     codes = (weight.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
     return codes.to(torch.int8), scale
@@ -28,7 +28,7 @@ def dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DequantisedLinear(torch.autograd.Function):
-    """A linear map whose backward pass dequantises again: no 16-bit weight outlives its product."""
+    """A linear map whose backward pass dequantises again, so that a 16-bit weight is freed after each product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,7 +56,7 @@ class Int8Linear(nn.Linear):
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Linear":
-        """Keep fp32 scales where the model is cast: rounded ones would be other weights."""
+        """Move and cast all but the scales, which stay fp32: rounded scales would change the weights."""
         scale = self.scale.data
         super()._apply(fn, recurse)
         self.scale.data = scale.to(self.weight.device)

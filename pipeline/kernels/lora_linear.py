@@ -1,7 +1,7 @@
-"""A linear map with its LoRA adapter as one function in plain torch, which passes over whole inputs and outputs less.
+"""A linear map with its LoRA adapter as one function in plain torch, with fewer passes over inputs and outputs.
 
-For fused_layers.py. T tokens, R the adapter's rank. torch's own operations write the adapter's output, scale it, and
-write its sum with the base's; here the matrix products add to what is there, and scale by their factor.
+fused_layers.py calls it. Shapes: T tokens, R the adapter's rank. Separate operations would write the adapter's output,
+scale it, and write its sum with the base's output. Here the matrix products scale and add in place (`addmm_`).
 """
 
 from typing import Any, NamedTuple
@@ -14,15 +14,21 @@ from pipeline.kernels.int8_linear import dequantise_rows
 
 
 class Frozen(NamedTuple):
-    """The frozen part: a weight (outputs, inputs), or its int8 codes and their fp32 scales (outputs, 1); a bias."""
+    """The frozen part of an adapted linear map.
+
+    weight: (outputs, inputs), or its int8 codes.
+    scales: fp32 scales of the codes, (outputs, 1); None for a weight that is not quantised.
+    bias: (outputs,), or None.
+    scaling: factor of the adapter's output.
+    """
 
     weight: Tensor
     scales: Tensor | None
     bias: Tensor | None
-    scaling: float  # of the adapter
+    scaling: float
 
     def whole_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, of int8 codes a copy in `dtype`."""
+        """Return the weight; int8 codes are dequantised to a copy in `dtype`."""
         return self.weight if self.scales is None else dequantise_rows(self.weight, self.scales, dtype)
 
 
@@ -31,7 +37,7 @@ class AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: Frozen, a: Tensor, b: Tensor) -> Tensor:
-        """Map x (..., inputs) to (..., outputs); a is (R, inputs), b (outputs, R). All but codes are of one type."""
+        """Map x (..., inputs) to (..., outputs); a is (R, inputs), b (outputs, R). All but codes have one type."""
         out = functional.linear(x, frozen.whole_weight(x.dtype), frozen.bias)
         hidden = x.reshape(-1, x.shape[-1]) @ a.t()  # (T, R)
         out.view(-1, out.shape[-1]).addmm_(hidden, b.t(), alpha=frozen.scaling)
@@ -46,7 +52,7 @@ class AdaptedLinear(torch.autograd.Function):
         x, hidden, weight, scales, a, b = ctx.saved_tensors
         needs_x, _, needs_a, needs_b = ctx.needs_input_grad
         gradient = grads[0].reshape(-1, len(b))
-        # Products with beta 0 do not read their first argument: it gives the shape.
+        # With beta 0 a product uses only the shape of its first argument.
         of_hidden = torch.addmm(hidden, gradient, b, beta=0, alpha=ctx.scaling)  # (T, R)
         of_x = None
         if needs_x:

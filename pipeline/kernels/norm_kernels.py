@@ -1,7 +1,7 @@
 """Triton kernels of norms and ReLU in training, forward and backward, each of which reads and writes memory once.
 
-For fused_layers.py. T tokens, H channels. One kernel computes the gradient of the input and sums those of weight and
-bias, in fp32, always in the same order; torch reads a gradient three times for that.
+fused_layers.py calls them. Shapes: T tokens, H channels. One kernel computes the gradient of the input and sums the
+gradients of weight and bias, in fp32 and always in the same order. torch reads the gradient three times for these.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor
 from pipeline.kernels.decode_layers import NormWeights, add_norm, num_warps
 from pipeline.tensor_ops import linear_relu
 
-# Programs of a norm's gradient times channels: many keep a large GPU busy, few leave less to sum up afterwards. Chosen
-# by hand, like the programs and the tile of a ReLU's gradient; times on an H200 are in
-# benchmarks/reports/kernels.md, "Norms and ReLUs in training".
+# Programs of a norm's gradient, times channels. More programs keep a large GPU busy, fewer leave less to sum up
+# afterwards. Chosen by hand, as are the programs and the tile (rows, columns) of a ReLU's gradient; times on an H200
+# are in benchmarks/reports/kernels.md, "Norms and ReLUs in training".
 NORM_PROGRAMS_TIMES_WIDTH = 2**20
 RELU_PROGRAMS = 1_056
 RELU_ROWS, RELU_COLUMNS = 32, 64
@@ -27,7 +27,7 @@ def _norm_gradient(
     gradient, x, weight, x_gradient, sums, eps, rows, rows_each, width,
     WIDTH: tl.constexpr, RMS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WITH_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of x (rows, width), and sums (2, programs, width) of those of weight and bias."""
+    """Store the gradient of x (rows, width), and partial sums (2, programs, width) of those of weight and bias."""
     part, c = tl.program_id(0), tl.arange(0, WIDTH)
     inside = c < width
     w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32) if HAS_WEIGHT else tl.full([WIDTH], 1.0, tl.float32)
@@ -101,7 +101,7 @@ def _relu_gradient(
         r = start + tl.arange(0, ROWS)
         inside = (r < rows)[:, None] & (c < width)[None, :]
         at = r[:, None].to(tl.int64) * width + c[None, :]
-        stopped = tl.load(out + at, mask=inside, other=0.0) <= 0  # not a NaN, which is to be seen in gradients
+        stopped = tl.load(out + at, mask=inside, other=0.0) <= 0  # False for a NaN, so that it shows in the gradient
         passed = tl.where(stopped, 0.0, tl.load(gradient + at, mask=inside, other=0.0))
         tl.store(before + at, passed.to(before.dtype.element_ty), mask=inside)
         total += passed.to(tl.float32)
@@ -109,7 +109,7 @@ def _relu_gradient(
 
 
 def relu_gradient(gradient: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of y (T, H) from that of out = relu(y), and its sum over tokens (H,), added up in fp32."""
+    """Return the gradient of y (T, H) from that of out = relu(y), and its sum over tokens (H,), computed in fp32."""
     gradient, (rows, width) = gradient.contiguous(), out.shape
     before = torch.empty_like(out)
     columns = triton.cdiv(width, RELU_COLUMNS)
@@ -123,7 +123,7 @@ def relu_gradient(gradient: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FusedReluLinear(torch.autograd.Function):
-    """A linear layer with ReLU: the ReLU in the product's epilogue, its gradient and the bias's in one kernel."""
+    """A linear layer with ReLU, which is computed in the product's epilogue; one kernel computes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Split-KV scheduling of a decode step's attention: free thread blocks steal splits of the rows that are still active.
+"""Split-KV scheduling of a decode step's attention, as in Flash-Decoding (Dao et al. 2023).
 
-Thread blocks (Triton programs) of finished rows take splits of the other rows' keys, as in Flash-Decoding (Dao et al.
-2023); few rows and heads get more programs from the start, to keep a large GPU busy. M rows (slots), P programs a head.
+The keys of a row are divided into splits, and each Triton program (thread block) attends to one split. The schedule
+assigns the P programs of a head to the active rows of the batch, so that the programs of finished rows are used too. A
+batch of few rows and heads gets more programs than rows, to keep a large GPU busy. Shapes: M rows (slots), P programs a
+head.
 """
 
 from dataclasses import dataclass
@@ -12,14 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Warps that keep the memory of a large GPU busy; with few heads or rows there are more programs than rows. With twice
-# as many programs as rows, a step of 64 active rows took 5 % longer on an H200 (benchmarks/reports/decode.md).
+# Warps of all programs together, up to which there are more programs than rows: as many as keep the memory of a large
+# GPU busy. With more, two programs for each of 64 active rows, a step took 5 % longer, measured on an H200
+# (benchmarks/reports/decode.md).
 TARGET_WARPS = 2_048
 # Warps of a program of grouped-query attention; measured on an H200 (benchmarks/reports/decode.md).
 GROUP_WARPS = 4
-# Splits of one row at most; the last one to finish combines them all. Chosen by hand.
+# Most splits of one row; the split that ends last combines all. Chosen by hand.
 MAX_SPLITS = 8
-# Keys of a split at least: fewer are not worth a program. Chosen by hand.
+# Fewest keys of a split: fewer are not worth a program. Chosen by hand.
 MIN_KEYS_PER_SPLIT = 32
 
 
@@ -33,11 +36,11 @@ def _assign_programs(
     count = tl.sum(busy, 0)
     tl.store(order + tl.cumsum(busy, 0) - 1, m, mask=busy != 0)
     tl.store(num_active, count)
-    tl.debug_barrier()  # other threads read what these have stored
+    tl.debug_barrier()  # other threads read `order` next
     p = tl.arange(0, PROGRAMS)
     inside = p < programs
     divisor = tl.maximum(count, 1)
-    any_active = p < programs * count  # false where no row is active
+    any_active = p < programs * count  # False if no row is active
     row = tl.load(order + p % divisor, mask=inside & any_active, other=0)
     length = tl.load(lengths + row, mask=inside, other=0)
     splits = tl.minimum(tl.minimum(programs // divisor, MAX_SPLITS), tl.maximum(tl.cdiv(length, MIN_KEYS), 1))
@@ -61,8 +64,8 @@ class HeadLayout:
     k_offset: first column of the keys.
     v_offset: first column of the values.
     scale: factor of the scores.
-    window: tokens that a token sees, itself included; 0: all before it.
-    cap: limit of the scores, which become cap * tanh(scores / cap); 0: none.
+    window: number of tokens that a token attends to, itself included; 0: no limit.
+    cap: limit of the scores, which become cap * tanh(scores / cap); 0: no limit.
     """
 
     num_heads: int
@@ -77,19 +80,20 @@ class HeadLayout:
 
 
 def group_pad(group: int) -> int:
-    """Return the query heads of a group of `group`, padded to a tile of matrix products."""
+    """Return the number of query heads of a group, padded to a tile of matrix products."""
     return max(16, triton.next_power_of_2(group))
 
 
 @dataclass(frozen=True, slots=True)
 class SplitKVSchedule:
-    """The programs of one decode step, for all its layers, and buffers through which splits of a row are combined.
+    """The assignment of programs in one decode step, for all layers, and buffers that combine the splits of a row.
 
-    assignments: (P, 4) int32: row, split, splits of that row (0: nothing to do), keys of the row before this token.
-    num_active: (1,) int32, active rows.
-    num_done: (M, Hkv) int32, 0 between kernels: splits that have finished.
+    assignments: (P, 4) int32: row, split, number of splits of that row (0: the program is idle), keys of the row before
+        this token.
+    num_active: (1,) int32, number of active rows.
+    num_done: (M, Hkv) int32, number of finished splits; 0 between kernels.
     softmax_state: (P, Hkv, 2, G) fp32, highest score and sum of exponentials, for G query heads that share keys.
-    sums: (P, Hkv, G, D) fp32, weighted values.
+    sums: (P, Hkv, G, D) fp32, sums of the weighted values.
     """
 
     assignments: Tensor
@@ -100,11 +104,13 @@ class SplitKVSchedule:
 
     @classmethod
     def create(cls, lengths: Tensor, active: Tensor, *, layout: HeadLayout, cache_length: int) -> Self:
-        """Assign the programs of `attend` to rows, without waiting for the device; once per decode step and layout.
+        """Assign the programs of `attend` to rows, without a wait for the device; called once a decode step and layout.
 
         Args:
-            lengths: (M,) int32, keys in the cache before this token. active: (M,) int32, 0 for a row without a program.
-            cache_length: positions of a row of the cache.
+            lengths: (M,) int32, keys in the cache before this token.
+            active: (M,) int32, 1 for an active row, 0 for another, which gets no program.
+            layout: heads of the layers.
+            cache_length: number of positions of a row of the cache.
         """
         rows, device, heads = len(lengths), lengths.device, layout.num_kv_heads
         group, padded = layout.num_heads // heads, triton.next_power_of_2(layout.head_dim)

@@ -1,7 +1,7 @@
 """Matrix products of decode steps: split along the inner dimension, or by the int8 codes of a quantised weight.
 
-The output projections of attention and MLP have too few tiles for a large GPU; here several programs share a tile, and
-the kernel that adds the result to the residual sums their partial products (`decode_layers.add_norm`). Codes are
+The output projections of attention and MLP have too few tiles for a large GPU, so several programs share a tile. The
+kernel that adds the result to the residual also sums their partial products (`decode_layers.add_norm`). Codes are
 dequantised in registers, so that a decode step reads one byte per weight.
 """
 
@@ -11,16 +11,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Up to this many rows the Triton kernel is the fastest on an H200, with this tile and as many loads in flight; above,
-# cuBLAS is (benchmarks/reports/decode.md, third round).
+# Rows up to which the Triton kernel is faster than cuBLAS, with its tile (outputs, inner dimension) and its number of
+# loads in flight; measured on an H200 (benchmarks/reports/decode.md, third round).
 MAX_TRITON_ROWS = 64
 TILE_OUTPUTS, TILE_INNER, STAGES = 32, 128, 4
-# Programs of one product at most: about two of that kernel, or one of cuBLAS, per multiprocessor of the largest GPUs.
+# Most programs of one product: on each of the 132 multiprocessors of an H200 two of that kernel, or one of cuBLAS.
 MAX_TRITON_PROGRAMS, MAX_CUBLAS_PROGRAMS = 264, 132
-# The tile that is assumed of cuBLAS, and half the least inner dimension of a split: with shorter ones cuBLAS got slower
-# in the same measurement.
+# Rows and columns of a tile that cuBLAS is assumed to use, and half the smallest inner dimension of a split: cuBLAS got
+# slower with shorter ones in the same measurement.
 CUBLAS_TILE, CUBLAS_STEP = 128, 512
-# Splits of one product at most: eight were slower than four in the same measurement.
+# Most splits of one product: eight were slower than four in the same measurement.
 MAX_SPLITS = 4
 
 
@@ -34,7 +34,7 @@ def _split_matmul(
     if IS_INT8:
         factor = tl.load(scale + c, mask=c < outputs, other=0.0)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    # Outside of a tensor a descriptor reads zeros: remainders need no mask.
+    # A descriptor reads zeros outside of its tensor, so remainders need no mask.
     for k in tl.range(split * split_width, (split + 1) * split_width, INNER, num_stages=STAGES):
         w = weight.load([n * OUTPUTS, k])
         a = x.load([0, k])
@@ -46,9 +46,9 @@ def _split_matmul(
 
 
 def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Return x (M, K) @ weight (N, K).T as S summands (S, M, N), to be summed in fp32; None: a plain product is better.
+    """Return x (M, K) @ weight (N, K).T as S summands (S, M, N), which the caller sums in fp32.
 
-    Only for 16-bit types, contiguous and aligned for the copy engine.
+    Returns None if a plain product is faster, or if an operand is not contiguous, aligned and of a 16-bit type.
     """
     if x.dtype != weight.dtype or not _fits_copy_engine(x, weight):
         return None
@@ -56,9 +56,10 @@ def split_matmul(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def int8_matmul(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-    """Return x (M, K) @ (codes (N, K) * scale (N, 1)).T as (M, N) in x's dtype; None: dequantise, and multiply plainly.
+    """Return x (M, K) @ (codes (N, K) * scale (N, 1)).T as (M, N) in the dtype of x.
 
-    Only for few rows of 16-bit types, contiguous and aligned for the copy engine.
+    Returns None if the caller should dequantise and multiply: for more than MAX_TRITON_ROWS rows, or if an operand is
+    not contiguous and aligned, or x not of a 16-bit type.
     """
     if len(x) > MAX_TRITON_ROWS or not _fits_copy_engine(x, codes):
         return None
@@ -79,7 +80,7 @@ def _fits_copy_engine(x: Tensor, weight: Tensor) -> bool:
 
 
 def _triton_split_k(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the summands in fp32."""
+    """Return S summands of x @ weight.T, (S, M, N) in fp32, by the Triton kernel."""
     (rows, inner), outputs = x.shape, len(weight)
     tiles, steps = triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inner, TILE_INNER)
     num_splits = _num_splits(tiles, steps, MAX_TRITON_PROGRAMS)
@@ -102,9 +103,10 @@ def _launch(
 
 
 def _cublas_split_k(x: Tensor, weight: Tensor) -> Tensor | None:
-    """Return the summands in bfloat16, as ranks of tensor parallelism round theirs; None in float16: it could overflow.
+    """Return S summands of x @ weight.T, (S, M, N) in bfloat16, by cuBLAS; None if it should not split.
 
-    Their noise is that of a product that is rounded once, unless summands cancel.
+    Rounded summands add as little noise as one rounded product, unless they cancel. In float16 they could overflow, so
+    float16 is not split.
     """
     if x.dtype != torch.bfloat16:
         return None
@@ -120,7 +122,7 @@ def _cublas_split_k(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _num_splits(tiles: int, steps: int, max_programs: int) -> int:
-    """Return as many splits as `max_programs` allow, each with two or more of the `steps` on average."""
+    """Return the most splits that `max_programs` allows: 1, 2 or 4, each with two or more of the `steps` on average."""
     splits = 1
     while splits < MAX_SPLITS and tiles * splits * 2 <= max_programs and steps >= splits * 4:
         splits *= 2

@@ -1,7 +1,7 @@
-"""The draw of the next token of each slot, by the settings and with the random numbers of the slot's own response.
+"""The draw of the next token of each slot, with the settings and random numbers of the response in that slot.
 
-All state is in device memory, so that a captured CUDA graph replays a draw without the host. M slots, each with at most
-one response of at most T tokens; V vocabulary, read in blocks.
+All state is in device memory, so that a captured CUDA graph replays a draw without the host. Shapes: M slots, each with
+at most one response of at most T tokens; V vocabulary, which kernels read in blocks.
 """
 
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Logits that one program of the kernels reads. Chosen by hand.
+# Number of logits that one program reads. Chosen by hand.
 VOCABULARY_BLOCK = 2048
-GREEDY = -1  # the `stream` of a response without random numbers: the first remaining token is drawn
+GREEDY = -1  # value of `stream` for greedy decoding: the draw takes the first token that top_k and top_p retain
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The state of M slots: the responses that are being written, and the settings that each is drawn with.
+    """The state of M slots: the unfinished responses, and the sampling settings of each.
 
     tokens: (M,) int64, the last token drawn.
     lengths: (M,) int32, tokens in the KV cache.
     active: (M,) int32, 0 for a free slot.
     position: (M,) int32, position of the next token in the response.
-    ended: (M,) int32, 1 = the last token is one that ends a response.
-    limit: (M,) int64, tokens of the response at most.
+    ended: (M,) int32, 1 = the last token is an EOS token.
+    limit: (M,) int64, most tokens of the response.
     top_k: (M,) int64, number of most likely tokens that can be drawn; 0 = all.
     random_key: (M,) int64, the 64 bits of `random_numbers.derive_key`.
-    prompt_id: (M,) int64, with `stream` and the position the counter of the random numbers.
-    stream: (M,) int64, epoch << 12 | sample index; GREEDY for none.
-    temperature: (M,) fp32, divides the logits.
+    prompt_id: (M,) int64, part of the counter of the random numbers, as are `stream` and `position`.
+    stream: (M,) int64, epoch << 12 | sample index; GREEDY for greedy decoding.
+    temperature: (M,) fp32, divisor of the logits.
     top_p: (M,) fp32, probability of the nucleus; 1 = all tokens.
     written: (M, T) int64, the tokens of the responses.
-    log_probs: (M, T) fp32, their log-probabilities at the temperature, over the whole vocabulary.
+    log_probs: (M, T) fp32, log-probabilities of the tokens at the temperature, over the whole vocabulary.
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class Slots:
 
     @classmethod
     def empty(cls, num_slots: int, max_new_tokens: int, device: torch.device) -> "Slots":
-        """Return free slots for responses of `max_new_tokens` tokens at most."""
+        """Return free slots for responses of at most `max_new_tokens` tokens."""
 
         def columns(count: int, dtype: torch.dtype) -> list[Tensor]:
             return [torch.zeros(num_slots, dtype=dtype, device=device) for _ in range(count)]
@@ -66,12 +66,12 @@ class Slots:
         return cls(*token, *columns(4, torch.int32), *settings, *numbers, *wide)
 
     def select(self, slots: Sequence[int]) -> "Slots":
-        """Return the state of these slots alone."""
+        """Return a copy of the state of these slots."""
         index = torch.tensor(list(slots), device=self.tokens.device)
         return Slots(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def start(self, index: Tensor, lengths: Tensor, settings: Tensor, numbers: Tensor) -> None:
-        """Let responses begin in the slots `index` (N,) int64, after prompts of `lengths` (N,) int32 tokens.
+        """Start responses in the slots `index` (N,) int64, after prompts of `lengths` (N,) int32 tokens.
 
         Args:
             settings: (5, N) int64: limit, top_k, random key, prompt id and stream.
@@ -87,7 +87,7 @@ class Slots:
 
 @triton.jit
 def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.constexpr):
-    """Compute the random number of a slot's next token, as `random_numbers.uniforms` does; 0 of a greedy response."""
+    """Compute the random number of a slot's next token, as `random_numbers.uniforms` does; 0 for greedy decoding."""
     slot = tl.load(slots + tl.program_id(0))
     prompt, counter = tl.load(prompt_id + slot), tl.load(stream + slot)
     low, high = (prompt & 0xFFFFFFFF).to(tl.uint32), (prompt >> 32).to(tl.uint32)
@@ -98,8 +98,8 @@ def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.cons
 
 
 @triton.jit
-def _kept_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
-    """Load what can be drawn of scaled logits, -inf for the rest; a row without truncation never reads `masked`."""
+def _load_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
+    """Load scaled logits, -inf for tokens that cannot be drawn; reads `masked` only for a slot with top_k or top_p."""
     is_token = c < num_known
     if TRUNCATES:
         is_truncated = (top_k > 0) | (top_p < 1.0)
@@ -116,16 +116,16 @@ def _store_statistics(x, highest, total):
     top = tl.max(x, 0)
     is_empty = top == float("-inf")
     tl.store(highest, top)
-    # A block without a remaining token: exp(-inf + inf) would be NaN.
+    # In a block without a retained token exp(-inf + inf) would be NaN.
     tl.store(total, tl.where(is_empty, 0.0, tl.sum(tl.exp(x - tl.where(is_empty, 0.0, top)), 0)))
 
 
 @triton.jit
 def _block_statistics(
-    logits, masked, rows, slots, active, temperature, top_k, top_p, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, active, temperature, top_k, top_p, highest, total, drawable_highest, drawable_total,
     width, num_known, num_blocks, BLOCK: tl.constexpr, TRUNCATES: tl.constexpr, KEEPS_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Store the highest scaled logit of a block and its sum of exponentials, of all and of the kept tokens."""
+    """Store the highest scaled logit of a block and its sum of exponentials, for all tokens and the retained ones."""
     number, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + number)
     if tl.load(active + slot) == 0:
@@ -136,20 +136,20 @@ def _block_statistics(
     _store_statistics(x, highest + offset, total + offset)
     if not KEEPS_ALL:
         k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-        y = _kept_logits(logits, masked, row, number, c, scale, k, p, width, num_known, TRUNCATES)
-        _store_statistics(y, kept_highest + offset, kept_total + offset)
+        y = _load_logits(logits, masked, row, number, c, scale, k, p, width, num_known, TRUNCATES)
+        _store_statistics(y, drawable_highest + offset, drawable_total + offset)
 
 
 @triton.jit
 def _draw(
-    logits, masked, rows, slots, uniforms, eos, highest, total, kept_highest, kept_total,
+    logits, masked, rows, slots, uniforms, eos, highest, total, drawable_highest, drawable_total,
     tokens, active, position, ended, limit, top_k, temperature, top_p, written, log_probs,
     width, num_known, num_blocks, max_new,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_EOS: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution of the remaining tokens of a row, and move its slot on; a program per draw.
+    """Draw a token by inverting the cumulative distribution of a row, and update its slot; one program per draw.
 
-    The log-probability is that of all logits at the temperature, which are not truncated.
+    The log-probability is that over the whole vocabulary at the temperature, without top_k and top_p.
     """
     number = tl.program_id(0)
     slot = tl.load(slots + number)
@@ -158,9 +158,9 @@ def _draw(
     row, at, scale = tl.load(rows + number).to(tl.int64), tl.load(position + slot), tl.load(temperature + slot)
     b = tl.arange(0, BLOCKS)
     inside = b < num_blocks
-    tops = tl.load(kept_highest + number * num_blocks + b, mask=inside, other=float("-inf"))
+    tops = tl.load(drawable_highest + number * num_blocks + b, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
-    sums = tl.load(kept_total + number * num_blocks + b, mask=inside, other=0.0).to(tl.float64)
+    sums = tl.load(drawable_total + number * num_blocks + b, mask=inside, other=0.0).to(tl.float64)
     sums = sums * tl.exp(tops - top).to(tl.float64)
     ends = tl.cumsum(sums, 0)
     mass = tl.sum(sums, 0)
@@ -170,7 +170,7 @@ def _draw(
     before = tl.sum(tl.where(b < chosen, sums, 0.0), 0)
     c = tl.arange(0, BLOCK)
     k, p = tl.load(top_k + slot), tl.load(top_p + slot)
-    x = _kept_logits(logits, masked, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
+    x = _load_logits(logits, masked, row, number, chosen * BLOCK + c, scale, k, p, width, num_known, TRUNCATES)
     weight = tl.exp(x - top).to(tl.float64)
     column = tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
     token = (chosen * BLOCK + tl.minimum(column, tl.max(tl.where(weight > 0, c, 0), 0))).to(tl.int64)
@@ -190,7 +190,7 @@ def _draw(
 
 
 def slot_uniforms(slots: Slots, index: Tensor) -> Tensor:
-    """Return the random numbers (N,) float64 of the next tokens of the slots `index` (N,) int64."""
+    """Return random numbers (N,) float64 for the next tokens of the slots `index` (N,) int64."""
     out = torch.empty(len(index), dtype=torch.float64, device=index.device)
     _uniforms[(len(index),)](
         index, slots.random_key, slots.prompt_id, slots.stream, slots.position, out, CELL=2.0**-52
@@ -209,16 +209,16 @@ def draw_tokens(
     num_known: int,
     masked: Tensor | None = None,
 ) -> None:
-    """Draw a token for each of N slots and write it to the slot; slots that are not active stay as they are.
+    """Draw a token for each of N slots and write it to the slot; inactive slots are unchanged.
 
     Args:
         logits: (P, V), contiguous.
         rows, index: (N,) int64, slot index[i] draws from row rows[i] of the logits.
-        uniforms: (N,) float64 in [0, 1), of the slots index[i].
+        uniforms: (N,) float64 in [0, 1), the random numbers of the slots `index`.
         eos: int64 ids, padded with -1 to a power of two.
-        num_known: only tokens below it are drawn.
-        masked: (N, V) fp32, scaled logits of the draws, -inf for tokens that a slot's top_k or top_p excludes; None if
-            no slot has either. Rows of slots without either are not read.
+        num_known: number of ids that the tokenizer knows; larger ids are never drawn.
+        masked: (N, V) fp32, scaled logits, -inf for tokens that a slot's top_k or top_p excludes; None if no slot has
+            either. Rows of slots without either are not read.
     """
     width = logits.shape[1]
     num_known = min(num_known, width)

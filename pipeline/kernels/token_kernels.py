@@ -1,6 +1,7 @@
 """Triton kernels of log-probabilities and entropies: one program reads the logits of one token and sums in fp32.
 
-For token_statistics.py. M tokens, V vocabulary. Neither an fp32 copy of the logits nor their softmax is ever stored.
+token_statistics.py calls them. Shapes: M tokens, V vocabulary. They store neither an fp32 copy of the logits nor their
+softmax.
 """
 
 from typing import Any
@@ -9,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns that one program holds at a time: 16 numbers per thread with 8 warps, for the widest loads. Chosen by hand.
+# Most columns that a program holds at a time: 16 numbers per thread with 8 warps, for the widest loads. Chosen by hand.
 MAX_BLOCK = 4096
 NUM_WARPS = 8
-# Finite number below every logit: minus infinity less minus infinity is not a number.
+# Finite number below every logit, because -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
@@ -44,7 +45,7 @@ def forward_kernel(
         shrink = tl.exp(before - largest)
         weights = tl.exp(x - largest)
         if WITH_ENTROPY:
-            # 0 * -inf would not be 0: neither for columns beyond the last, nor for tokens that are impossible.
+            # 0 * -inf would be NaN, for columns beyond the last and for tokens of probability 0.
             distance = tl.where(x > -float("inf"), x - largest, 0.0)
             weighted = shrink * (weighted + (before - largest) * total) + tl.sum(distance * weights, axis=0)
         total = shrink * total + tl.sum(weights, axis=0)
@@ -61,9 +62,9 @@ def backward_kernel(
     logits, targets, normalisers, entropies, gradients, entropy_gradients, factor, bound, num_columns,
     WITH_ENTROPY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write (gradient * (1 at the target - softmax) + gradient of the entropy) * slope over the logits, in their type.
+    """Overwrite the logits by their gradient: (gradient * (1 at the target - softmax) + entropy term) * slope.
 
-    That of the entropy is -softmax * (log softmax + entropy); the slope is that of the scaling.
+    The entropy term is entropy gradient * -softmax * (log softmax + entropy); the slope is the scaling's derivative.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,13 +83,13 @@ def backward_kernel(
 
 
 class FusedStatistics(torch.autograd.Function):
-    """The function `token_statistics` by kernels, of logits (M, V) under a scaling and targets (M,)."""
+    """The function `token_statistics`, computed by kernels from logits (M, V), a scaling and targets (M,)."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scaling: tuple[float, float], with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; keep the logits for `backward`.
+        """Return (M,) fp32 log-probabilities, and (M,) fp32 entropies or None; save the logits for `backward`.
 
         Args:
             scaling: factor and bound: logits become logits * factor, or bound * tanh(logits * factor) if bound > 0.
@@ -114,9 +115,9 @@ class FusedStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, gradients: torch.Tensor, entropy_gradients: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
-        """Overwrite the logits by their gradient (M, V), from those of the log-probabilities and entropies, (M,) each.
+        """Overwrite the logits by their gradient (M, V), computed from (M,) gradients of both outputs.
 
-        Works only once.
+        A second backward pass would read the overwritten logits, so only one is possible.
         """
         logits, targets, normalisers, entropies = ctx.saved_tensors
         if len(logits):

@@ -1,7 +1,8 @@
 """Log-probability and entropy of single tokens from the logits of a language model's head.
 
-For all training and scoring. M tokens, V vocabulary. On a GPU one kernel reads the logits once, in their own type, and
-another overwrites them by their gradient (token_kernels.py); elsewhere torch computes both, and tests compare the two.
+All training and scoring calls it. Shapes: M tokens, V vocabulary. On a GPU one kernel reads the logits once, in their
+own type, and another overwrites them by their gradient (token_kernels.py). On a CPU torch computes both; tests compare
+the two.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogitScaling:
-    """The scaling of a head's output before the softmax: times `scale`, soft-capped, divided by `temperature`.
+    """The scaling of a head's output before the softmax, in the order `scale`, `cap`, `temperature`.
 
-    cap: the logits become cap * tanh(logits / cap); None: no soft cap.
+    temperature: divisor of the logits.
+    scale: factor of the logits.
+    cap: soft limit of the logits, which become cap * tanh(logits / cap); None: no limit.
     """
 
     temperature: float = 1.0
@@ -30,7 +33,7 @@ class LogitScaling:
 
     @classmethod
     def from_config(cls, config: "PretrainedConfig", temperature: float) -> Self:
-        """Return the scaling that a model's configuration says (Cohere multiplies, Granite divides, Gemma 2 caps)."""
+        """Return the scaling that a model's configuration sets (Cohere multiplies, Granite divides, Gemma 2 caps)."""
         scale = declared(config, "logit_scale") or 1.0 / (declared(config, "logits_scaling") or 1)
         return cls(temperature, scale, declared(config, "final_logit_softcapping") or None)
 
@@ -41,7 +44,7 @@ class LogitScaling:
         return logits / self.temperature if self.temperature != 1.0 else logits
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale logits in place, for generation, where a second copy of a large vocabulary's would cost memory."""
+        """Scale logits in place: in generation a second copy would cost too much memory for a large vocabulary."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.cap:
@@ -54,8 +57,8 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probabilities (M,) of int64 targets (M,) under logits (M, V), and entropies (M,), in nats and fp32.
 
-    Entropies are None unless asked for. The backward pass may overwrite the logits: no other
-    function may need them after it.
+    Entropies are None without `with_entropy`. The backward pass may overwrite the logits, so no other function may read
+    them later.
     """
     if logits.is_cuda and has_triton():
         from pipeline.kernels.token_kernels import FusedStatistics
@@ -68,27 +71,27 @@ def token_statistics(
 
 @cache
 def has_triton() -> bool:
-    """Return True where kernels can be compiled: triton comes with torch for GPUs, not with torch for CPUs."""
+    """Return True if kernels can be compiled: triton comes with torch for GPUs, not with torch for CPUs."""
     return find_spec("triton") is not None
 
 
 def plain_statistics(
     logits: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute `token_statistics` by torch, on any device."""
+    """Compute `token_statistics` with torch, on any device."""
     all_log_probs = torch.log_softmax(scaling.applied_to(logits.float()), dim=-1)
     log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return log_probs, entropies(all_log_probs) if with_entropy else None
 
 
 def entropies(all_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the entropies (M,) of log-probabilities (M, V); a token that is impossible (-inf) adds 0."""
+    """Return the entropies (M,) of log-probabilities (M, V), in nats; a token of probability 0 (-inf) adds 0."""
     values: torch.Tensor = Entropies.apply(all_log_probs)
     return values
 
 
 class Entropies(torch.autograd.Function):
-    """Keeps the log-probabilities alone, which `log_softmax` keeps too."""
+    """The entropies of log-probabilities; saves for backward only these, which `log_softmax` saves too."""
 
     @staticmethod
     def forward(ctx: Any, all_log_probs: torch.Tensor) -> torch.Tensor:
@@ -102,5 +105,5 @@ class Entropies(torch.autograd.Function):
 
 
 def finite(all_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities whose -inf are finite: infinity times a probability of 0 would be NaN."""
+    """Return log-probabilities with -1e30 in place of -inf: infinity times a probability of 0 would be NaN."""
     return all_log_probs.clamp(min=-1e30)

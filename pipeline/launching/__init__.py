@@ -1,1 +1,1 @@
-"""Launching of stages: the request, hosts and devices, and the ranks until they have ended. Imports no torch."""
+"""Launching of stages: the request, hosts and devices, and the ranks until they have ended. It imports no torch."""

@@ -45,7 +45,7 @@ Message = dict[str, Any]
 
 
 def facts(chosen: int, packages: Sequence[str]) -> Message:
-    """Return facts that must be the same on all hosts, the number of GPUs, and `chosen`, the GPUs to use. No torch."""
+    """Return facts that must be the same on all hosts, the number of GPUs, and `chosen`, the GPUs to use."""
     code, root = hashlib.sha256(), Path(__file__).resolve().parents[2]
     for package in packages:
         for file in sorted((root / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Hosts and devices of a launch request: the host file, and the ranks that start on each host. Imports no torch."""
+"""Hosts and devices of a launch request: the host file, and the ranks that start on each host. It imports no torch."""
 
 import os
 import re

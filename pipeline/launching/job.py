@@ -107,7 +107,7 @@ class Job:
         self._first_end_s: float | None = None
 
     @property
-    def is_asked_to_stop(self) -> bool:
+    def got_stop_signal(self) -> bool:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
@@ -136,7 +136,7 @@ class Job:
         """Return the verdict if the job is to end now, else None; forward a stop request."""
         if self._signals.second is not None:
             return Verdict(128 + self._signals.second, ["second signal: killed all processes of this stage"])
-        if self.is_asked_to_stop and not self.forward_stop():
+        if self.got_stop_signal and not self.forward_stop():
             return self.verdict()
         if self._watch.has_failed() or self.silent_code() is not None:
             return self.after_failure()
@@ -158,7 +158,7 @@ class Job:
         return all(process.poll() is not None for process in self._started.values())
 
     def forward_stop(self) -> bool:
-        """Ask the ranks to stop; False if no rank has started yet."""
+        """Send the ranks a stop request; return False if no rank has started yet."""
         if not self._watch.ranks:
             return False
         if not self._has_said_stop:
@@ -185,7 +185,7 @@ class Job:
         return bool(self._watch.running_locally()) or (self._remote is not None and follows)
 
     def is_straggling(self) -> bool:
-        """Return True if some ranks stopped long ago and others wait for them in a collective, which blocks signals."""
+        """Return True if a rank stopped long ago and others wait for them in a collective, which blocks signals."""
         codes = {state.outcome.code for state in self._watch.ranks.values()}
         if errors.EXIT_STOPPED not in codes or not self._watch.running_locally():
             return False
@@ -200,7 +200,7 @@ class Job:
         return JobStatus(
             self._watch.run_dir,
             self.silent_code(),
-            asked_to_stop=self.is_asked_to_stop,
+            got_stop_signal=self.got_stop_signal,
             memory=self._memory,
             oom_kills=num_oom_kills() - self._oom_kills,
         )

@@ -1,6 +1,6 @@
 """State of a job's ranks, polled by its supervisor: their outcomes and heartbeats, and their processes on this machine.
 
-Ranks of other machines are visible only through the run's folder. Imports no torch.
+Ranks of other machines are visible only through the run's folder. The module imports no torch.
 """
 
 import signal

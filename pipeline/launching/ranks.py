@@ -1,4 +1,7 @@
-"""Ranks of one host: processes with torchrun's variables, started by the supervisor or by its agent. No torch."""
+"""Ranks of one host: processes with torchrun's variables, started by the supervisor or by its agent.
+
+The module imports no torch.
+"""
 
 import os
 import subprocess

@@ -67,11 +67,11 @@ class Host:
         self.tell(self.job)
 
     def start(self, start: RankStart) -> None:
-        """Have the agent start its ranks."""
+        """Send the agent the request to start its ranks."""
         self.tell({"start": asdict(start)})
 
     def ping(self, *, stop: bool) -> None:
-        """Tell the agent that this process lives; stop: whether its ranks are to stop."""
+        """Send the agent a sign that this process is alive; stop: True if its ranks must stop."""
         self.tell({"stop": stop})
 
     def _open(self, *more: str) -> None:
@@ -152,7 +152,7 @@ class PdshHost(Host):
         self.begin()
 
     def ping(self, *, stop: bool) -> None:
-        """Signal the agent if its ranks are to stop; that it can still print tells it that this process lives."""
+        """Signal the agent if its ranks must stop; its connection shows it that this process is alive."""
         if stop:
             subprocess.run([*self._command, f"kill -TERM {self.greeting['pid']}"], check=False)
 

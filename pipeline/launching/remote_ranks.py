@@ -1,5 +1,6 @@
-"""The ranks of a job on several hosts, each with an agent: greet, compare, start, watch and end them. No torch.
+"""The ranks of a job on several hosts, each with an agent: greet, compare, start, watch and end them.
 
+The module imports no torch.
 If a host shares no folder with this one, its agent sends the outcomes and heartbeats of its ranks as messages.
 """
 
@@ -51,7 +52,7 @@ class RemoteRanks:
         inputs: Inputs = (),
         output: IO[bytes] | None = None,
     ) -> None:
-        """Greet the agents of all hosts. Raises EnvironmentFault if one does not answer, or if hosts differ."""
+        """Connect to the agents of all hosts. Raises EnvironmentFault if one does not answer, or if hosts differ."""
         self._request, self.run_dir, self._signals = request, run_dir, signals
         self._supervisor = environment.get(SUPERVISOR, "")
         self._starts = starts_by_host(request, module, port_of(request))

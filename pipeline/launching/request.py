@@ -1,4 +1,7 @@
-"""The request to a launch script: one parser reads the flags of DeepSpeed's launcher into one object. No torch."""
+"""The request to a launch script: one parser reads the flags of DeepSpeed's launcher into one object.
+
+The module imports no torch.
+"""
 
 import argparse
 import re

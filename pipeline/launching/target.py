@@ -1,4 +1,4 @@
-"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. Imports no torch.
+"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. It imports no torch.
 
 A described device has the memory, bandwidth and TFLOP/s of its data sheet.
 """
@@ -14,7 +14,7 @@ from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.files import GIB
 from pipeline.launching.machine import count_gpus
 from pipeline.processes import memory_of_machine
-from pipeline.run.device import DeviceConstants, kept_constants, query_gpu
+from pipeline.run.device import DeviceConstants, query_gpu, stored_constants
 
 # Share of a data sheet's memory that a process can have (measured: 79.1 of an H100's 80 GiB, 139 of an H200's 141).
 USABLE = 0.985
@@ -124,7 +124,7 @@ class Target:
         return len(set(self.slots)) > 1
 
     def is_same(self, words: str) -> bool:
-        """Tell whether `words`, another target's string, is of this hardware; only one memory may be measured."""
+        """Return True if `words`, another target as text, names this hardware; memory sizes may differ by SAME_SIZE."""
         here, other = SIZE.split(str(self)), SIZE.split(words)
         if len(here) == len(other) == 3 and here[::2] == other[::2]:
             return abs(float(other[1]) / float(here[1]) - 1) < SAME_SIZE
@@ -165,7 +165,7 @@ def is_model(device: str, name: str) -> bool:
 
 def with_constants(target: Target) -> Target:
     """Return the target with the constants measured on this machine's GPU, if it is of the same kind."""
-    constants = kept_constants()
+    constants = stored_constants()
     if constants is None or target.is_cpu:
         return target
     # Speeds of a target file override measured ones.

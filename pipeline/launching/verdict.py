@@ -1,4 +1,4 @@
-"""The verdict on a job: one exit code and its last lines, from the outcomes of its ranks. Imports no torch."""
+"""The verdict on a job: one exit code and its last lines, from the outcomes of its ranks. It imports no torch."""
 
 import signal
 import time
@@ -35,14 +35,14 @@ class JobStatus:
 
     run_dir: the run's folder.
     silent_code: exit code of a rank that failed before it wrote an outcome; None if there is no such rank.
-    asked_to_stop: the supervisor got a signal.
+    got_stop_signal: the supervisor got a signal.
     memory: free memory, in words.
     oom_kills: number of processes that the kernel killed for lack of memory during the run.
     """
 
     run_dir: Path
     silent_code: int | None
-    asked_to_stop: bool
+    got_stop_signal: bool
     memory: str
     oom_kills: int
 
@@ -65,7 +65,7 @@ def verdict_on(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
     if failed:
         return error_verdict(failed, ranks, job)
     if left := [state for state in ranks if state.outcome.code is None]:
-        if job.asked_to_stop and len(left) == len(ranks):
+        if job.got_stop_signal and len(left) == len(ranks):
             return Verdict(errors.EXIT_STOPPED, ["stopped before the first step; the same command starts again"])
         numbers = ", ".join(map(str, sorted(state.outcome.rank for state in left)))
         return Verdict(errors.EXIT_FAULT, rank_lines(left[0], f"rank {numbers} ended without an outcome", job))
@@ -74,7 +74,7 @@ def verdict_on(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
 
 def silent_verdict(job: JobStatus) -> Verdict:
     """Return the verdict on a job in which a rank ended before it wrote an outcome, or no rank wrote one."""
-    if job.asked_to_stop:
+    if job.got_stop_signal:
         return Verdict(errors.EXIT_STOPPED, ["stopped before any rank had started"])
     code = job.silent_code or 0
     if code in SILENT_CODES:
@@ -94,7 +94,7 @@ def error_verdict(failed: Sequence[RankState], ranks: Collection[RankState], job
     lines = [f"error: {line}" for line in message.splitlines()]
     if any(state.outcome.message != message for state in ranks):
         lines += rank_lines(first, "the error is of this rank only", job)
-    return Verdict(code, lines, {} if job.asked_to_stop else first.outcome.halved)
+    return Verdict(code, lines, {} if job.got_stop_signal else first.outcome.halved)
 
 
 def hang_verdict(hung: RankState, job: JobStatus) -> Verdict:

@@ -1,7 +1,7 @@
 """Matrix operations of training steps, and peak rates of devices: the two numbers behind MFU.
 
-Counted: linear layers, attention and head, on real tokens only, with the gradients that training needs. Not counted,
-since they are no progress: recomputation under gradient checkpointing, and passes over padding.
+The count includes linear layers, attention and head, on real tokens, with the gradients that training needs. It
+excludes recomputation under gradient checkpointing and passes over padding, because they are no progress.
 """
 
 import re
@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.models.loading import base_model
 
 # Dense 16-bit TFLOP/s of a device, by a word of its name: vendors' data sheets, but for the SXM forms of H100 and H200,
-# which have the same cores and reach this on large matrices (the data sheet says 989).
+# which have the same cores and reach this on large matrices (989 in the data sheet).
 PEAK_TFLOPS = {
     "H200": 790.0, "GH200": 790.0, "H100": 790.0, "A100": 312.0, "A6000": 155.0, "L40S": 362.0, "L40": 181.0,
     "V100": 125.0,
@@ -50,7 +50,7 @@ class TrainingWork:
     trained_head_weights: int
 
     def flops(self, *, num_tokens: int, num_squares: int, num_head_tokens: int = 0) -> float:
-        """Count the operations of forward and backward passes over causal rows, with the head at some of their tokens.
+        """Count the operations of forward and backward passes over causal rows, with the head at part of their tokens.
 
         Forward: 2 for each weight and token; attention: 2 * width * length^2 for each row and layer. Backward: as much
         for the gradients of inputs; those of weights only where weights are trained (with LoRA few are); attention has

@@ -108,11 +108,11 @@ def largest_magnitude(weight: torch.Tensor) -> torch.Tensor:
 def not_finite(path: str, name: str, dtype: torch.dtype) -> InputError:
     """Return the error for a model whose weight `name` is not finite, with the file and the tensor if there is one."""
     if where := bad_tensor(path):
-        return InputError(f"{where} holds NaN or infinity; fetch the file again, or train it anew")
+        return InputError(f"{where} holds NaN or infinity; fetch the file again, or train it again")
     if any(local_files(Path(path).expanduser())):
         kind = str(dtype).removeprefix("torch.")
         return InputError(f"{path}: {name} is finite in its file, but not in {kind}; give --dtype bf16 or fp32")
-    return InputError(f"{path}: {name} holds NaN or infinity; fetch the model again, or train it anew")
+    return InputError(f"{path}: {name} holds NaN or infinity; fetch the model again, or train it again")
 
 
 def bad_tensor(path: str) -> str | None:

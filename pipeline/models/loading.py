@@ -110,7 +110,7 @@ def load_language_model(
 def with_adapter(model: PreTrainedModel, path: str, *, merged: bool) -> Any:
     """Put the adapter in the folder `path` on its base model, or merge it into the base's weights.
 
-    A quantised base keeps its adapter apart.
+    A quantised base has its adapter beside it, not merged.
     """
     folder, merged = str(Path(path).expanduser()), merged and quantization_of(model) == "none"
     try:
@@ -150,8 +150,8 @@ def check_adapter_names(wrapped: PeftModel, loaded: Any, path: str) -> None:
     """
     weights = dict(wrapped.named_parameters(remove_duplicate=False))  # some kinds share one between their layers
     absent = set(loaded.missing_keys)
-    held = {id(weight) for name, weight in weights.items() if name not in absent}
-    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in held]
+    present = {id(weight) for name, weight in weights.items() if name not in absent}
+    missing = [name for name, weight in weights.items() if ".default" in name and id(weight) not in present]
     # The head of a language model may go where another takes its place.
     keeps_head = base_model(wrapped).can_generate() or wrapped.active_peft_config.task_type is not None
     others = [name for name in loaded.unexpected_keys if LAYER.search(name) or keeps_head]
@@ -162,7 +162,7 @@ def check_adapter_names(wrapped: PeftModel, loaded: Any, path: str) -> None:
 
 @contextmanager
 def head_apart_under_zero3(config: PretrainedConfig) -> Iterator[None]:
-    """Keep the head of T5 1.1 and FLAN-T5 apart from the embeddings while a model is loaded into ZeRO-3 partitions.
+    """Separate the head of T5 1.1 and FLAN-T5 from the embeddings while a model is loaded into ZeRO-3 partitions.
 
     transformers declares all of T5 as tied, and finds out by comparing the loaded weights whether a head is one of its
     own; partitioned weights are empty, and so equal. Their outputs are not scaled: that tells them from T5.

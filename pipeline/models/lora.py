@@ -214,7 +214,7 @@ class StoredInt8Quantizer(HfQuantizer):
 
 @torch.no_grad()
 def dequantise(model: PeftModel, dtype: torch.dtype) -> None:
-    """Give a quantised peft model plain linear layers, with the values of its codes in `dtype`, to be merged into."""
+    """Replace the quantised layers of a peft model by linear ones in `dtype`, into which adapters can be merged."""
     inner: Any = model.get_base_model()
     with torch.device("meta"):
         plain = type(inner)(inner.config)
@@ -265,9 +265,9 @@ def nf4_options(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def settle_nf4(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give 4-bit layers codes in bytes, and all else in a model `dtype`: transformers leaves both as they are stored.
+    """Store 4-bit codes as bytes and all other parameters in `dtype`: transformers leaves both in their stored types.
 
-    bitsandbytes is kept from repacking the codes at an evaluation on a CPU, which rounds their scales for good.
+    It also stops bitsandbytes from repacking the codes in an evaluation on a CPU, which would round their scales.
     """
     for weight in model.parameters():
         if hasattr(weight, "quant_state"):

@@ -1,6 +1,6 @@
 """Check paths of models and name the nearest folder for a mistyped one, from file names and config.json only.
 
-Imports no torch, for programs that must start quickly. Headers of weights are read in `weight_files.py`.
+The module imports no torch, for programs that must start quickly. Headers of weights are read in `weight_files.py`.
 """
 
 import contextlib

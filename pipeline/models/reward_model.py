@@ -180,7 +180,7 @@ def check_head(source: ModelSource, *, new_head: bool = False, quantization: str
 
 
 def has_score_head(source: ModelSource) -> bool:
-    """Tell whether a model's configuration names a reward head."""
+    """Return True if a model's configuration names a reward head."""
     return any("SequenceClassification" in name for name in source.config.architectures or [])
 
 

@@ -140,7 +140,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 
 def has_key_value_cache(config: PretrainedConfig) -> bool:
-    """Tell whether the forward pass of a decoder takes a cache of keys and values."""
+    """Return True if the forward pass of a decoder takes a cache of keys and values."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return not model_class or "past_key_values" in inspect.signature(model_class.forward).parameters
 
@@ -223,8 +223,8 @@ def prepare_tokenizer(source: ModelSource, template: str, kwargs: Sequence[str] 
 def check_vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise InputError for a tokenizer that uses ids beyond the vocabulary of the model; warn of another EOS.
 
-    More rows than ids are fine: published models pad their vocabulary. So are special tokens beyond it that no row can
-    hold, as Gemma 3 has one for images. The tokenizer has its template.
+    More rows than ids are fine: published models pad their vocabulary. A special token beyond it that no row of data
+    can hold is fine too: Gemma 3 has one for images. The tokenizer must already have its template.
     """
     path, config = source.path, source.config.get_text_config()
     size, largest = getattr(config, "vocab_size", None), max(usable_ids(tokenizer), default=-1)

@@ -1,6 +1,6 @@
 """Check a model folder by config.json and the headers of its weights, before any weight is read.
 
-Imports no torch, except to read a `.bin` file.
+The module imports no torch, except to read a `.bin` file.
 
 Hub ids pass: their files are not here yet, and `loading.py` lets transformers read them under the same rules.
 """
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")
 # Fields of a config.json, at any depth, of what a model reads besides text.
 TOWERS = ("vision_config", "vq_config", "audio_config", "audio_encoder_config", "speech_encoder_layers")
-# Fields of config.json that are sizes; the deepest published models have some 200 layers.
+# Fields of config.json that are sizes; the deepest published models have about 200 layers.
 SIZE = re.compile(r"(^d_\w+|size|dim|inner|heads?|layers?|positions|embeddings|experts|n_embd)$")
 MAX_LAYERS = 1000
 # Private fields of config.json that carry no behaviour; `layer_types` replaces the last.

@@ -1,1 +1,1 @@
-"""What comes before a run: looking at its models, data and disks, its dry run, and the flags chosen for it."""
+"""The work before a run: checks of its models, data and disks, its dry run, and the choice of its flags."""

@@ -1,6 +1,6 @@
 """Flags that are chosen before a job starts: by its plan (--auto-fit), and by running three steps (--auto-batch).
 
-For the supervisor of a job. The choice is a preset in the run folder, which a resumed run takes as it is.
+The supervisor of a job calls it. It writes the choice to the run folder as a preset, which a resumed run reads.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The cheapest way to run a stage on a card.
 
-It is on the fewest GPUs of one machine, of 1, 2, 4 and 8, on which the stage fits: as it is, or with changes of flags
-that train the same. Where it fits on none of them, it is with changes that train something else.
+It uses the fewest GPUs of one machine (1, 2, 4 or 8) on which the stage fits, if necessary with changes of flags that
+train the same. If the stage fits on none of them, changes that affect training are tried too.
 """
 
 import shlex

@@ -48,9 +48,9 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
 
 def shares_and_lengths(options: DataOptions, rows: StageData) -> Iterator[str]:
     """Yield the shares of rows that are cut and dropped, and percentiles of the lengths of those to train on."""
-    fates, lengths = rows.counts.fates, sequence_lengths(rows.train).max(1)
-    num_rows = fates["to train on"] + fates["held out"]
-    cut, dropped = fates["cut"] / max(num_rows, 1), fates["dropped"] / max(num_rows + fates["dropped"], 1)
+    outcomes, lengths = rows.counts.outcomes, sequence_lengths(rows.train).max(1)
+    num_rows = outcomes["to train on"] + outcomes["held out"]
+    cut, dropped = outcomes["cut"] / max(num_rows, 1), outcomes["dropped"] / max(num_rows + outcomes["dropped"], 1)
     yield f"{options.title} rows: {cut:.1%} cut, {dropped:.1%} dropped"
     sizes = np.percentile(lengths, PERCENTILES, method="higher")
     shares = ", ".join(f"{share} % {size}" for share, size in zip(PERCENTILES, sizes, strict=True))

@@ -1,7 +1,7 @@
-"""The dry run of a stage prints its plan, and what its flags and DeepSpeed's JSON are if asked to; it starts nothing.
+"""The dry run of a stage: it prints the plan, and with --explain flags and DeepSpeed's JSON, and starts nothing.
 
-`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. Imports no torch until
-models are planned.
+`rlhf train --dry-run`, the supervisor of a launch script and a stage's own `--dry-run` call it. The module imports no
+torch until it plans models.
 """
 
 import json
@@ -87,7 +87,7 @@ def look_and_plan(
 
 
 def shows_data(settings: Iterable[Resolved]) -> bool:
-    """Tell whether the stages of these settings are only to show their rows."""
+    """Return True if the stages of these settings only show their rows."""
     return any(resolved.config.run.show_data for resolved in settings)
 
 

@@ -1,6 +1,7 @@
-"""What the ranks of a stage ask for from their entry: their dry run, flags that are `auto`, and their report.
+"""Functions that the ranks of a stage call when they start: dry run, flags that are `auto`, and report.
 
-Imports no torch until something is planned, and what a run needs only when it starts: `--help` answers at once.
+The module imports torch only when something is planned, and the parts of a run only when it starts, so that `--help`
+answers at once.
 """
 
 from pathlib import Path

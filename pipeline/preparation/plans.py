@@ -1,4 +1,7 @@
-"""The plans of stages before they start: the planner of each, its page, and what would make it fit. Imports torch."""
+"""The plans of stages before they start: the planner of each, its page, and what would make it fit.
+
+The module imports torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -71,9 +74,9 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
 
 
 def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
-    """Return what a plan expects, for the run's folder: GiB of a GPU in each phase, and seconds of a step.
+    """Return the expectations of a plan, for the run's folder: GiB of a GPU in each phase, and seconds a step.
 
-    Of each phase `allocated` by tensors, and `reserved` of the device with all that is beside them: expected and high.
+    A phase has `allocated`, the memory of tensors, and `reserved`, all memory of the device: expected and high.
     """
     plan = candidate.plan
     memory = {
@@ -160,9 +163,10 @@ def print_proposals(section: str, plan: StagePlan) -> list[str]:
 
 
 def measured_lines(stage: Stage, plan: StagePlan) -> list[str]:
-    """Return a line of the GiB that the last run in the stage's folder measured, if it was of its like.
+    """Return a line of the GiB that the last run in the stage's folder measured, in each phase and in host memory.
 
-    Of the same models on the same kind of device, in each phase as the plan's low figure, and of a process on the host.
+    There is none unless that run had the same models on the same kind of device. A phase's figure compares with the
+    plan's low figure.
     """
     config, target = plan.resolved.config, plan.planner.target
     folder = stage.run_folder(config.run)

@@ -310,9 +310,9 @@ def sample_sources(stage: Stage, config: StageConfig, start: str) -> Iterator[Sa
 
 
 def sample_of(path: str, options: DataOptions, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, float | None]:
-    """Return in words how many rows the first records of a source give, of how many tokens, and what is dropped most.
+    """Describe the first records of a source: number of rows, their tokens, and the most frequent reason for a drop.
 
-    Also return the estimated rows to train on of the whole source; None where it has very many records.
+    Returns this text, and the estimated rows to train on in the whole source; None for very many records.
     """
     counts, lengths, read, tests = Counts(), list[int](), 0, 0
     records = read_records(read_rows(path), counts, column_map=options.column_map)
@@ -328,14 +328,14 @@ def sample_of(path: str, options: DataOptions, tokenizer: "PreTrainedTokenizerBa
     number = read + sum(1 for _ in islice(records, COUNTED_RECORDS))
     rows, is_whole = len(lengths) * (1 - held_out) * number / max(read, 1), next(records, None) is None
     sampled = f"all {read:,}" if number == read else f"the first {read:,} of {'' if is_whole else 'over '}{number:,}"
-    dropped = f", {counts.fates['dropped']:,} dropped"
+    dropped = f", {counts.outcomes['dropped']:,} dropped"
     return f"{len(lengths):,} rows{tokens} from {sampled} records{dropped}{fates}", rows if is_whole else None
 
 
 def output_bytes(stage: Stage, config: StageConfig, base_of_output: Mapping[str, str]) -> Iterator[tuple[Path, int]]:
-    """Yield (folder, bytes) of a stage's outputs at least, as its plan counts them: its models, and a checkpoint.
+    """Yield (folder, bytes) for the smallest outputs of a stage, as its plan counts them: its models, and a checkpoint.
 
-    Nothing where a model cannot be planned, because its configuration is not here.
+    It yields nothing if a model cannot be planned because its configuration is not here.
     """
     from pipeline.planning.disk import outputs
 

@@ -1,4 +1,4 @@
-"""How a run of a stage that trains one model begins, before its rows are batched and its weights are read."""
+"""The start of a run of a stage that trains one model, before it batches rows and loads weights."""
 
 from transformers import PreTrainedTokenizerBase
 

@@ -45,9 +45,10 @@ def try_batch(
     signals: Signals,
     folder: Path,
 ) -> bool:
-    """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; tell if it had memory.
+    """Run three steps of a stage with other `words` and `flags`, in a folder that is deleted; return True if they fit.
 
-    Where another phase lacks it, whatever the micro-batch, it is started again with fewer rows there, as the run would.
+    If another phase runs out of memory, whatever the micro-batch, the steps start again with fewer rows in that phase,
+    as in a run.
 
     Raises:
         StoppedRun: on a signal. RunError: it ended for another reason than want of memory.
@@ -72,7 +73,7 @@ def try_batch(
         if not halved or "train" in halved:
             break
     lines, text = training_lines(run_dir), "\n".join(line.removeprefix("error: ") for line in ended.lines)
-    if ended.code == errors.EXIT_STOPPED or job.is_asked_to_stop:
+    if ended.code == errors.EXIT_STOPPED or job.got_stop_signal:
         shutil.rmtree(folder, ignore_errors=True)
         raise errors.StoppedRun("stopped while micro-batches were tried; the same command starts again")
     lacks = bool(halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)

@@ -123,7 +123,7 @@ def draw_line(axes: Axes, points: Sequence[Point], **look: Any) -> None:
 
 
 def is_noisy(points: Sequence[Point]) -> bool:
-    """Tell whether a curve is so noisy that an average shows more; a schedule is not noisy."""
+    """Return True if a curve is so noisy that an average shows more; a schedule is not noisy."""
     values = [value for _, value in points]
     moves = [after - before for before, after in pairwise(values)]
     return len(points) >= SMOOTHED_FROM and sum(a * b < 0 for a, b in pairwise(moves)) > NOISE * len(moves)

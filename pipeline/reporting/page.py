@@ -22,7 +22,7 @@ from pipeline.reporting.records import RunRecord, labels_of, runs_of
 
 LOCK, LOCKED_S = ".report.lock", 120.0
 MOST_TEXT = 1500  # maximum number of shown characters of a text from a model or a file
-KEPT = "\n\t"  # control characters that are not escaped
+PLAIN = "\n\t"  # control characters that are not escaped
 PAGES = ("report.md", "report.html")
 BEGINNING = re.compile(  # the beginning of a page that this module wrote
     r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"
@@ -62,7 +62,7 @@ def visible(text: Any) -> str:
     """Return a text of a model or a file, truncated, with control characters and direction marks escaped."""
     text = str(text)
     shown = "".join(
-        char if char.isprintable() or char in KEPT or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
+        char if char.isprintable() or char in PLAIN or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
         for char in text[:MOST_TEXT]
     )
     return shown + (

@@ -14,7 +14,7 @@ from pipeline.run.layout import stages_folder
 from pipeline.run.outcome import supervisor_name
 
 EVERY_S = 60.0  # between two starts, and before the first one: a shorter run only writes the last report
-SWITCH = "RLHF_REPORT"  # variable: `false` turns all reports off, whatever --report says
+SWITCH = "RLHF_REPORT"  # variable: `false` turns all reports off, also with --report
 LONGEST_S = 300.0  # limit for the last report
 
 

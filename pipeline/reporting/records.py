@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """Its kind, its label, and the name of its folder if that is not its stage's."""
+        """The title of a run: kind, label, and the name of its folder if that differs from its stage's."""
         name = self.folder.resolve().name
         return f"{self.kind} ({name})" if name == self.label and name != self.stage else self.kind
 

@@ -1,7 +1,7 @@
-"""Load a reward function, give it the arguments that it names, and check what it returns; in a worker or in a rank.
+"""Load a reward function, call it with the arguments that it names, and check its values; in a worker or a rank.
 
 The signature is TRL's: `reward(prompts, completions, completion_ids, **columns)` returns a value for each completion.
-At once only what starts fast is imported: each worker does it.
+Each worker imports this module, so it imports only modules that load fast.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ KINDS = get_args(FailureKind)
 OURS = ("prompts", "completions", "completion_ids")
 # Arguments of TRL that concern its trainer: `trainer_state.global_step` is the step, what is logged is dropped.
 TRAINERS = ("trainer_state", "log_extra", "log_metric")
-# Classes of errors, also of libraries, that say that an endpoint does not answer.
+# Classes of errors, also of libraries, by which an endpoint that does not answer is recognised.
 UNREACHABLE = {"ConnectionError", "URLError", "gaierror", "ConnectError", "ConnectTimeout", "EnvironmentFault"}
 MAX_VALUE = 3.4028234e38  # of fp32
 MAX_MESSAGE, MAX_SHOWN = 300, 40  # characters
 
 
 class RefusedError(Exception):
-    """A function that cannot be had, or what it returned cannot be used; the message says what was found."""
+    """A function that cannot be had, or what it returned cannot be used; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a function takes and where it runs.
+    """The parameters of a function, and the process in which it runs.
 
     named: its parameters.
-    needed: those without a default.
-    takes_all: True where it has **kwargs.
-    in_rank: True where it runs in the process of the rank: the built-in judge says `runs_in = "rank"`.
+    needed: parameters without a default.
+    takes_all: True if it has **kwargs.
+    in_rank: True if it runs in the process of the rank, as the built-in judge does by `runs_in = "rank"`.
     column: the column that a built-in function reads unless its args name another; empty: none.
     """
 
@@ -58,9 +58,9 @@ class Signature:
             return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
         needed = {args.get("column", self.column), *self.needed} if self.column else {*self.needed}
         if missing := needed.difference(OURS, TRAINERS, args, columns):
-            found = f"only {', '.join(columns)}" if columns else "none for rewards"
+            columns_of_data = f"only {', '.join(columns)}" if columns else "none for rewards"
             right = nearest(min(missing), columns)
-            return f"it needs the column {min(missing)!r}, and the data has {found}{right}"
+            return f"it needs the column {min(missing)!r}, and the data has {columns_of_data}{right}"
         return ""
 
 
@@ -82,7 +82,7 @@ def load(target: str, digest: str) -> Callable[..., Any]:
     module_name = f"reward_functions_{digest}"
     if module_name not in sys.modules:
         if hashlib.sha256(Path(file).read_bytes()).hexdigest() != digest:
-            raise RefusedError("the file has changed since the start; a run keeps to one version, put it back")
+            raise RefusedError("the file has changed since the start; a run uses one version, restore it")
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec and spec.loader
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
@@ -197,14 +197,14 @@ def _checked(value: Any, length: int, number: int) -> Any:
     value = _plain(value)
     if value is None or is_number(value):
         return None if value is None else float(value)
-    found = f"response {number}: returned {_shown(value)}"
+    problem = f"response {number}: returned {_shown(value)}"
     if not isinstance(value, list):
-        raise RefusedError(f"{found}, expected a finite number, a list of them, or None")
+        raise RefusedError(f"{problem}, expected a finite number, a list of them, or None")
     tokens = [_plain(token) for token in value]
     if len(tokens) != length:
-        raise RefusedError(f"{found} of {len(tokens)} values for {length} tokens, expected one for each")
+        raise RefusedError(f"{problem} of {len(tokens)} values for {length} tokens, expected one for each")
     if wrong := [token for token in tokens if not is_number(token)]:
-        raise RefusedError(f"{found} with {_shown(wrong[0])}, expected finite numbers alone")
+        raise RefusedError(f"{problem} with {_shown(wrong[0])}, expected finite numbers alone")
     return [float(token) for token in tokens]
 
 

@@ -1,4 +1,4 @@
-"""How many responses a reward function may fail to give a value before it ends the run."""
+"""The number of responses that a reward function may fail to score before the run ends."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def num_failed(counts: Counts) -> int:
 
 
 def first_of_failures(values: Sequence[Value]) -> Failure | None:
-    """Return the first failure where all values are failures, else None."""
+    """Return the first failure if all values are failures, else None."""
     return values[0] if values and all(isinstance(value, Failure) for value in values) else None  # type: ignore[return-value]
 
 
@@ -37,16 +37,16 @@ class FailureWindow:
 
     def after(self, rollouts: Sequence[Counts], new: Counts) -> list[Counts]:
         """Return the counts of the window's rollouts, which a checkpoint keeps, after those of one more."""
-        kept, rest = [new], self.num_responses - new[RESPONSES]
+        window, rest = [new], self.num_responses - new[RESPONSES]
         for counts in reversed(rollouts):
             if rest <= 0:
                 break
-            kept.insert(0, counts)
+            window.insert(0, counts)
             rest -= counts[RESPONSES]
-        return kept
+        return window
 
     def is_surely_passed(self, failed: int, expected: int) -> bool:
-        """Tell whether so many failures end a run whatever the rest of a rollout's `expected` responses get."""
+        """Return True if so many failures end the run, however the rest of a rollout's `expected` responses score."""
         return failed >= self.min_failures and failed > self.max_share * (self.num_responses + expected)
 
     def check(self, name: str, rollouts: Sequence[Counts], first: Failure | None) -> None:

@@ -39,7 +39,7 @@ class RewardFunction:
 
     @property
     def shown_args(self) -> Any:
-        """Its arguments as they may be written, without secrets."""
+        """The arguments as files and logs may have them, without secrets."""
         return masked(self.args)
 
 
@@ -55,8 +55,8 @@ def parse_reward_functions(entries: Sequence[str | Mapping[str, Any]]) -> list[R
     for entry in entries:
         function = _of_text(entry) if isinstance(entry := _of_json(entry), str) else _of_mapping(entry)
         if first := functions.get(function.name):
-            found = f"{first.target} and {function.target} have one name, by which metrics are told apart"
-            raise InputError(f"{FLAG}: {found}; rename one of the two functions")
+            problem = f"{first.target} and {function.target} have one name, by which metrics are told apart"
+            raise InputError(f"{FLAG}: {problem}; rename one of the two functions")
         functions[function.name] = function
     return list(functions.values())
 

@@ -17,15 +17,15 @@ def modules_beside(file: Path) -> dict[str, str]:
 
     They are read, not run: import statements count wherever they stand. This project's own package is left out.
     """
-    folder, found, waiting = file.parent, dict[str, str](), [file]
+    folder, digests, waiting = file.parent, dict[str, str](), [file]
     while waiting:
         for parts in imported_names(waiting.pop(), folder):
             for base in [folder.joinpath(*parts[: n + 1]) for n in range(len(parts)) if parts[0] != PROJECT]:
                 for path in (base.with_suffix(".py"), base / "__init__.py"):
-                    if path.is_file() and (key := path.relative_to(folder).as_posix()) not in found:
-                        found[key] = digest(path)
+                    if path.is_file() and (key := path.relative_to(folder).as_posix()) not in digests:
+                        digests[key] = digest(path)
                         waiting.append(path)
-    return found
+    return digests
 
 
 def imported_names(file: Path, folder: Path) -> Iterator[list[str]]:
@@ -40,15 +40,15 @@ def imported_names(file: Path, folder: Path) -> Iterator[list[str]]:
 
 
 def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list[str]:
-    """Look at the modules beside a user's file that are imported by now; return the paths of those that are not known.
+    """Return the paths of modules beside a user's file that are imported now and are not in `known`.
 
     Args:
         known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
-        seen: names of modules that need no second look; kept up to date.
+        seen: names of checked modules; the function adds to it.
 
     Raises RefusedError where a known one has another content.
     """
-    file, found = Path(target.rpartition(":")[0]), list[str]()
+    file, unknown = Path(target.rpartition(":")[0]), list[str]()
     for name in sys.modules.keys() - seen if file.name else ():
         seen.add(name)
         path = Path(str(getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)))
@@ -56,7 +56,7 @@ def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list
         if path.is_relative_to(file.parent) and not is_of_others:
             key = path.relative_to(file.parent).as_posix()
             if key not in known:
-                found.append(key)
+                unknown.append(key)
             elif digest(path) != known[key]:
-                raise RefusedError(f"{key} has changed since the start; a run keeps to one version, put it back")
-    return found
+                raise RefusedError(f"{key} has changed since the start; a run uses one version, restore it")
+    return unknown

@@ -88,7 +88,7 @@ class Responses:
 
 
 class Background:
-    """An asyncio loop in a thread of its own."""
+    """An asyncio loop in a separate thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -99,7 +99,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what runs in the loop, and the loop."""
+        """Cancel the tasks of the loop, and end the loop."""
         self.run(cancel_others()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -107,7 +107,7 @@ class Background:
 
 
 async def cancel_others(*rest: asyncio.Task[None]) -> None:
-    """End the tasks of the loop but this one and the `rest`."""
+    """Cancel the tasks of the loop, except for this one and the `rest`."""
     others = asyncio.all_tasks() - {asyncio.current_task(), *rest}
     for task in others:
         task.cancel()
@@ -115,10 +115,10 @@ async def cancel_others(*rest: asyncio.Task[None]) -> None:
 
 
 class RewardPool:
-    """Workers that call reward functions. Used as a context, at whose end they end, whatever they do.
+    """Workers that call reward functions. The pool is a context, at whose end the workers are stopped.
 
-    The built-in judge, which needs a key, is called in this process, in a thread of its own with an asyncio loop: the
-    workers see no secrets.
+    The built-in LLM judge, which needs a key, runs in this process, in a separate thread with an asyncio loop, so that
+    the workers see no secrets.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
         self._signatures = dict[str, Signature]()
         self._columns: list[str] = []
-        self._told = set[str]()
+        self._logged = set[str]()
         self._in_rank = dict[str, Callable[..., Any]]()
         self._loop, self._rank = Background("reward workers"), Background("reward functions of the rank")
 
@@ -182,13 +182,13 @@ class RewardPool:
             raise InputError("\n".join(errors))
 
     def submit(self, responses: Responses) -> "Future[dict[str, list[Value]]]":
-        """Begin to score the responses of a prompt, and return at once; see `gather`."""
+        """Start to score the responses of a prompt, and return at once; see `gather`."""
         return self._loop.run(self._given_by_all(responses))
 
     def gather(
         self, handles: Sequence["Future[dict[str, list[Value]]]"], between: Callable[[], None] = lambda: None
     ) -> list[dict[str, list[Value]]]:
-        """Return for each handle of `submit` what each function, by name, says of each response; beats while it waits.
+        """Return for each handle of `submit` each function's values, by name, for the responses; beats while it waits.
 
         between: called with each beat; may raise.
 
@@ -248,8 +248,8 @@ class RewardPool:
         else:
             answer = await self._ask(function, call)
         if "refused" in answer:
-            found = redacted(answer["refused"])
-            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {found}")
+            problem = redacted(answer["refused"])
+            raise InputError(f"{FLAG} {function.target}: {function.name}, prompt {responses.row}: {problem}")
         if "failed" in answer:
             kind, message = answer["failed"]
             return Failure(kind, redacted(message))
@@ -264,8 +264,8 @@ class RewardPool:
                 return loaded
             request = {"target": function.target, "call": vars(call), "modules": function.modules}
             answer = await worker.ask(request | {"prints_trace": self._prints_traces}, self._timeout_s)
-            for module in {*loaded["beside"], *answer.get("beside", ())} - self._told:
-                self._told.add(module)
+            for module in {*loaded["beside"], *answer.get("beside", ())} - self._logged:
+                self._logged.add(module)
                 log.warning(UNNAMED, FLAG, function.target, module)
             return answer
         except WorkerLostError as error:

@@ -60,9 +60,8 @@ def scored_ids(
 ) -> list[int]:
     """Encode prompt and response for a reward model, with an end token only for a finished response.
 
-    Also for one that a stop string has ended, which has none among its own tokens.
-
-    Ids beyond the model's positions are cut off on the left, as in training: the response's end is scored.
+    A response that a stop string has ended counts as finished and gets one too. Ids beyond the model's positions are
+    truncated on the left, as in training, because the end of the response is scored.
     """
     ids = encode_conversation(tokenizer, [*prompt, Message("assistant", response)], "last").ids
     ids = ids if finished else ids[:-1]

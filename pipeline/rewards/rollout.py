@@ -19,7 +19,7 @@ from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 
 class RunFunctions:
-    """The reward functions of a run. Used as a context, at whose end their processes end.
+    """The reward functions of a run: a context, at whose end their processes are stopped.
 
     weights: name of a function -> its weight in the sum.
     """
@@ -89,7 +89,7 @@ class RunFunctions:
 
         Args:
             failures: of each round of a rollout its calls, and (n, F) int64 of its responses, 0 = no failure, else
-                1 + the place in KINDS of its kind.
+                1 + the index of its kind in KINDS.
 
         Raises:
             Interrupted: with an error, where a function failed too often.
@@ -99,8 +99,8 @@ class RunFunctions:
             firsts = scoring.failures | firsts
             for name, column in zip(scoring.names, numbers.unbind(1), strict=True):
                 kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
-        for name, found in kinds.items():
-            counts = {RESPONSES: len(found)} | {kind: found.count(kind) for kind in sorted(set(found) - {""})}
+        for name, each in kinds.items():
+            counts = {RESPONSES: len(each)} | {kind: each.count(kind) for kind in sorted(set(each) - {""})}
             after[name] = self._window.after(before.get(name, []), counts)
             try:
                 self._window.check(name, after[name], firsts.get(name))
@@ -117,7 +117,7 @@ class RolloutScoring:
         responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
         window: what ends a run, by the first responses alone too.
         failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed
-            wholly; kept up to date.
+            wholly; updated here.
         num_samples: responses to each prompt.
         takes_tokens: see `RunFunctions`.
 
@@ -143,7 +143,13 @@ class RolloutScoring:
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
     def ended(self, place: int, row: int, sample: int, ids: list[int]) -> None:
-        """Take response number `sample` to the prompt of a `row`, the one at `place`; its last one begins the calls."""
+        """Add response number `sample` to a prompt; the prompt's last response starts its calls.
+
+        Args:
+            place: index of the prompt in the rollout.
+            row: row of the prompt in the data.
+            ids: tokens of the response.
+        """
         responses = self._ids.setdefault(place, {})
         responses[sample] = ids
         if len(responses) == self._num_samples:
@@ -164,8 +170,8 @@ class RolloutScoring:
             between()
             self._check_first()
 
-        found = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
-        for by_name in found.values() if not self._takes_tokens else ():
+        by_prompt = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
+        for by_name in by_prompt.values() if not self._takes_tokens else ():
             for name, values in by_name.items():
                 if any(isinstance(value, list) for value in values):
                     words = "found a value for each token, which --method ppo and reinforce_pp take"
@@ -173,7 +179,7 @@ class RolloutScoring:
         for name, values in self._given().items():
             before = self._failed_before.get(name, [])
             self._failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
-        return found
+        return by_prompt
 
     def _given(self) -> dict[str, list[Value]]:
         """Return what each function gave for the responses whose calls are done."""
@@ -195,10 +201,10 @@ class RolloutScoring:
                 self._window.check(name, [*before, counts_of(values)], first_of_failures(values))
 
 
-def first_failures(found: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:
+def first_failures(by_prompt: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:
     """Return the first failure of each function that has any."""
     firsts: dict[str, Failure] = {}
-    for _, by_name in sorted(found.items()):
+    for _, by_name in sorted(by_prompt.items()):
         for name, values in by_name.items():
             for value in values:
                 if isinstance(value, Failure):

@@ -1,4 +1,4 @@
-"""What a reward reads, sampled responses with their prompts as tokens and as text, and what it counts among others."""
+"""The input of rewards (sampled responses and their prompts, as tokens and text) and the weight of each reward."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -46,7 +46,7 @@ class WorkerProcess:
         self.starting: asyncio.Task[asyncio.subprocess.Process] | None = None
 
     async def load(self, function: RewardFunction, limit_s: float) -> dict[str, Any]:
-        """Let the worker load a function, if it has not; return its answer. Raises WorkerLostError."""
+        """Send the worker the request to load a function, once; return its answer. Raises WorkerLostError."""
         target = function.target
         if self._process is None or target not in self._loaded:
             self._loaded[target] = await self.ask(

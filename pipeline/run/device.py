@@ -1,6 +1,6 @@
 """Store the measured constants of this machine's GPU in the user's cache folder, for plans.
 
-`measure_device.py` measures them and `launching/target.py` reads them. Imports no torch.
+`measure_device.py` measures them and `launching/target.py` reads them. The module imports no torch.
 """
 
 import os
@@ -77,7 +77,7 @@ def device_key() -> str:
     return f"{values[0]}, torch {metadata.version('torch')}, driver {values[1]}" if values else ""
 
 
-def kept_constants() -> DeviceConstants | None:
+def stored_constants() -> DeviceConstants | None:
     """Return the constants that were measured for this machine's GPU, torch and driver; None: not measured."""
     stored = read_object(constants_file())
     with suppress(TypeError, KeyError):  # the file was written by another version
@@ -85,7 +85,7 @@ def kept_constants() -> DeviceConstants | None:
     return None
 
 
-def keep_constants(constants: DeviceConstants) -> None:
+def store_constants(constants: DeviceConstants) -> None:
     """Store the constants of this machine's GPU beside those of other devices. Raises EnvironmentFault."""
     cache_folder(None)
     write_json(constants_file(), read_object(constants_file()) | {device_key(): asdict(constants)})

@@ -1,4 +1,4 @@
-"""Tell whether a run is finished already, and clear the folder of one that starts afresh. Imports no torch.
+"""Check whether a run is finished already, and clear the folder of one that starts afresh. It imports no torch.
 
 `done.json` holds the settings, inputs and length of the run that wrote it, so that no other run is taken for it.
 Checkpoints are compared in `pipeline/configuration/resume_rules.py`.
@@ -223,7 +223,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     goes_on = run.resumes_from != "auto" or not is_whole or run.max_steps > done["steps"]
     missing = [] if goes_on else [folder for folder in stage.outputs(config) if not has_config(folder)]
     if missing:
-        log.info("%s: its run is finished, but the model is gone; going on from the last checkpoint", missing[0])
+        log.info("%s: its run is finished, but the model is gone; resuming from the last checkpoint", missing[0])
     if goes_on or missing:
         folder, state = checkpoint_state(run_folder, run.resumes_from)
         if 0 < run.max_steps < (step := state.get("step", 0)):

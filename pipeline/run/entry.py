@@ -135,7 +135,7 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
 
 
 def leave_early(run_dir: Path) -> None:
-    """End a rank that was asked to stop while it still reads data and models."""
+    """End a rank that got a stop request before it has read its data and models."""
     if supervisor_name() is not None:
         write_outcome(run_dir, own_rank(), EXIT_STOPPED, EARLY)
         quit_now("", EXIT_STOPPED)
@@ -182,7 +182,7 @@ def command(run: Callable[[list[str], str], None], name: str) -> Callable[..., i
 
 
 def run_command(work: Callable[[], None]) -> int:
-    """Do the `work` of a small command and return its exit code. Unexpected errors keep their traceback."""
+    """Run the `work` of a small command and return its exit code. Unexpected errors print their traceback."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # about changes that a user cannot act on
     try:
         outlive_console(needs_output=True)

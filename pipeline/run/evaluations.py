@@ -1,6 +1,6 @@
 """Read back evaluations, samples, costs and flags of a run, for its last line, model card, report and for plans.
 
-Imports no torch.
+The module imports no torch.
 """
 
 import json
@@ -219,7 +219,7 @@ def evaluations(run_dir: Path, step: float = math.inf) -> list[dict[str, Any]]:
 def comparable(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the evaluations of as many held-out rows as the last one: others, before other flags, are of other rows.
 
-    One that does not say its number counts as one of these.
+    An evaluation without a number counts as one of these.
     """
     num_rows = lines[-1].get("eval_rows") if lines else None
     return [line for line in lines if line.get("eval_rows", num_rows) == num_rows]

@@ -1,4 +1,4 @@
-"""Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. Imports no torch."""
+"""Layout of a run folder: the paths of its files, for the stages and for `rlhf train`. It imports no torch."""
 
 import re
 from pathlib import Path

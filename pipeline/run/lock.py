@@ -1,4 +1,4 @@
-"""Lock a run's folder and the models that it writes, so that only one process writes them. Imports no torch.
+"""Lock a run's folder and the models that it writes, so that only one process writes them. It imports no torch.
 
 The kernel releases the lock (flock) when its process ends. The text in the file only names that process.
 """

@@ -60,7 +60,7 @@ def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> N
     """
     import transformers
 
-    def is_wanted(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         is_ours = record.name.partition(".")[0] in ("pipeline", "rlhf", stage.package)
         return is_ours or verbose or record.levelno >= logging.ERROR
 
@@ -69,8 +69,8 @@ def start_logging(run_dir: Path, rank: int, stage: Stage, *, verbose: bool) -> N
     handlers: list[logging.Handler] = [logging.FileHandler(rank_file, encoding="utf-8"), StderrHandler()]
     if rank == 0:
         handlers.append(logging.FileHandler(run_dir / "log.txt", encoding="utf-8"))
-        handlers[1].addFilter(lambda record: is_wanted(record) and record.name != file_log.name)
-        handlers[2].addFilter(is_wanted)
+        handlers[1].addFilter(lambda record: is_shown(record) and record.name != file_log.name)
+        handlers[2].addFilter(is_shown)
     else:
         handlers[1].addFilter(is_wait_here)
     for handler in handlers:

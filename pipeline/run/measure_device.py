@@ -18,7 +18,7 @@ from pipeline import dist
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFault, say, show
 from pipeline.files import GIB
 from pipeline.rendezvous import local_size, read_environment
-from pipeline.run.device import DeviceConstants, constants_file, keep_constants, kept_constants, query_gpu
+from pipeline.run.device import DeviceConstants, constants_file, query_gpu, store_constants, stored_constants
 
 TIMEOUT_S = 60
 ALL_REDUCE_BYTES = {"cuda": GIB, "cpu": GIB // 16}
@@ -93,7 +93,7 @@ def main() -> int:
         keeps = rank == 0 and dist.has_gpu()
         before = used_bytes() if keeps else 0  # no context yet
         device = dist.pick_device(local_rank)
-        constants = (kept_constants() or measure(device, before)) if keeps else None
+        constants = (stored_constants() or measure(device, before)) if keeps else None
         before, what = used_bytes() if keeps else 0, "all-reduce"
         world = dist.start(timeout_s=TIMEOUT_S)
         num_bytes = ALL_REDUCE_BYTES[device.type]
@@ -106,7 +106,7 @@ def main() -> int:
                 constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
         what = str(constants_file())
         if constants:
-            keep_constants(constants)
+            store_constants(constants)
             show(f"{constants}; stored in {what}")
         elif rank == 0:
             show("no GPU here: no constants are stored")

@@ -1,4 +1,4 @@
-"""Write and read how a rank ended, in a file, because an exit code has no cause. Imports no torch.
+"""Write and read how a rank ended, in a file, because an exit code has no cause. It imports no torch.
 
 The supervisor (rlhf/launch.py) reads it. It names itself in the environment of the ranks.
 """

@@ -1,4 +1,4 @@
-"""Refuse a run whose outputs are inputs, belong to another run, or hold other files. Imports no torch.
+"""Refuse a run whose outputs are inputs, belong to another run, or hold other files. It imports no torch.
 
 The check runs before anything is written, because saving replaces a whole model folder.
 """

@@ -72,7 +72,7 @@ LOWERED_IN: dict[heartbeat.Phase, tuple[str, ...]] = {
 
 
 def describe_environment(world: dist.World) -> dict[str, Any]:
-    """Return versions, hardware and commit, for env.json. No environment variables: they may hold secrets."""
+    """Return versions, hardware and commit for env.json, without environment variables, which may hold secrets."""
     import torch
 
     return {

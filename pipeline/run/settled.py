@@ -1,4 +1,4 @@
-"""Resolve what flags leave open: `--data-split auto`, LoRA's rates, old rollouts and defaults. No torch.
+"""Resolve what flags leave open: `--data-split auto`, LoRA's rates, old rollouts and defaults. It imports no torch.
 
 Stages of one command that read a source in common share its prompts; a stage by itself takes all rows. A run that goes
 on keeps the split that it has, and one on a source of another stage's run takes that run's.

@@ -77,7 +77,7 @@ class Course:
         self._saved_step = max(start, 0)  # before the first step there is nothing to save
 
     def evaluation_is_due(self, state: Counters) -> bool:
-        """Tell whether an evaluation is due at this step by `--eval-interval`; without the flag, before step 1 only."""
+        """Return True if `--eval-interval` sets an evaluation at this step; without the flag, only before step 1."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
 
@@ -86,11 +86,11 @@ class Course:
         return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
-        """Tell whether a checkpoint is due at this step by `--save-steps`, and not yet written."""
+        """Return True if `--save-steps` sets a checkpoint at this step that is not yet written."""
         every = self._config.save_steps
         return every > 0 and state.step % every == 0 and state.step > self._saved_step
 
-    def stop_if_asked(self) -> None:
+    def stop_if_requested(self) -> None:
         """Raise Interrupted on all ranks if any of them got a stop request. A collective."""
         self.stopping.between_steps()
 
@@ -102,8 +102,8 @@ class Course:
         self, state: Counters, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
     ) -> None:
         """Write the metrics of an optimizer step; complete a checkpoint if its background write has ended."""
-        asked = self._run.resolved.config.optimizer.per_device_train_batch_size
-        values = {**values, "micro_batch_size": state.batch_size("train", asked)}
+        requested = self._run.resolved.config.optimizer.per_device_train_batch_size
+        values = {**values, "micro_batch_size": state.batch_size("train", requested)}
         self.recorder.write_training(state.step, values, seconds=seconds, num_tokens=num_tokens, num_rows=num_rows)
         attempt(self._saver.poll)
 
@@ -164,9 +164,9 @@ class Course:
         self._saver.finish()
         run, inputs = self._run, self._fingerprint.inputs
         ranks, config, stage = run.world.size, run.resolved.config, run.stage
-        checkpoints, kept = run.folder / "checkpoints", self._config.keep_checkpoints
-        kept = kept if run.resolved.is_given("keep_checkpoints") else min(kept, 1)
-        on_each_storage(lambda: delete_older(checkpoints, kept))
+        checkpoints, num_stored = run.folder / "checkpoints", self._config.keep_checkpoints
+        num_stored = num_stored if run.resolved.is_given("keep_checkpoints") else min(num_stored, 1)
+        on_each_storage(lambda: delete_older(checkpoints, num_stored))
         on_each_storage(lambda: write_done(run.folder, config, stage, steps=state.step, ranks=ranks, inputs=inputs))
         self.recorder.close(EXIT_DONE)
         if run.world.is_main:

@@ -42,22 +42,22 @@ class Buffers(Protocol):
 
 
 def take_halved(
-    state: Counters, config: Group, *, buffers: Buffers | None = None, asked: Mapping[str, int] | None = None
+    state: Counters, config: Group, *, buffers: Buffers | None = None, given: Mapping[str, int] | None = None
 ) -> None:
     """Add the batches that this job was started again with to those of a checkpoint, and log the ones in force.
 
     Args:
         buffers: buffers of generation; they are always released if an earlier update lacked their memory.
-        asked: phase -> requested batch size, for phases whose size is not that of their flag.
+        given: phase -> requested batch size, for phases whose size is not that of their flag.
     """
     state.halved |= halved_before()
     if buffers is not None and KEPT_CACHE in state.halved:
         buffers.always_release()
     values = dict(flat_items(config))
-    sizes = {phase: values[flag] for phase, flag in BATCH_FLAGS.items() if flag in values} | dict(asked or {})
-    kept = [phase for phase, (requested, _) in state.halved.items() if sizes.get(phase, requested) == requested]
-    if kept:
-        log.info("since memory ran out: %s", batches_in_words(state.halved, *kept))
+    sizes = {phase: values[flag] for phase, flag in BATCH_FLAGS.items() if flag in values} | dict(given or {})
+    phases = [phase for phase, (requested, _) in state.halved.items() if sizes.get(phase, requested) == requested]
+    if phases:
+        log.info("since memory ran out: %s", batches_in_words(state.halved, *phases))
 
 
 class Halving:

@@ -118,7 +118,7 @@ def falling_entropy(history: History) -> tuple[float, ...]:
 
 
 def paid_for_length(history: History) -> tuple[float, ...]:
-    """Look for a score that rises because answers get longer, not because they get better.
+    """Check for a score that rises because answers get longer, not because they get better.
 
     The gain at equal length comes from an analysis of covariance: it is the gain minus the growth in length times the
     slope of scores over lengths within both evaluations.
@@ -137,7 +137,7 @@ def paid_for_length(history: History) -> tuple[float, ...]:
 
 
 def chance_accuracy(history: History) -> tuple[float, ...]:
-    """Look for a model that tells chosen from rejected no better than a coin.
+    """Check for a model that prefers chosen to rejected responses no more often than chance.
 
     Early evaluations are ignored: an untrained head, or a policy of DPO before its first step, is at chance. KTO is
     ignored too (its evaluations have a z0), since its chance level depends on the shares of labels.
@@ -155,7 +155,7 @@ def sampler_drifts(history: History) -> tuple[float, ...]:
 
 
 def nothing_learnt(history: History) -> tuple[object, ...]:
-    """Look for a quarter of a run without a gain above noise. Steps that train only the critic do not count."""
+    """Check for a quarter of a run without a gain above noise. Steps that train only the critic do not count."""
     for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
         first, last = history.first[name], history.last[name]
         steps, total = (number - history.frozen_steps for number in (history.step, history.total_steps))

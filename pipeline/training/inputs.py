@@ -114,14 +114,14 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", mos
     return built
 
 
-def fates_line(fates: Counter[str], data_split: str, trained: str = "") -> str:
+def outcomes_line(outcomes: Counter[str], data_split: str, trained: str = "") -> str:
     """Return the counts of rows as '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
-    parts = [f"{fates['to train on']} to train on{trained}", f"{fates['held out']} held out"]
-    if fates["of other stages"]:
-        parts.append(f"{fates['of other stages']} of other stages (--data-split {data_split})")
-    parts += [f"{fates[fate]} {fate}" for fate in ("left out", "dropped") if fates[fate]]
-    num_given = fates.total() - fates["cut"] - fates["kept"]
-    return f"{', '.join(parts)}, of {num_given} given" + (f"; {fates['cut']} cut" if fates["cut"] else "")
+    parts = [f"{outcomes['to train on']} to train on{trained}", f"{outcomes['held out']} held out"]
+    if outcomes["of other stages"]:
+        parts.append(f"{outcomes['of other stages']} of other stages (--data-split {data_split})")
+    parts += [f"{outcomes[outcome]} {outcome}" for outcome in ("left out", "dropped") if outcomes[outcome]]
+    num_given = outcomes.total() - outcomes["cut"] - outcomes["kept"]
+    return f"{', '.join(parts)}, of {num_given} given" + (f"; {outcomes['cut']} cut" if outcomes["cut"] else "")
 
 
 def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:
@@ -129,14 +129,14 @@ def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int
 
     num_sequences: number of sequences to train on; it differs from that of rows if texts fill blocks.
     """
-    total = counts.fates
+    total = counts.outcomes
     packed = "" if total["to train on"] == num_sequences else f" (sequences: {num_sequences})"
-    lines = [f"{title} rows: {fates_line(total, data_split, packed)}"]
+    lines = [f"{title} rows: {outcomes_line(total, data_split, packed)}"]
     lines += [f"  rows: {line}" for line in counts.lines()]
     if len(counts.sources) > 1:
-        for path, fates in counts.sources.items():
+        for path, outcomes in counts.sources.items():
             repeated = f" ({counts.factors[path]:.2f} times each)" if path in counts.factors else ""
-            lines.append(f"  rows: of {path}: {fates_line(fates, data_split, repeated)}")
+            lines.append(f"  rows: of {path}: {outcomes_line(outcomes, data_split, repeated)}")
     for path, columns in counts.passed.items():
         lines.append(f"  rows: of {path}: columns that are passed to rewards: {', '.join(sorted(columns))}")
     return lines
@@ -147,15 +147,15 @@ def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = N
 
     most: see `most_tokens`; it bounds the length that a warning proposes.
     """
-    fates = counts.fates
+    outcomes = counts.outcomes
     warnings = []
-    if not fates["held out"] and kind is not BLOCKS:
+    if not outcomes["held out"] and kind is not BLOCKS:
         warnings.append(f"{title} rows: 0 held out: no evaluation; give --eval-fraction or --eval-data-path")
-    num_kept = fates["to train on"] + fates["held out"]
-    share = fates["dropped"] / max(1, num_kept + fates["dropped"])
+    num_kept = outcomes["to train on"] + outcomes["held out"]
+    share = outcomes["dropped"] / max(1, num_kept + outcomes["dropped"])
     if share > MOST_DROPPED:
         warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths, most)}")
-    if words := equal_pairs(counts[SAME_TOKENS], fates["to train on"] + fates["held out"] + counts[SAME_TOKENS]):
+    if words := equal_pairs(counts[SAME_TOKENS], outcomes["to train on"] + outcomes["held out"] + counts[SAME_TOKENS]):
         warnings.append(f"health: {words}")
     for path, columns in counts.unread.items():
         warnings.append(f"  rows: of {path}: columns that are not read: {', '.join(sorted(columns))}")

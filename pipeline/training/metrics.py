@@ -131,10 +131,10 @@ class MetricsWriter:
     ) -> None:
         self.stage, self._metrics = stage, metrics
         self.path = run_dir / "metrics.jsonl"
-        cut_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
+        truncate_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
         for file in (run_dir / "samples.jsonl", row_values_file(run_dir)):
-            cut_to_step(file, start_step, lambda line: json.loads(line)["step"])
-        cut_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
+            truncate_to_step(file, start_step, lambda line: json.loads(line)["step"])
+        truncate_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
         self._samples = run_dir / "samples.jsonl"
         self._seen = self._samples.stat().st_size if self._samples.is_file() else 0  # bytes of it
@@ -144,7 +144,7 @@ class MetricsWriter:
                 self._sinks[name] = SINKS[name](run_dir, stage, start_step)
                 self._sinks[name].declare(charts_of(metrics))
             except Exception as error:
-                log.warning("%s: not available, training goes on without it: %s", name, error)
+                log.warning("%s: not available, training continues without it: %s", name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line for `step`. Names must be declared; numbers that are not finite become null."""
@@ -209,15 +209,15 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def cut_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
+def truncate_to_step(path: Path, step: int, step_of: Callable[[str], int]) -> None:
     """Drop the lines after `step` (-1: all lines) and an incomplete last line; the run writes them again."""
     if not path.exists():
         return
     # splitlines would also split at other characters, which a sample may contain.
     lines = [f"{line}\n" for line in path.read_bytes().decode(errors="replace").split("\n")]
-    kept = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
-    if len(kept) < len(lines):
-        write_text(path, "".join(kept))
+    valid = [line for line in lines[:-1] if step >= 0 and is_up_to(line, step, step_of)]
+    if len(valid) < len(lines):
+        write_text(path, "".join(valid))
 
 
 def is_up_to(line: str, step: int, step_of: Callable[[str], int]) -> bool:

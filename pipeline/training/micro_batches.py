@@ -17,7 +17,7 @@ from pipeline import dist
 from pipeline.data.batching import SCORING_TOKENS, balanced_slices
 from pipeline.tensor_ops import round_up
 
-# Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs some tenths of a second,
+# Lengths of forward passes on a GPU are multiples of this, in tokens. Each new shape costs tenths of a second,
 # once: the choice of attention kernels and the layout of memory take them.
 LENGTH_UNIT = 32
 # Fixed cost of a forward pass in tokens: one more pass must save more padding than this.
@@ -161,15 +161,15 @@ def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:
     """
     costs, starts = [0], [0]
     for stop in range(1, len(lengths) + 1):
-        best, found = math.inf, stop - 1
+        best, first = math.inf, stop - 1
         for start in range(stop - 1, -1, -1):
             padded = (stop - start) * lengths[start]
             if padded > limit and stop - start > 1:
                 break
             if (cost := costs[start] + padded + PASS_TOKENS) < best:
-                best, found = cost, start
+                best, first = cost, start
         costs.append(int(best))
-        starts.append(found)
+        starts.append(first)
     cuts = [len(lengths)]
     while cuts[-1]:
         cuts.append(starts[cuts[-1]])
@@ -187,6 +187,6 @@ def scoring_batches(lengths: Lengths, *, world: dist.World, tokens: int | None =
     return by_tokens(range(len(lengths)), lengths, world, tokens=tokens or SCORING_TOKENS)
 
 
-def places(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
-    """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor made in one transfer."""
+def row_indices(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+    """Return the rows of all micro-batches, one after another, as an (n,) int64 tensor, copied in one transfer."""
     return torch.tensor([row for batch in batches for row in batch.rows], dtype=torch.int64, device=device)

@@ -28,7 +28,7 @@ from pipeline.models.partitions import whole_numel
 from pipeline.run.evaluations import cost, verdict
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
-from pipeline.training.inputs import fates_line
+from pipeline.training.inputs import outcomes_line
 from pipeline.training.progress import duration
 from pipeline.training.steps import warmup_note
 
@@ -50,7 +50,7 @@ def show_banner(run: Run, *, counts: Counts, engines: Engines, total_steps: int)
     lines = {
         "version": ", ".join([f"{PROJECT} {versions.get(PROJECT)}{commit}", *libraries]),
         "models": ", ".join(models_in_words(run, engines)),
-        "rows": fates_line(counts.fates, config.data.data_split),
+        "rows": outcomes_line(counts.outcomes, config.data.data_split),
         "hardware": f"{run.world.size} x {device}, {zero_in_words(config)}, {compute_dtype(run)}",
         "batch": f"{batch_in_words(run)} rows a step, {total_steps} steps",
         "output": f"{config.run.output_dir}; metrics, logs and checkpoints: {run.folder}",
@@ -65,15 +65,15 @@ def show_end(run: Run, seconds: float) -> None:
 
     Warn if the run ends worse than it began, or if most rows were dropped.
     """
-    found, fates = verdict(run.folder), Counter(run.rows.get("rows", {}))
-    if found.worse:
+    result, outcomes = verdict(run.folder), Counter(run.rows.get("rows", {}))
+    if result.worse:
         rate = run.stage.rate_flag(run.resolved.config)
-        log.warning("the run ends worse than it began: %s: %s; lower %s", found.worse, found.figures, dashed(rate))
-    if fates["dropped"] > fates["to train on"] + fates["held out"]:
-        log.warning("most rows were dropped: %s", fates_line(fates, run.resolved.config.data.data_split))
+        log.warning("the run ends worse than it began: %s: %s; lower %s", result.worse, result.figures, dashed(rate))
+    if outcomes["dropped"] > outcomes["to train on"] + outcomes["held out"]:
+        log.warning("most rows were dropped: %s", outcomes_line(outcomes, run.resolved.config.data.data_split))
     reports = [folder / "report.html" for folder in (run.folder, run.folder.parent.parent)]
     lines = {
-        "held-out rows": ": ".join(filter(None, (found.figures, found.words))),
+        "held-out rows": ": ".join(filter(None, (result.figures, result.words))),
         "cost": cost(run.folder),
         "checkpoint": held_line(run.folder / "checkpoints"),
         "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
@@ -103,8 +103,8 @@ def num_weights(parameter: Any) -> int:
 def zero_in_words(config: StageConfig) -> str:
     """Return `ZeRO stage 2`; if models have different stages, `ZeRO stage 2 and 3`."""
     values = dict(flat_items(config))
-    found = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})
-    return f"ZeRO stage {' and '.join(found)}"
+    stages = sorted({str(values[name]) for name in flags_of_key(type(config), ZERO_STAGE)})
+    return f"ZeRO stage {' and '.join(stages)}"
 
 
 def batch_in_words(run: Run) -> str:

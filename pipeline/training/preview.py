@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.batching import pack_rows
 from pipeline.data.cache import StageData
-from pipeline.data.counts import Fate
+from pipeline.data.counts import RowOutcome
 from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.data.templates import end_token_ids
@@ -30,8 +30,8 @@ PART_OF: dict[str, PartName] = {"prompt_ids": "prompt", "chosen_ids": "chosen", 
 LEGEND = "⟦...⟧ is trained, or a response of a pair; ↵ is a line break"
 # Characters that the preview uses itself; in a text they are shown as escapes.
 OPEN, CLOSE, LINE_BREAK = "⟦⟧↵"
-OWN = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
-OWN |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
+MARKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in (OPEN, CLOSE, LINE_BREAK)}
+MARKS |= {ord("\n"): LINE_BREAK, ord("\t"): "\\x09"}
 MAX_PARTS, MAX_LINES = 3, 9  # of a sample
 LABEL = 10  # columns for the label in front of a part's text
 MAX_GAP = 44  # columns for the note on omitted characters, and the brackets at its ends
@@ -79,25 +79,25 @@ def samples_of(
         units = [[row] for row in range(len(rows.train))]
         units = pack_rows(rows.train["num_tokens"][:], options.max_seq_len) if is_packed else units
         for place in sorted({len(units) * step // number for step in range(number)}):
-            own = rows.train.select(units[place])
-            sizes = sequence_lengths(own).max(1).tolist()
-            cut = [is_cut(row, size, options, rows, tokenizer) for row, size in zip(own, sizes, strict=True)]
+            chosen = rows.train.select(units[place])
+            sizes = sequence_lengths(chosen).max(1).tolist()
+            cut = [is_truncated(row, size, options, rows, tokenizer) for row, size in zip(chosen, sizes, strict=True)]
             names = [f"{row + 1}{' (cut)' * lost}" for row, lost in zip(units[place], cut, strict=True)]
-            title = f"{options.title} row{'s' * (len(own) > 1)} {', '.join(names)}"
-            parts = [part for row in own for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
+            title = f"{options.title} row{'s' * (len(chosen) > 1)} {', '.join(names)}"
+            parts = [part for row in chosen for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
             samples.append(Sample(title, sum(sizes), parts))
         number = 1
     return samples
 
 
-def is_cut(
+def is_truncated(
     row: Mapping[str, Any], size: int, options: DataOptions, data: StageData, tokenizer: "PreTrainedTokenizerBase"
 ) -> bool:
-    """Tell whether a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
+    """Return True if a row of `size` tokens was truncated: it is as long as the limit, and lacks its end token.
 
     Rows of a kind that is truncated at the beginning count as truncated if they are exactly as long as the limit.
     """
-    if not data.counts.fates["cut"] or size < length_limit(options):
+    if not data.counts.outcomes["cut"] or size < length_limit(options):
         return False
     return "trained" not in row or end_token_ids(tokenizer).isdisjoint(row["ids"][-2:])
 
@@ -139,10 +139,10 @@ def spans_of(tokenizer: "PreTrainedTokenizerBase", ids: list[int], trained: Sequ
 
     spans, before = [], list[int]()
     for is_trained, group in groupby(zip(ids, trained or [False] * len(ids), strict=True), key=itemgetter(1)):
-        own = [token for token, _ in group]
-        start, both = decode(before), decode([*before, *own])
-        spans.append(Span(both[len(start) :] if both.startswith(start) else decode(own), bool(is_trained)))
-        before = own
+        tokens = [token for token, _ in group]
+        start, both = decode(before), decode([*before, *tokens])
+        spans.append(Span(both[len(start) :] if both.startswith(start) else decode(tokens), bool(is_trained)))
+        before = tokens
     return spans
 
 
@@ -171,7 +171,7 @@ def shortened(spans: Sequence[Span], room: int) -> list[Piece]:
 
     The brackets of a trained span take two columns.
     """
-    pieces: list[Piece] = [(printable(char).translate(OWN), span.is_trained) for span in spans for char in span.text]
+    pieces: list[Piece] = [(printable(char).translate(MARKS), span.is_trained) for span in spans for char in span.text]
     widths, brackets = [cell_len(text) for text, _ in pieces], 2 * sum(span.is_trained for span in spans)
     if sum(widths) + brackets <= room:
         return pieces
@@ -217,7 +217,7 @@ def rows_document(data: DataSets, lines: Sequence[str], samples: Sequence[Sample
     median, p95 = map(int, np.percentile(lengths, [50, 95], method="higher"))
     return {
         "title": options.title,
-        "rows": {fate: rows.counts.fates[fate] for fate in get_args(Fate) if rows.counts.fates[fate]},
+        "rows": {name: number for name in get_args(RowOutcome) if (number := rows.counts.outcomes[name])},
         "lines": list(lines),
         "tokens": {"median": median, "p95": p95, "longest": int(lengths.max()), "limit": length_limit(options)},
         "samples": [asdict(sample) for sample in samples],

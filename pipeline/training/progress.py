@@ -43,8 +43,8 @@ class Progress:
         )
         self._is_followed = console is None  # follow changes of the terminal's width
         self._label, self._total, self._first, self._every = label, total_steps, start_step + 1, every
-        place, _, later = os.environ.get(PIPELINE, "").partition(" ")
-        self._place, self._later_s = place, float(later or 0)
+        position, _, later = os.environ.get(PIPELINE, "").partition(" ")
+        self._position, self._later_s = position, float(later or 0)
         self._now = self._console.get_time
         self._began = self._logged = self._now()
         self._ended: deque[tuple[float, int]] = deque()  # when the last steps ended
@@ -85,7 +85,7 @@ class Progress:
         if self._is_followed:
             self._console.width = terminal_width()
         done = BAR * step // max(self._total, 1)
-        bar, count = f"[{f'{self._place} {self._label}'.strip()}] ", f" {step}/{self._total}"
+        bar, count = f"[{f'{self._position} {self._label}'.strip()}] ", f" {step}/{self._total}"
         room, chosen = self._console.width - len(bar) - BAR - len(count), list[str]()
         for part in dict.fromkeys(filter(None, by_weight)):
             if len(part) + 2 <= room:
@@ -98,7 +98,7 @@ class Progress:
         self._bar.update(line, refresh=self._bar.is_started)
 
     def _is_due(self, step: int, now: float) -> bool:
-        """Tell whether the step that has just ended gets a line, so that no pause is longer than MOST_PAUSE_S."""
+        """Return True if the step that has just ended gets a line, so that no pause is longer than MOST_PAUSE_S."""
         if self._every:
             return step % self._every == 0 or step == self._total
         waited, last = now - self._logged, self._ended[-1][0] if self._ended else now

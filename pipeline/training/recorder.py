@@ -132,8 +132,8 @@ class Recorder:
         self._note(step, {**values, **rates, **peaks, **host})
         if self._models and self.device.type == "cuda":
             # Once, after the first step: before it there are neither gradients nor moments.
-            held = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
-            log.info("\n".join(memory_table(held, peaks)))
+            memory = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
+            log.info("\n".join(memory_table(memory, peaks)))
             self._models = {}
         numbers = {title_of(name, self._metrics): self._known[name] for name in self.shown if name in self._known}
         self._progress.update(step, numbers, peak=self._peak_memory(), split=self._split(values))

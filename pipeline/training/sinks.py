@@ -16,7 +16,7 @@ from pipeline.files import tolerated, write_text
 
 
 def nothing(*_: Any) -> None:
-    """Do nothing, as most sinks at a checkpoint and at the end of a run."""
+    """Do nothing; most sinks do this at a checkpoint and at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)

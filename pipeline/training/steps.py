@@ -50,10 +50,10 @@ class Counters:
     evaluated: int = -1
     halved: dict[str, list[int]] = field(default_factory=dict)
 
-    def batch_size(self, phase: str, asked: int) -> int:
-        """Return the batch size in force in a phase. asked: the size by the flags; a changed flag ends the halving."""
-        before, size = self.halved.get(phase, (asked, asked))
-        return size if before == asked else asked
+    def batch_size(self, phase: str, requested: int) -> int:
+        """Return the batch size in force in a phase. requested: the size by flags; a changed flag ends halving."""
+        before, size = self.halved.get(phase, (requested, requested))
+        return size if before == requested else requested
 
     def count_step(self, *, stepped: bool, engines: Iterable[TrainingEngine], is_bad: bool = True) -> None:
         """Count a step. A step skipped while an fp16 loss scale still settles is no sign of divergence.
@@ -94,9 +94,9 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
 
 def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
     """Return a note if the warm-up is at least as long as the run, else "". total_steps: 0 if not known."""
-    found = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
+    problem = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
     is_long = 0 < total_steps <= optimizer.num_warmup_steps
-    return f"{found}, so that its learning rate only rises; give less, or more steps" if is_long else ""
+    return f"{problem}, so that its learning rate only rises; give less, or more steps" if is_long else ""
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:

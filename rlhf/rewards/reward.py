@@ -28,7 +28,7 @@ class RewardTrialConfig(WorkerFlags):
     """Try reward functions on rows of a data set: `rlhf reward rewards.py:length --data prompts.jsonl`."""
 
     reward_function: list[str] = flag(
-        [], "Your FILE.py:NAME, or a built-in NAME; each with an optional :WEIGHT", positional=True, required=True
+        [], "FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores", positional=True, required=True
     )
     data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
     n: int = flag(20, "Number of rows to read; also -n", ge=1)

@@ -120,7 +120,7 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:
     """Sample the missing answers of the file, and write a row for each prompt that yields one."""
-    from pipeline.inference.answer_scores import load_judge
+    from pipeline.inference.answer_scores import load_scorer
     from pipeline.inference.answers import load_chat_model, resolve_dtype
     from pipeline.inference.sampling import sample
 
@@ -129,11 +129,11 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     counts = {function.name: Counter[str]() for function in pool.functions}
     dtype = resolve_dtype(config.dtype)
     chat_model = load_chat_model(config.model, dtype=dtype)
-    reward_models = [load_judge(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
+    reward_models = [load_scorer(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
     deviations = {model.name: model.deviation for model in reward_models if model.deviation}
     summary = ScoreSummary(deviations, max_tokens=config.sampling.max_new_tokens)
     settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
-    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, judges=reward_models, **settings):
+    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, scorers=reward_models, **settings):
         summary.add(answers)
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)
         row = row_of(config.write_as, columns, answers)

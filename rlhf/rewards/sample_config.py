@@ -44,12 +44,12 @@ class SampleConfig(WorkerFlags):
     )
     reward_function: list[str] = flag(
         [],
-        "Functions that score answers: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT",
+        "Functions that score answers, FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores",
         aliases=("reward",),
     )
     reward_model: list[str] = flag(
         [],
-        "Reward models that score answers, each a FOLDER with an optional :WEIGHT of its raw scores",
+        "Reward models that score answers, folders or hub ids; a :WEIGHT after one multiplies its raw scores",
         aliases=("reward_model_name_or_path",),
     )
     batch_size: int = flag(16, "Prompts whose answers are sampled at once", ge=1)

@@ -116,9 +116,9 @@ class SamplingConfig(Group):
         "auto: whole if they fit",
         on_resume="rounding",
     )
-    inference_tp_size: int = flag(1, "GPUs that share the actor's weights in a rollout", ge=1, on_resume="rounding")
+    inference_tp_size: int = flag(1, "Tensor-parallel size of rollouts, in GPUs", ge=1, on_resume="rounding")
     offload_optimizer_during_rollout: bool = flag(
-        False, "Move optimizer states to host memory during a rollout; its cache is freed after it", on_resume="free"
+        False, "Move optimizer states to host memory during a rollout; the KV cache is freed after it", on_resume="free"
     )
 
 
@@ -157,15 +157,15 @@ class PPOCoefficients(Group):
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = flag(
         "auto",
-        "Weigh the policy loss by the ratio of the trainer's to the sampler's probability of a token, a response, or "
-        "its geometric mean; truncate: capped; mask: 0 beyond limits; auto: token_truncate for adapters merged in 16 "
-        "bits, else none",
+        "Weight of the policy loss: trainer's probability over sampler's, of a token or a response (sequence). "
+        "truncate: at most --off-policy-cap; mask: 0 outside --off-policy-low to the cap; geometric_mask: 1 or 0, by "
+        "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
         before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0)
-    off_policy_low: float = flag(0.5, "With a mask: smallest off-policy weight; lower ones become 0", ge=0)
+    off_policy_low: float = flag(0.5, "With a mask: smallest off-policy weight; lower weights become 0", ge=0)
     off_policy_veto: float = flag(
-        0.0, "Drop responses with a token whose off-policy weight is below this (1e-4); 0: none", ge=0
+        0.0, "Drop a response if a token's ratio, trainer to sampler, is below this (1e-4); 0: drop none", ge=0
     )
     value_clip: float = flag(
         0.2,
@@ -260,7 +260,10 @@ class PPOCoefficients(Group):
 
     @property
     def loss_file(self) -> RewardFunction | None:
-        """The user's policy loss, not imported; None: a built-in one. Raises InputError for a text that names none."""
+        """The function of the user that --policy-loss names, not yet imported; None if the loss is a built-in one.
+
+        Raises InputError if the value names neither.
+        """
         if self.policy_loss in POLICY_LOSSES:
             return None
         return function_of_file(self.policy_loss, "--policy-loss", POLICY_LOSSES)

@@ -36,9 +36,9 @@ def load_loss(ppo: PPOCoefficients) -> Callable[..., Tensor] | None:
             given = zip(TENSORS + SETTINGS, values, strict=True)
             losses = function(**{name: value for name, value in given if signature.takes(name)})
             if not getattr(losses, "requires_grad", False) or losses.shape != mask.shape:
-                found = f"{type(losses).__name__} {[*getattr(losses, 'shape', [])]}"
+                kind = f"{type(losses).__name__} {[*getattr(losses, 'shape', [])]}"
                 right = f"a tensor {[*mask.shape]} with a gradient: the loss of each token, no mean"
-                raise RefusedError(f"returned {found}, expected {right}")
+                raise RefusedError(f"returned {kind}, expected {right}")
         return weighted_sum(losses, mask, weights)
 
     with as_input_errors(file.target):

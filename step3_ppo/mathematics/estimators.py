@@ -218,7 +218,7 @@ def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
 def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
     """1 - Var[returns - values] / Var[returns], a float64 scalar; NaN where the returns do not vary.
 
-    Takes `moments` of the returns and of returns - values, which add up over micro-batches and ranks.
+    It takes `moments` of the returns and of returns - values, which add up over micro-batches and ranks.
     """
     return_variance = finish_moments(return_moments)[1]
     error_variance = finish_moments(error_moments)[1]

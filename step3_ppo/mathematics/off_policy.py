@@ -1,7 +1,7 @@
 """Weights of tokens that were not drawn from the policy that is trained, and how far the two differ.
 
-A sampler computes in other types, with merged adapters, or with weights that are some updates old: its tokens follow
-mu, not the policy at the start of the update, "old". N sequences, T response tokens, right-padded; tensors are fp32,
+A sampler computes in other types, with merged adapters, or with weights of an earlier update: its tokens follow mu, not
+the policy at the start of the update, "old". N sequences, T response tokens, right-padded; tensors are fp32,
 (N, T). `mask` (N, T) is True on the response's tokens; whatever the tensors hold elsewhere, NaN included, changes
 nothing.
 
@@ -27,13 +27,13 @@ class Difference(NamedTuple):
     mean_abs: Tensor  # of |log old - log mu|, of a token
     max_abs: Tensor
     kl: Tensor  # KL(mu || old) of a token: k3, unbiased since the tokens were drawn from mu
-    effective_share: Tensor  # effective sample size of the tokens' ratios w, neither cut nor masked, over their number
+    effective_share: Tensor  # effective sample size of the tokens' ratios w, neither capped nor masked, per token
 
 
 class WeightShares(NamedTuple):
     """Effect of the token weights on a rollout: scalars."""
 
-    clipped: Tensor  # tokens whose weight is cut to the cap, or 0
+    clipped: Tensor  # tokens whose weight is capped, or 0
     rejected: Tensor  # rows of which every weight is 0
 
 

@@ -265,7 +265,7 @@ def batch_lines(config: PPOConfig, schedule: Schedule, ranks: int) -> list[str]:
     rollout, epochs = config.rollout_size(ranks), counted(config.ppo.ppo_epochs, "epoch")
     return [
         rollout.line,
-        step_arithmetic(config.optimizer, ranks, f"responses of up to {config.max_sequence_length} tokens"),
+        step_arithmetic(config.optimizer, ranks, f"responses (at most {config.max_sequence_length} tokens a sequence)"),
         f"{counted(rollout.responses, 'response')} x {epochs} / {counted(schedule.rows_per_step, 'row')} = "
         f"{counted(schedule.steps_per_rollout, 'optimizer step')} a rollout",
     ]

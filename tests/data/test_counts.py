@@ -21,7 +21,7 @@ def test_first_place_and_number_of_each_kind_are_kept():
     assert counts["never seen"] == 0
     assert counts.lines() == ["2 cut: truncated (first: b.csv:2)", "1 dropped: empty prompt (first: a.jsonl:3)"]
     assert counts.sources == {"a.jsonl": {"dropped": 1}, "b.csv": {"cut": 2}, "folder": {"held out": 2}}
-    assert counts.fates == {"dropped": 1, "cut": 2, "held out": 2}
+    assert counts.outcomes == {"dropped": 1, "cut": 2, "held out": 2}
 
 
 def test_json_round_trip():

@@ -193,7 +193,7 @@ def test_column_map_renames_and_leaves_sources_alone_that_need_no_map():
     column_map = {"prompt": "question", "response": "answer"}
     assert one({"question": "q", "answer": "a"}, column_map=column_map).chosen == "a"
     _, counts = read(*2 * [{"prompt": "q", "response": "a"}], column_map=column_map)
-    assert counts.fates["kept"] == 4 and counts.lines() == [
+    assert counts.outcomes["kept"] == 4 and counts.lines() == [
         "2 kept: no column 'answer' (column_map response=answer): response is read (first: f:1)",
         "2 kept: no column 'question' (column_map prompt=question): prompt is read (first: f:1)",
     ]

@@ -139,8 +139,8 @@ def gives_up(folder: Path) -> None:
 
 INDEX = "model.safetensors.index.json"
 HEADER = (8).to_bytes(8, "little") + b"{[[[[[[[" + b"0" * 64
-FAILS = "the chat template of {path} refuses a conversation: "
-SILENT = "its chat template leaves out what user or assistant said; --template human_assistant"
+FAILS = "the chat template of {path} rejects a conversation: "
+SILENT = "its chat template omits the content of user or assistant turns; give --template human_assistant"
 
 BROKEN: dict[str, Broken] = {
     "no-config": Broken(without("config.json"), "holds no model (no config.json)"),

@@ -17,7 +17,7 @@ from pipeline.processes import time_limit
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.lock import read_holder
 from pipeline.run.outcome import check_nobody_left, ranks_with_outcome, read_outcome, write_outcome
-from pipeline.training.metrics import cut_to_step
+from pipeline.training.metrics import truncate_to_step
 from rlhf.stages import stage_of
 
 DEEP = "[" * 100_000
@@ -63,7 +63,7 @@ def test_files_that_are_nested_too_deep(tmp_path):
         find(tmp_path, str(tmp_path))
     with pytest.raises(InputError, match=r"manifest.json: missing or unreadable"):
         read_json(tmp_path / "manifest.json")
-    cut_to_step(tmp_path / "metrics.jsonl", 5, lambda line: json.loads(line)["step"])
+    truncate_to_step(tmp_path / "metrics.jsonl", 5, lambda line: json.loads(line)["step"])
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 

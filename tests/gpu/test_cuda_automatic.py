@@ -22,7 +22,7 @@ from support.tiny_run import read_metrics
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from demo.make import make_data
 from pipeline.files import GIB
-from pipeline.run.device import DeviceConstants, keep_constants
+from pipeline.run.device import DeviceConstants, store_constants
 
 pytestmark = pytest.mark.gpu
 SHAPE, TOKENS, ROWS, STEPS = "125m", 2048, 12, 3
@@ -53,7 +53,7 @@ class Machine:
         self.folder, self.gib = folder, gib
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "user"))
         name = torch.cuda.get_device_name(0)
-        keep_constants(DeviceConstants(name, "2026-11-22", int(gib * GIB), 700.0, 3.0, 50.0, context=GIB // 2))
+        store_constants(DeviceConstants(name, "2026-11-22", int(gib * GIB), 700.0, 3.0, 50.0, context=GIB // 2))
 
     def train(self, inputs: Path, name: str, *words: object) -> tuple[Path, str]:
         """The run folder and the stderr of stage 1 with these flags."""

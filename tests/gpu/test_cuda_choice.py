@@ -12,7 +12,7 @@ from support.cuda_stage import log_of, note_settings, run_folder, run_stage
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from pipeline.run.device import keep_constants
+from pipeline.run.device import store_constants
 from pipeline.run.measure_device import measure, used_bytes
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_a_run_without_flags_of_its_cut_has_those_of_the_plan_and_keeps_them(fol
     (said,) = re.findall(r"chosen by the plan: (.*)", log_of(stage, folder, "chosen"))
     assert f"--per-device-train-batch-size {ROWS} " in said and said.endswith(" GiB by the plan)")
     if stage == "sft":  # as `rlhf train --check` does in between, by which its memory is known better
-        keep_constants(measure(torch.device("cuda"), used_bytes()))
+        store_constants(measure(torch.device("cuda"), used_bytes()))
     run_stage(stage, folder, "chosen", **flags, max_steps=3)
     resumed = settings_of(stage, folder, "chosen")
     assert chosen_in(resumed) == first

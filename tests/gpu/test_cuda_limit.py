@@ -15,7 +15,7 @@ from pipeline import cache_memory
 from pipeline.cache_memory import limit_memory, memory_of
 from pipeline.files import GIB
 from pipeline.out_of_memory import memory_line
-from pipeline.run.device import bytes_of_cuda, kept_constants
+from pipeline.run.device import bytes_of_cuda, stored_constants
 
 pytestmark = pytest.mark.gpu
 ROWS = 128
@@ -94,7 +94,7 @@ def test_a_run_stays_within_its_limit_and_halves_its_batch_for_it(folder: Path, 
     """Beside CUDA's own it gets six tenths of the tensors that an update of the whole batch holds at once."""
     whole, _ = steps_of(folder, tmp_path / "whole", 0, release_inference_cache="true")
     allowed = 0.6 * max(line["memory/train_gib"] for line in whole)
-    limit = round(allowed + bytes_of_cuda(kept_constants(), 1)[0] / GIB, 3)
+    limit = round(allowed + bytes_of_cuda(stored_constants(), 1)[0] / GIB, 3)
     lines, log = steps_of(folder, tmp_path / "limited", limit, release_inference_cache="true")
     print(allowed, [line["gpu_reserved_gib"] for line in whole + lines], log)
     assert [line["micro_batch_size"] for line in whole] == [ROWS] * 3

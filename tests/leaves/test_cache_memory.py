@@ -79,7 +79,7 @@ def test_a_limit_that_no_process_can_have_is_refused(gpu, gib, outside, line):
 @pytest.fixture
 def start(gpu, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """The start of a stage's engines without DeepSpeed, on a machine whose GPU was not measured."""
-    monkeypatch.setattr(engine_memory, "kept_constants", lambda: None)
+    monkeypatch.setattr(engine_memory, "stored_constants", lambda: None)
     monkeypatch.setattr(build, "engine_jsons", lambda run: {})
     monkeypatch.setattr(build, "start_deepspeed", lambda **given: None)
     return build.start_engines
@@ -95,7 +95,7 @@ def test_a_run_counts_cudas_own_as_its_plan_does(gpu, start, monkeypatch):
     for ranks in (1, 2):
         start(run_on(GPU, 24, ranks))
     kept = DeviceConstants("X", "2026-11-22", 80 * GIB, 1.0, 1.0, 1.0, context=GIB, nccl=GIB // 4)
-    monkeypatch.setattr(engine_memory, "kept_constants", lambda: kept)
+    monkeypatch.setattr(engine_memory, "stored_constants", lambda: kept)
     start(run_on(GPU, 24, 2))
     shares = [fraction * 80 for fraction, _ in gpu.fractions]
     assert shares == pytest.approx([24 - 0.6, 24 - 0.6 - 0.5, 24 - 1.25])

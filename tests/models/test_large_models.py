@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import NAMES, save_tiny
 
 from pipeline.errors import InputError
-from pipeline.inference.answer_scores import load_judge, score_rows
+from pipeline.inference.answer_scores import load_scorer, score_rows
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import DecodedAnswer, generate_answers, load_chat_model
 from pipeline.models import loaded
@@ -91,9 +91,9 @@ def test_an_adapter_is_merged_before_layers_are_spread(deep, small_gpus, tmp_pat
 @pytest.mark.parametrize("name", QUICK)
 def test_scores_are_those_of_a_model_that_fits(deep, name, small_gpus):
     folder = deep(name, reward=True)
-    whole = score_rows(load_judge(folder, dtype=torch.float32), PROMPTS, batch_size=2)
+    whole = score_rows(load_scorer(folder, dtype=torch.float32), PROMPTS, batch_size=2)
     small_gpus(150_000)
-    judge = load_judge(folder, dtype=torch.float32)
+    judge = load_scorer(folder, dtype=torch.float32)
     assert score_rows(judge, PROMPTS, batch_size=2) == whole
     assert "model.score.weight" in on_host(judge.model)
 

@@ -134,7 +134,7 @@ def test_a_later_stage_puts_no_second_line_and_replaces_a_value(tokenizer: Any, 
         (["=1"], ": got '=1'"),
         (["a b=1"], ": got 'a b=1'"),
         (["a=1", "a=2"], ": got a twice"),
-        (["reasoning_effort=null"], ": the chat template of .* refuses a conversation: unknown effort$"),
+        (["reasoning_effort=null"], ": the chat template of .* rejects a conversation: unknown effort$"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(words: list[str], line: str, tokenizer: Any) -> None:

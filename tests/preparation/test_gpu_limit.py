@@ -170,7 +170,7 @@ def settings(folder: Path, *words: str) -> Any:
 @pytest.mark.slow
 def test_a_job_is_fitted_to_the_limit_of_this_machines_measured_gpu(inputs, monkeypatch):
     kept = DeviceConstants("NVIDIA H100", "2026-11-22", 79 * GIB, 700.0, 3.0, 50.0)
-    monkeypatch.setattr(target, "kept_constants", lambda: kept)
+    monkeypatch.setattr(target, "stored_constants", lambda: kept)
     here, rows = Target("NVIDIA H100", 78 * GIB, described=False), ("--per-device-train-batch-size", "4096")
     assert flags_that_fit(SFT, settings(inputs, *rows), here) == {}
     changed = flags_that_fit(SFT, settings(inputs, *rows, "--gpu-memory-gib", "0.7"), here)

@@ -19,7 +19,7 @@ from pipeline.launching import target
 from pipeline.launching.request import parse_request
 from pipeline.launching.target import DEVICES, PRODUCTS, Target, parse_target
 from pipeline.preparation.stage_job import run_job
-from pipeline.run.device import DeviceConstants, keep_constants
+from pipeline.run.device import DeviceConstants, store_constants
 from rlhf import preflight, train
 from step1_sft.main import main
 from step1_sft.stage import STAGE as SFT
@@ -327,7 +327,7 @@ def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, shee
     assert (found.tb_per_s, found.tflops) == DEVICES[sheet][1:3]
     described = target.parse_target(f"1x{sheet}")
     monkeypatch.setattr(
-        target, "kept_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
+        target, "stored_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
     )
     assert target.with_constants(described).measured, "of the same kind"
     own = replace(described, tflops=7.0)
@@ -354,7 +354,7 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     assert re.search(r" s: estimated from the device's speeds, by the shares", times[0])
     assert times[1].endswith("% of these times (estimate)")
     speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
-    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, GIB))
+    store_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, GIB))
     found = page("1xH200")
     assert found["device"] == "  device   measured here on 2026-11-22"
     assert seconds(found) == pytest.approx(2 * seconds(sheet), rel=0.06)

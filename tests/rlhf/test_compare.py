@@ -12,7 +12,7 @@ from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausal
 
 from pipeline.data.templates import encode_conversation, encode_prompt
 from pipeline.data.turns import Message
-from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.answer_scores import encode_answer, load_scorer, score_rows
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.source import ModelSource
 from pipeline.rewards.reward_model import scored_ids
@@ -105,7 +105,7 @@ def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, j
     endless = scripted_model(bpe_folder, tmp_path / "endless", "no", ends=False)
     argv = ("--models", good, endless, "--reward-model", judge_path, "--prompts", questions, "--max-new-tokens", "5")
     result = compared(capsys, tmp_path, *argv)
-    judge = load_judge(judge_path, dtype=torch.float32)
+    judge = load_scorer(judge_path, dtype=torch.float32)
     answer = result["prompts"][0]["answers"]["A"][0]
     conversation = [Message("user", "one"), Message("assistant", "yes")]
     ids = encode_conversation(judge.tokenizer, conversation).ids
@@ -118,7 +118,7 @@ def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, j
 
 
 def test_scores_do_not_depend_on_the_batch(judge_path):
-    judge = load_judge(judge_path, dtype=torch.float32)
+    judge = load_scorer(judge_path, dtype=torch.float32)
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
     alone = [score_rows(judge, [row], batch_size=1)[0] for row in rows]
     assert score_rows(judge, rows, batch_size=2) == pytest.approx(alone, abs=1e-5)
@@ -239,7 +239,7 @@ def test_the_score_of_a_cut_answer_is_that_of_its_last_own_token(bpe_folder, jud
     )
     assert main([*argv, "--output", str(tmp_path / "out")]) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "out.json").read_text())
-    judge = load_judge(judge_path, dtype=torch.float32)
+    judge = load_scorer(judge_path, dtype=torch.float32)
     cut = result["prompts"][0]["answers"]["B"][0]
     assert not cut["finished"]
     ids = encode_conversation(judge.tokenizer, [Message("user", "one"), Message("assistant", cut["text"])]).ids
@@ -250,7 +250,7 @@ def test_the_score_of_a_cut_answer_is_that_of_its_last_own_token(bpe_folder, jud
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_of_a_long_text_the_last_tokens_are_scored(bpe_folder, judge_path, finished):
-    tokenizer = load_judge(judge_path, dtype=torch.float32).tokenizer
+    tokenizer = load_scorer(judge_path, dtype=torch.float32).tokenizer
     prompt, answer = [Message("user", "Where is it, and how does it get there?")], "The quick brown fox jumps"
     whole = encode_conversation(tokenizer, [*prompt, Message("assistant", answer)]).ids
     whole = whole if finished else whole[:-1]

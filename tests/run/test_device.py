@@ -20,8 +20,8 @@ from pipeline.run.device import (
     DeviceConstants,
     bytes_of_cuda,
     constants_file,
-    keep_constants,
-    kept_constants,
+    store_constants,
+    stored_constants,
 )
 
 CPU = torch.device("cpu")
@@ -56,20 +56,20 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_constants_hold_for_a_device_with_its_driver_and_stand_beside_those_of_others(gpu):
-    assert kept_constants() is None and not constants_file().parent.exists(), "reading makes no folder"
-    keep_constants(H200)
-    assert kept_constants() == H200
+    assert stored_constants() is None and not constants_file().parent.exists(), "reading makes no folder"
+    store_constants(H200)
+    assert stored_constants() == H200
     gpu.name("NVIDIA H200, 580.2")
-    assert kept_constants() is None
-    keep_constants(DeviceConstants("NVIDIA H200", "2026-11-23", 1, 1.0, 1.0, 1.0))
+    assert stored_constants() is None
+    store_constants(DeviceConstants("NVIDIA H200", "2026-11-23", 1, 1.0, 1.0, 1.0))
     gpu.name("NVIDIA H200, 570.1")
-    assert kept_constants() == H200
+    assert stored_constants() == H200
     names = json.loads(constants_file().read_text())
     assert set(names) == {
         f"NVIDIA H200, torch {metadata.version('torch')}, driver {number}" for number in ("570.1", "580.2")
     }
     constants_file().write_text("{")
-    assert kept_constants() is None
+    assert stored_constants() is None
 
 
 def test_speeds_and_what_the_device_lost_meanwhile_are_measured(gpu):
@@ -118,14 +118,14 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     monkeypatch.setattr(measure_device, "measure", measure)
     assert measure_device.main() == 0
     assert exchanged == [2**26] * (measure_device.WARM_UP + measure_device.REPEATS)
-    first = kept_constants()
+    first = stored_constants()
     assert first and first.nccl == 512 * 2**20 and first.link_gb_per_s > 0 and first.tflops == 792.0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("all-reduce of 0.0625 GiB over 2 ranks: ") and lines[1].endswith("devices.json")
     said = "NVIDIA H200, measured 2026-11-22: 792 TFLOP/s, 4.28 TB/s, 55 GB/s from the host, 0.49 GiB of CUDA's own;"
     assert lines[1].startswith(said)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two machines: nothing of this machine's links is known
-    assert measure_device.main() == 0 and kept_constants() == first and calls.measured == 1
+    assert measure_device.main() == 0 and stored_constants() == first and calls.measured == 1
     constants_file().unlink()
     constants_file().mkdir()  # nothing can be written there
     assert measure_device.main() == 3 and f"error: {constants_file()}: " in capsys.readouterr().err

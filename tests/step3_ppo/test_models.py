@@ -20,7 +20,7 @@ from pipeline.configuration.flags import parse
 from pipeline.engine import start_models
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.inference.answer_scores import encode_answer, load_judge, score_rows
+from pipeline.inference.answer_scores import encode_answer, load_scorer, score_rows
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.lora import STORED_INT8
 from pipeline.models.reward_model import last_token_scores
@@ -248,7 +248,7 @@ def test_text_beyond_the_positions_of_a_reward_model_of_other_tokens_is_cut_on_i
     lengths = torch.tensor([0]), torch.tensor([ids.shape[1]])
     rows = ScoredRows(ids, *lengths, torch.tensor([False]), None, lambda n: row, models.tokenizer)
     score = reward.score(rows)
-    judge = load_judge(folder, dtype=torch.float32)
+    judge = load_scorer(folder, dtype=torch.float32)
     (read,) = rows
     cut = encode_answer(judge, read.messages, read.response.strip(), finished=False)
     assert len(cut) == 12

@@ -64,7 +64,7 @@ class KeyValueCache:
         return self.keys[0].shape[2]
 
     def grow(self, cache_length: int, slots: Sequence[int]) -> None:
-        """Keep only these slots, and give each `cache_length` positions; one layer at a time is in memory twice."""
+        """Retain only these slots, with `cache_length` positions each; one layer at a time is in memory twice."""
         for tensors in (self.keys, self.values):
             for layer, shorter in enumerate(tensors):
                 _, heads, length, head_dim = shorter.shape

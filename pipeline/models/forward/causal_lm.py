@@ -93,7 +93,7 @@ class CausalLM(WrappedModel):
         """Map (M, H) hidden states and (M,) targets to (M,) log-probabilities and (M,) entropies, piece by piece."""
         if num_pieces == 1:
             return self.head(hidden, targets, scaling, with_entropy)
-        # Logits are not kept for the backward pass: each piece recomputes its own.
+        # Logits are not saved for the backward pass: each piece recomputes them.
         head = partial(checkpoint, self.head, use_reentrant=False) if torch.is_grad_enabled() else self.head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
         parts = [head(part, next_ids, scaling, with_entropy) for part, next_ids in pairs]

@@ -1,6 +1,6 @@
 """Run a backbone's forward pass over rows that are padded on the right, or packed.
 
-B rows, S positions, H hidden size. How packed rows are kept apart is in `packed_attention.py`.
+B rows, S positions, H hidden size. `packed_attention.py` separates packed rows.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def hidden_states(
 
 
 def masks_of_layers(model: nn.Module, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
-    """Return a dense mask as the model's layers take it, cut to the window of those that have one.
+    """Return a dense mask as the model's layers take it, limited to the window of those that have one.
 
     transformers takes a mask of four dimensions as it is, also for layers that see a window of tokens only.
 

@@ -31,9 +31,9 @@ MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
 
 
 def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool:
-    """Let a transformers model take bounds as its mask if its attention and the device can; returns True if so.
+    """Make a transformers model read bounds as its mask, if its attention and the device can; return True if so.
 
-    Needs one of PACKED_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
+    It needs one of PACKED_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
     dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
     """
     model = base_model(wrapped)
@@ -58,7 +58,7 @@ def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool
 
 
 def check_packing(source: ModelSource, flag: str) -> None:
-    """Raise InputError for a model that does not keep the sequences of a row apart: by masks, positions or states."""
+    """Raise InputError for a model that does not separate the sequences of a row: by masks, positions or states."""
     path, whole = source.path, source.config
     config, kind = whole.get_text_config(), whole.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None)
@@ -82,7 +82,7 @@ def uses_packed_attention(config: PretrainedConfig) -> bool:
 
 
 def packed_mask(config: PretrainedConfig, batch: SFTBatch) -> Tensor:
-    """Return the mask that keeps a batch's sequences apart: (1, 1, 1, N + 1) int32 bounds, or (B, 1, S, S) bool."""
+    """Return the mask that separates a batch's sequences: (1, 1, 1, N + 1) int32 bounds, or (B, 1, S, S) bool."""
     if uses_packed_attention(config):
         return batch.segment_bounds.view(1, 1, 1, -1)
     return block_diagonal_mask(batch.segment_ids)
@@ -94,9 +94,10 @@ def flash_attention(
     """Attend causally within each segment of `bounds` (N + 1,) int32: (T, H, D) -> (T, H, D).
 
     key, value: (T, H, D) or of fewer heads, each of which serves a group of the query's; so do their gradients.
-    longest: upper bound of the segments' lengths. window: earlier tokens that a token attends to; -1: all. Calls the
-    operator itself: `torch.nn.attention.varlen` wraps it twice in Python, 0.93 ms of host time per forward and backward
-    pass instead of 0.27 ms.
+    longest: upper bound of the segments' lengths. window: earlier tokens that a token attends to; -1: all.
+
+    The function calls the operator itself, which takes 0.27 ms of host time for a forward and a backward pass.
+    `torch.nn.attention.varlen` wraps it twice in Python and takes 0.93 ms.
     """
     dropout, is_causal, debug_mask = 0.0, True, False
     outputs = torch.ops.aten._flash_attention_forward(

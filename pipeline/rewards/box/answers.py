@@ -19,9 +19,9 @@ def math_answer(
     timeout_s: int = 5,
     **columns: Any,
 ) -> Scores:
-    """Give 1 for an answer that math-verify finds equal to the right one, else 0; none where that cannot be read.
+    """Return 1 if math-verify finds the answer equal to the right one, else 0; None if it cannot parse the right one.
 
-    Needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
+    It needs the extra `math`, and the main thread of its process, because math-verify's limits are alarms (SIGALRM).
 
     Args:
         column: holds the right answer alone, 42 or `\\frac{1}{3}`; or a text with it in `$...$` or `\\boxed{...}`, or
@@ -42,8 +42,8 @@ def math_answer(
         parsed = parse(right, [LatexExtractionConfig()], parsing_timeout=timeout_s)
         if not parsed:
             return None
-        found = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)
-        return float(verify(parsed, found, timeout_seconds=timeout_s))
+        answer = parse(text, kinds, extraction_mode="first_match", parsing_timeout=timeout_s)
+        return float(verify(parsed, answer, timeout_seconds=timeout_s))
 
     golds = column_of("math_answer", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
@@ -58,7 +58,7 @@ def exact_match(
     keep_space: bool = False,
     **columns: Any,
 ) -> Scores:
-    """Give 1 for a text that is the right one, else 0; none where a row has no right one.
+    """Return 1 if the text is the right one, else 0; None for a row without a right text.
 
     Args:
         column: holds the right text, or a list of right ones.
@@ -75,9 +75,9 @@ def exact_match(
     def score(text: str, gold: Any) -> float | None:
         if gold is None:
             return None
-        found = last_match(search, text) if pattern else text
+        answer = last_match(search, text) if pattern else text
         golds = gold if isinstance(gold, list) else [gold]
-        return float(found is not None and plain(found) in [plain(right) for right in golds])
+        return float(answer is not None and plain(answer) in [plain(right) for right in golds])
 
     golds = column_of("exact_match", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
@@ -85,7 +85,7 @@ def exact_match(
 
 @reward_of_text
 def regex_match(text: str, *, pattern: str = "") -> float:
-    """Give 1 where a pattern is found, else 0.
+    """Return 1 if the pattern occurs in the text, else 0.
 
     Args:
         pattern: a regular expression, found anywhere; `(?s)` at its start lets `.` match line ends.

@@ -16,7 +16,7 @@ THINK_THEN_ANSWER = (
 
 @reward_of_text
 def format_match(text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
-    """Give 1 where a pattern matches the whole text, else 0.
+    """Return 1 if the pattern matches the whole text, else 0.
 
     Args:
         pattern: a regular expression whose `.` matches line ends too. The default one is
@@ -27,7 +27,7 @@ def format_match(text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
 
 @reward_of_text
 def tags(text: str, *, names: Sequence[str] = ("think", "answer")) -> float:
-    """Give the share of right tags, those that stand exactly once, and behind the right ones that come before them.
+    """Return the share of right tags: those that occur exactly once, after the right tags that precede them.
 
     Args:
         names: each has two tags, `<name>` and `</name>`, in this order.
@@ -58,7 +58,7 @@ def length(
     unit: Unit = "tokens",
     **columns: Any,
 ) -> Scores:
-    """Give 1 for a length from `low` to `high`, falling linearly outside, to 0 at a distance of `margin`.
+    """Return 1 for a length from `low` to `high`; outside it falls linearly, to 0 at a distance of `margin`.
 
     Args:
         low: least length.
@@ -75,7 +75,7 @@ def length(
 def overlong(
     completion_ids: Sequence[Sequence[int]], *, max_length: int = 0, margin: int = 0, **columns: Any
 ) -> Scores:
-    """Give 0 up to `max_length - margin` tokens, falling linearly to -1 at `max_length`, and -1 above.
+    """Return 0 up to `max_length - margin` tokens, then a linear fall to -1 at `max_length`, and -1 above.
 
     Equation 13 of Yu et al. 2025 (DAPO), arXiv 2503.14476. Tokens include the one that ends a response.
 
@@ -99,7 +99,7 @@ def repetition(
     unit: Unit = "tokens",
     **columns: Any,
 ) -> Scores:
-    """Give the negative share of n-grams that repeat an earlier one: 0 without repetitions, near -1 for one word alone.
+    """Return minus the share of n-grams that repeat an earlier one: 0 without repetitions, near -1 for one word only.
 
     Args:
         size: tokens or words of an n-gram; a shorter completion has 0.
@@ -117,9 +117,9 @@ def repetition(
 
 @reward_of_text
 def language(text: str, *, code: str = "en", among: Sequence[str] = ()) -> float | None:
-    """Give 1 where py3langid finds a language more likely than all others, else 0; none for a text without a letter.
+    """Return 1 if py3langid finds the language the most likely one, else 0; None for a text without letters.
 
-    Needs the extra `language`, which knows 139 languages offline.
+    It needs the extra `language`, which knows 139 languages offline.
 
     Args:
         code: the language's code in ISO 639, `en`.

@@ -14,42 +14,42 @@ FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
 
 
 def number_of_words(text: str, *, at_least: int = 0, at_most: int | None = None) -> bool:
-    """Give 1 if the number of words, separated by white space, is within the limits."""
+    """Return 1 if the number of words, separated by white space, is within the limits."""
     return _within(len(text.split()), at_least, at_most)
 
 
 def number_of_sentences(text: str, *, at_least: int = 0, at_most: int | None = None) -> bool:
-    """Give 1 if the number of sentences is within the limits: each ends a line, or with `.`, `!`, `?` and a space."""
+    """Return 1 if the number of sentences is within the limits: each ends a line, or with `.`, `!`, `?` and a space."""
     return _within(len([part for part in SENTENCE_END.split(text) if re.search(r"\w", part)]), at_least, at_most)
 
 
 def number_of_paragraphs(text: str, *, at_least: int = 0, at_most: int | None = None) -> bool:
-    """Give 1 if the number of paragraphs, separated by blank lines, is within the limits."""
+    """Return 1 if the number of paragraphs, separated by blank lines, is within the limits."""
     return _within(len([part for part in re.split(r"\n\s*\n", text) if part.strip()]), at_least, at_most)
 
 
 def number_of_bullets(text: str, *, at_least: int = 0, at_most: int | None = None) -> bool:
-    """Give 1 if the number of lines that begin with `* ` or `- ` is within the limits."""
+    """Return 1 if the number of lines that begin with `* ` or `- ` is within the limits."""
     return _within(len(re.findall(r"^\s*[*-]\s+\S", text, re.MULTILINE)), at_least, at_most)
 
 
 def all_capitals(text: str) -> bool:
-    """Give 1 for a text with letters that are all capitals."""
+    """Return 1 for a text with letters that are all capitals."""
     return text.isupper()
 
 
 def all_lower_case(text: str) -> bool:
-    """Give 1 for a text with letters that are all lower case."""
+    """Return 1 for a text with letters that are all lower case."""
     return text.islower()
 
 
 def title(text: str) -> bool:
-    """Give 1 for a text with a title in `<<...>>` on one line."""
-    return any(found.strip() for found in re.findall(r"<<([^<>\n]+)>>", text))
+    """Return 1 for a text with a title in `<<...>>` on one line."""
+    return any(match.strip() for match in re.findall(r"<<([^<>\n]+)>>", text))
 
 
 def json_output(text: str) -> bool:
-    """Give 1 for a text that is JSON and nothing else, alone or in a block of three backticks."""
+    """Return 1 for a text that is JSON and nothing else, alone or in a block of three backticks."""
     fenced = FENCE.fullmatch(text.strip())
     try:
         json.loads(fenced[1] if fenced else text)
@@ -59,22 +59,22 @@ def json_output(text: str) -> bool:
 
 
 def keywords(text: str, *, words: Sequence[str] = ()) -> bool:
-    """Give 1 for a text that has all these words, in upper or lower case."""
+    """Return 1 for a text that has all these words, in upper or lower case."""
     return all(_count(text, word) for word in words)
 
 
 def forbidden_words(text: str, *, words: Sequence[str] = ()) -> bool:
-    """Give 1 for a text that has none of these words, in upper or lower case."""
+    """Return 1 for a text that has none of these words, in upper or lower case."""
     return not any(_count(text, word) for word in words)
 
 
 def keyword_frequency(text: str, *, word: str = "", at_least: int = 0, at_most: int | None = None) -> bool:
-    """Give 1 if the number of times a word occurs, in upper or lower case, is within the limits."""
+    """Return 1 if the number of times a word occurs, in upper or lower case, is within the limits."""
     return _within(_count(text, word), at_least, at_most)
 
 
 def end_phrase(text: str, *, phrase: str = "") -> bool:
-    """Give 1 for a text that ends with this phrase, in upper or lower case; spaces and quotation marks may follow."""
+    """Return 1 for a text that ends with this phrase, in upper or lower case; spaces and quotation marks may follow."""
     return text.rstrip().rstrip("\"'”’").casefold().endswith(phrase.strip().casefold())
 
 
@@ -99,12 +99,12 @@ CHECKS = {
 def instructions(
     completions: Sequence[str | Messages], *, column: str = "instructions", strict: bool = False, **columns: Any
 ) -> Scores:
-    """Give the share of a row's instructions that its completion follows; none for a row without any.
+    """Return the share of a row's instructions that its completion follows; None for a row without instructions.
 
     Args:
         column: holds a list as `[{"name": "number_of_words", "at_most": 50}, {"name": "title"}]`: names of this
             module's checks, each with its settings.
-        strict: 1 where all are followed, else 0.
+        strict: return 1 if the completion follows all, else 0.
     """
 
     def score(text: str, wanted: Any) -> float | None:
@@ -118,7 +118,7 @@ def instructions(
 
 
 def _is_followed(text: str, instruction: Any) -> bool:
-    """Tell whether a text follows one instruction of a row."""
+    """Return True if a text follows one instruction of a row."""
     wrong = f"reward function instructions: {json.dumps(instruction)}"
     if not isinstance(instruction, dict) or (name := instruction.get("name")) not in CHECKS:
         near = nearest(str(instruction.get("name")), CHECKS) if isinstance(instruction, dict) else ""

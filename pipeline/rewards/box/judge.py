@@ -99,7 +99,7 @@ class Endpoint:
         return os.environ.get(self.key_variable, "").strip()
 
     def is_local(self) -> bool:
-        """Tell whether it is on this machine's loopback interface."""
+        """Return True if the endpoint is on this machine's loopback interface."""
         host = urlsplit(self.url).hostname or ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -148,8 +148,8 @@ class Endpoint:
                 raise ValueError(problem)
             if response.status_code not in AGAIN and response.status_code < 500:
                 break
-            if (told := response.headers.get("retry-after", "")).isdecimal():
-                wait_s = max(wait_s, float(told))
+            if (delay := response.headers.get("retry-after", "")).isdecimal():
+                wait_s = max(wait_s, float(delay))
         raise EnvironmentFault(
             f"reward function judge: {self.url} gave no answer after {attempt + 1} requests: {problem}"
         )
@@ -172,9 +172,9 @@ async def judge(
     concurrency: int = 8,
     **columns: Any,
 ) -> Scores:
-    """Give the rating of a judge, 0 to 1. Equal questions of a process are asked once.
+    """Return the rating of an LLM judge, 0 to 1. A process sends equal questions once.
 
-    Needs the extra `judge`. It runs in the run's own process (`judge.runs_in`), as reward workers never see the key.
+    It needs the extra `judge`. It runs in the run's own process (`judge.runs_in`), as reward workers never see the key.
     Answers without a rating, and questions that the endpoint refuses, raise ValueError once all others are answered
     and known; an endpoint that does not answer raises EnvironmentFault at once.
 
@@ -189,7 +189,7 @@ async def judge(
         key_variable: name of the environment variable that holds the key; none is sent without it.
         parameters: further fields of a request; `{"temperature": 0.0}` where none are given.
         retries: how many times a question is asked again after 429, 5xx or a broken connection.
-        wait_s: seconds before the first retry, doubled before each further one, up to 60, or what Retry-After says.
+        wait_s: seconds before the first retry, doubled before each further one, up to 60, or as Retry-After has it.
         timeout_s: seconds for one answer.
         concurrency: questions that one call (of each rank) has under way at once.
     """
@@ -204,10 +204,10 @@ async def judge(
         raise InputError("reward function judge: template asks for no last line `Rating: N`; do, or give a pattern")
     re.compile(pattern)
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
-    asked = [_question(template, *row) for row in zip(prompts, completions, strict=True)]
-    digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in asked]
+    questions = [_question(template, *row) for row in zip(prompts, completions, strict=True)]
+    digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
     scores = {digest: _known[digest] for digest in digests if digest in _known}
-    new = {digest: question for digest, question in zip(digests, asked, strict=True) if digest not in scores}
+    new = {digest: question for digest, question in zip(digests, questions, strict=True) if digest not in scores}
     failures = []
     for digest, rating in (await _ratings(endpoint, new, concurrency, pattern, scale)).items():
         if isinstance(rating, ValueError):
@@ -270,10 +270,10 @@ async def _rating(body: str, pattern: str, scale: float) -> float:
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(body) from None
     line = RATING.fullmatch(answer.strip().rpartition("\n")[2].strip())
-    found = await _last_match(pattern, answer) if pattern else line and line[1]
+    match = await _last_match(pattern, answer) if pattern else line and line[1]
     rating = math.nan
     with suppress(ValueError):
-        rating = float(found or "")
+        rating = float(match or "")
     if not 0 <= rating <= scale:
         raise ValueError(answer)
     return rating
@@ -284,7 +284,7 @@ async def _last_match(pattern: str, text: str) -> str | None:
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     command = (sys.executable, "-I", "-S", matching.__file__)
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=nothing)
-    found, _ = await process.communicate(json.dumps([MATCH_LIMIT_S, pattern, text]).encode())
+    output, _ = await process.communicate(json.dumps([MATCH_LIMIT_S, pattern, text]).encode())
     if process.returncode:
         raise ValueError(f"the search for the pattern takes more than {MATCH_LIMIT_S:g} s")
-    return json.loads(found)
+    return json.loads(output)

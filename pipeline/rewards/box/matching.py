@@ -1,6 +1,6 @@
 """The last match of a regular expression; as a program, the search for one, which the kernel's alarm ends.
 
-A pattern can take for ever on some text, `(a+)+b` on many an `a`. Python's engine lets no exception in, so that only
+A pattern can take for ever on a text: `(a+)+b` on a long run of `a`. Python's engine lets no exception in, so that only
 the end of its process ends it. It starts in 0.03 s of processor time: it imports nothing of this project.
 """
 

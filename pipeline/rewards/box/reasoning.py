@@ -19,9 +19,9 @@ RUN_ANSWERS = frozenset(
 def reasoning_gym(
     completions: Sequence[str | Messages], *, column: str = "entry", run_answers: bool = False, **columns: Any
 ) -> Scores:
-    """Give the score of reasoning_gym for the answer in the last `<answer>...</answer>`, 0 to 1; 0 where there is none.
+    """Return the score of reasoning_gym, 0 to 1, for the answer in the last `<answer>...</answer>`; 0 without one.
 
-    Needs the extra `reasoning-gym`. A row without an entry has none.
+    It needs the extra `reasoning-gym`. The score is None for a row without an entry.
 
     Args:
         column: holds an entry of a task, with its `question`, `answer` and `metadata`, whose `source_dataset` names the

@@ -32,7 +32,7 @@ def missing_package(function: str, extra: str, error: ImportError) -> InputError
 
 
 def reward_of_text(score: Callable[..., float | None]) -> Callable[..., Scores]:
-    """Make a reward function of a score of one text, whose keyword arguments are its settings.
+    """Convert a score of one text to a reward function; the score's keyword arguments are its settings.
 
     Called with no rows, it scores an empty text, which checks the settings.
     """

@@ -29,7 +29,7 @@ def train(run: Run, config: LabelledConfig) -> None:
     steps = PrefetchedSteps(parts.loader, end=parts.total_steps, device=run.world.device)
     with course.resumable(state, lambda: parts.content(state)), steps:
         while state.step < parts.total_steps:
-            course.stop_if_asked()
+            course.stop_if_requested()
             if course.save_is_due(state):
                 course.save(state, parts.content(state), lambda: save_model(parts, state))
             course.begin("train")
