@@ -11,10 +11,16 @@ class naming(str):
     """
 
     def __new__(cls, *parts: str) -> "naming":
-        escaped = [re.sub(r"[][.^$*+?{}|()\\]", r"\\\g<0>", part) for part in " ... ".join(parts).split(" ... ")]
-        return super().__new__(cls, ".*?".join(rf"(?<![\w-]){part}(?![\w-]|\.\d)" for part in escaped))
+        return super().__new__(cls, ".*?".join(whole(part.strip()) for part in " ... ".join(parts).split(" ... ")))
 
     def __eq__(self, text: object) -> bool:
         return isinstance(text, str) and re.search(self, text) is not None
 
     __hash__ = str.__hash__
+
+
+def whole(part: str) -> str:
+    """Return the pattern of a part: `--steps 1` is neither in `--steps 10` nor in `--steps 1.5`."""
+    before = r"(?<![\w-])" if re.match(r"[\w-]", part) else ""
+    behind = r"(?![\w-]|\.\d)" if re.search(r"\w$", part) else ""
+    return before + re.sub(r"[][.^$*+?{}|()\\]", r"\\\g<0>", part) + behind
