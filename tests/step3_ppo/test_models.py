@@ -178,10 +178,13 @@ def test_the_old_flag_of_offloading_is_an_alias():
             "3 --reward-model-quantization int8",
             "--reward-model-quantization int8 ... ZeRO stage 3 ... --reward-model-zero-stage 0",
         ),
-        ("0 --reward-model-offload-weights cpu", "ZeRO stage 3 ... 0 ... --reward-model-zero-stage 3"),
+        (
+            "0 --reward-model-offload-weights cpu",
+            "--offload-reward-model ... ZeRO stage 3 ... 0 ... --reward-model-zero-stage 3",
+        ),
         (
             "3 --reward-model-zero-stage 0 --reward-model-offload-weights cpu",
-            "--reward-model-offload-weights ... ZeRO stage 3 ... 0",
+            "--offload-reward-model ... ZeRO stage 3 ... 0",
         ),
     ],
 )

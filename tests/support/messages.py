@@ -11,7 +11,9 @@ class naming(str):
     """
 
     def __new__(cls, *parts: str) -> "naming":
-        return super().__new__(cls, ".*?".join(whole(part.strip()) for part in " ... ".join(parts).split(" ... ")))
+        # Atomic groups take the first place of each part, so that no failure takes long.
+        rest = "".join(f"(?>.*?{whole(part.strip())})" for part in " ... ".join(parts).split(" ... "))
+        return super().__new__(cls, f"(?m)^{rest}")
 
     def __eq__(self, text: object) -> bool:
         return isinstance(text, str) and re.search(self, text) is not None
