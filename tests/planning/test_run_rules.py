@@ -291,5 +291,5 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
 def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan():
     """12 heads: a run would refuse it, so no remedy proposes it."""
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference-tp-size 5"), "5xH200")
-    with pytest.raises(InputError, match=naming("inference-tp-size 5 ... 12 heads")):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 5 ... 12 heads")):
         planner.needs(resolved)

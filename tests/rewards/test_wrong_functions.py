@@ -66,7 +66,7 @@ REFUSED = {
     "other_length": ("return [[1.0, 2.0], [1.0, 2.0]]", "response 1 ... list of 2 values for 4"),
     "nan_token": ("return [[1.0, float('nan')], 1.0]", "response 0 ... list with nan (float)"),
     "nested": ("return [[[1.0], [2.0]], 1.0]", "response 0 ... type list ... type list"),
-    "none_token": ("return [[1.0, None], 1.0]", "response 0 ... type list ... type None"),
+    "none_token": ("return [[1.0, None], 1.0]", "response 0 ... type list ... type NoneType"),
 }
 # Name -> body, kind of the failure, and what its message holds.
 FAILING = {
