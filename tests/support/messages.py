@@ -10,10 +10,17 @@ class naming(str):
     is also the pattern of them, for `pytest.raises(match=...)`.
     """
 
+    parts: list[str]
+
     def __new__(cls, *parts: str) -> "naming":
+        split = [part.strip() for part in " ... ".join(parts).split(" ... ")]
         # Atomic groups take the first place of each part, so that no failure takes long.
-        rest = "".join(f"(?>.*?{whole(part.strip())})" for part in " ... ".join(parts).split(" ... "))
-        return super().__new__(cls, f"(?m)^{rest}")
+        made = super().__new__(cls, "(?m)^" + "".join(f"(?>.*?{whole(part)})" for part in split))
+        made.parts = split
+        return made
+
+    def __repr__(self) -> str:
+        return f"naming({', '.join(map(repr, self.parts))})"
 
     def __eq__(self, text: object) -> bool:
         return isinstance(text, str) and re.search(self, text) is not None
