@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support.command_run import run_command
 from support.families import FACTORS, family_config, save_family
+from support.messages import naming
 from support.tiny_models import padded, random_rows, randomise
 from support.tiny_run import make_folder
 from transformers import (
@@ -364,5 +365,5 @@ def test_a_model_that_is_saved_larger_than_its_start_says_so(tmp_path, monkeypat
     module, none = torch.nn.ModuleDict({"model": model}), cast(Any, None)
     with caplog.at_level(logging.INFO):
         model_folder.save_trained(run, module, none, tmp_path / "sft", model=none, kind="x", step=1)
-    text = f"{tmp_path / 'sft'}: saved in float32, as it was trained; its start is in bfloat16, which takes less room"
-    assert saved == [torch.float32] and (text in caplog.text) == says
+    text = naming(f"{tmp_path / 'sft'} ... float32 ... bfloat16")
+    assert saved == [torch.float32] and (caplog.text == text) == says

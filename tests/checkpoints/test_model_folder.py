@@ -127,7 +127,7 @@ def test_a_model_that_is_not_finite_does_not_replace_the_last_one(causal_folder,
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     name, weight = next((name, weight) for name, weight in model.named_parameters() if "norm" in name)
     weight.data[0] = value
-    with pytest.raises(DivergedError, match=f"nothing is saved: 1 of .* in float.., the first is {name}"):
+    with pytest.raises(DivergedError, match=f"nothing is saved: 1 of .* float.., .* {name}"):
         save(model, causal_folder, folder, dtype=dtype)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import naming
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import Resolved, parse
@@ -119,7 +120,7 @@ def test_deepspeed_chats_dict_is_taken_and_one_line_names_its_keys_of_stage_3(tm
     resolved = resolve(tmp_path, of_deepspeed_chat(stage))
     file = tmp_path / "ds.json"
     assert [note for note in resolved.notes if "no effect" in note] == [
-        f"{file}: {unread}: no effect at ZeRO stage {stage}"
+        naming(f"{file} ... {unread} ... stage {stage}")
     ]
     (engine,) = engines(resolved).values()
     assert engine == CHAT_FRAME | {"zero_optimization": zero}
@@ -130,12 +131,19 @@ def test_deepspeed_chats_dict_of_stage_3(tmp_path):
     resolved = resolve(tmp_path, of_deepspeed_chat(3, offload=True))
     file = tmp_path / "ds.json"
     assert resolved.notes == (
-        f"{file}: sets --zero-stage 3 (was 0), --per-device-train-batch-size 4 (was 16), --offload True (was False), "
-        "--offload-parameters True (was False), --stage3-param-persistence-threshold 10000 (was 100000), "
-        "--stage3-max-live-parameters 30000000 (was 1000000000), --dtype bf16 (was auto)",
-        f"{file}: gives to DeepSpeed train_batch_size 32, steps_per_print 10, "
-        "zero_optimization.stage3_prefetch_bucket_size 30000000.0, zero_optimization.memory_efficient_linear False, "
-        "prescale_gradients False",
+        naming(
+            f"{file}",
+            "--zero-stage 3 (was 0), --per-device-train-batch-size 4 (was 16)",
+            "--offload True (was False), --offload-parameters True (was False)",
+            "--stage3-param-persistence-threshold 10000 (was 100000)",
+            "--stage3-max-live-parameters 30000000 (was 1000000000), --dtype bf16 (was auto)",
+        ),
+        naming(
+            f"{file}",
+            "train_batch_size 32, steps_per_print 10",
+            "zero_optimization.stage3_prefetch_bucket_size 30000000.0",
+            "zero_optimization.memory_efficient_linear False, prescale_gradients False",
+        ),
     )
     (engine,) = engines(resolved).values()
     own = {
@@ -228,11 +236,10 @@ def test_keys_of_another_zero_stage_and_a_schedule_are_told_in_a_line_each(tmp_p
     told = [note.split(": ", 1)[1] for note in resolve(tmp_path, user).notes]
     assert told == [
         "sets --zero-stage 3 (was 0)",
-        "gives to DeepSpeed steps_per_print 2000, zero_optimization.contiguous_gradients True",
-        "scheduler: has no effect here: use --lr-scheduler-type constant_with_warmup",
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save: has no effect here: models are always saved "
-        "whole",
-        "zero_optimization.allgather_bucket_size: no effect at ZeRO stage 3",
+        naming("steps_per_print 2000, zero_optimization.contiguous_gradients True"),
+        naming("scheduler ... no effect ... --lr-scheduler-type constant_with_warmup"),
+        naming("zero_optimization.stage3_gather_16bit_weights_on_model_save ... no effect"),
+        naming("zero_optimization.allgather_bucket_size ... no effect ... stage 3"),
     ]
 
 
@@ -241,8 +248,11 @@ def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
     words = ("--actor-zero-stage", "3", "--critic-zero-stage", "2")
     resolved = resolve(tmp_path, user, *words, config_class=PPOConfig)
     assert resolved.notes == (
-        f"{tmp_path / 'ds.json'}: sets --reduce-bucket-size 1000 (was 500000000), "
-        "--stage3-max-live-parameters 30000000 (was 1000000000)",
+        naming(
+            f"{tmp_path / 'ds.json'}",
+            "--reduce-bucket-size 1000 (was 500000000)",
+            "--stage3-max-live-parameters 30000000 (was 1000000000)",
+        ),
     )
     blocks = {name: engine["zero_optimization"] for name, engine in engines(resolved).items()}
     assert blocks["actor"]["stage3_max_live_parameters"] == 30_000_000
@@ -250,7 +260,7 @@ def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
     assert blocks["actor"]["reduce_bucket_size"] == blocks["critic"]["reduce_bucket_size"] == 1000
     words = ("--actor-zero-stage", "1", "--critic-zero-stage", "2")
     (note,) = resolve(tmp_path, {"zero_optimization": {"sub_group_size": 9}}, *words, config_class=PPOConfig).notes
-    assert note.endswith("zero_optimization.sub_group_size: no effect at ZeRO stage 1 and 2")
+    assert note == naming("zero_optimization.sub_group_size ... no effect ... stage 1 and 2")
 
 
 @pytest.mark.parametrize(
@@ -277,9 +287,12 @@ def test_monitors_and_pinning_become_flags_and_are_told(tmp_path):
     resolved = resolve(tmp_path, user)
     file = tmp_path / "ds.json"
     assert resolved.notes == (
-        f"{file}: sets --zero-stage 3 (was 0), --offload True (was False), --pin-memory False (was True), "
-        "--deepspeed-monitor tensorboard wandb (was none)",
-        f"{file}: gives to DeepSpeed wandb.project 'p', tensorboard.output_path 'tb'",
+        naming(
+            f"{file}",
+            "--zero-stage 3 (was 0), --offload True (was False)",
+            "--pin-memory False (was True), --deepspeed-monitor tensorboard wandb (was none)",
+        ),
+        naming(f"{file} ... wandb.project 'p', tensorboard.output_path 'tb'"),
     )
     (engine,) = engines(resolved).values()
     assert engine["wandb"] == {"enabled": True, "group": "run", "project": "p"}

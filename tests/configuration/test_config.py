@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from support.messages import naming
 
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import load_yaml, parse
@@ -119,7 +120,7 @@ def test_presets_have_the_values_that_a_file_for_each_stage_had(name, monkeypatc
         now = parse(STAGES[section], [f"--{flag}", f"launch/presets/{size}.yaml"], section=section)
         earlier = parse(STAGES[section], [f"--{flag}", f"launch/presets/{name}.yaml"], section=section)
         assert earlier.config == now.config
-        note = f"launch/presets/{name}.yaml is the section {section} of launch/presets/{size}.yaml now"
+        note = naming(f"launch/presets/{name}.yaml ... section {section} ... launch/presets/{size}.yaml")
         assert (earlier.notes, now.notes) == ((note,), ())
 
 
@@ -132,7 +133,7 @@ def test_no_preset_but_the_demos_says_what_the_plan_chooses():
 
 def test_a_preset_that_there_never_was_is_not_read():
     for name in ("chinese.ppo.yaml", "12b.sft.yaml", "1.3b.rm.yaml"):
-        with pytest.raises(InputError, match=rf"presets/{name}: cannot read it: No such file"):
+        with pytest.raises(InputError, match=naming(f"{name} ... No such file")):
             parse(SFTConfig, ["--preset", str(PRESETS / name)], section="sft")
 
 
@@ -166,16 +167,16 @@ def ppo_config(**sampling):
 @pytest.mark.parametrize(
     ("flags", "ranks", "says"),
     [
-        ({"inference_tp_size": 3}, 4, "--inference-tp-size 3: must divide the 4 ranks; give 1"),
-        ({"inference_tp_size": 8}, 4, "--inference-tp-size 8: must divide the 4 ranks; give 4"),
+        ({"inference_tp_size": 3}, 4, "--inference-tp-size 3 ... 4 ranks ... 1"),
+        ({"inference_tp_size": 8}, 4, "--inference-tp-size 8 ... 4 ranks ... 4"),
         ({"inference_tp_size": 3}, None, ""),
-        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference-tp-size 2: needs the fused backend"),
+        ({"inference_tp_size": 2, "generation_engine": "static"}, 2, "--inference-tp-size 2 ... fused"),
         (
             {"rollout_weights": "streamed"},
             2,
             "--rollout-weights streamed: needs --actor-zero-stage 3",
         ),
-        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout-weights streamed: got 1 rank, expected several"),
+        ({"rollout_weights": "streamed", "stage": 3}, 1, "--rollout-weights streamed ... 1 rank ... several"),
         (
             {"rollout_weights": "streamed", "stage": 3, "inference_tp_size": 2},
             2,
@@ -194,4 +195,4 @@ def test_what_no_model_can_do_is_seen_without_one(flags, ranks, says):
     with pytest.raises(InputError) as refused:
         check_generation(config, ranks)
     (line,) = str(refused.value).splitlines()
-    assert line.startswith("--") and says in line
+    assert line.startswith("--") and line == naming(says)

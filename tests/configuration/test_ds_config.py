@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.ds_arguments import built, refusal
+from support.messages import naming
 
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, TOP_LEVEL, check_keys
@@ -142,9 +143,9 @@ def test_frozen():
 def test_refused_combinations():
     settings = DeepSpeedConfig(offload=True, offload_parameters=True)
     assert refusal(built, settings, zero_stage=0, dtype="fp16", device="cpu") == [
-        "--offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-stage or leave --offload out",
-        "--offload-parameters: needs ZeRO stage 3, got stage 0; give --zero-stage 3",
-        "--dtype fp16: DeepSpeed has no fp16 on the CPU; use bf16 or fp32",
+        naming("--offload ... 1, 2 or 3 ... stage 0 ... --zero-stage ... --offload"),
+        naming("--offload-parameters ... stage 0 ... --zero-stage 3"),
+        naming("--dtype fp16 ... CPU ... bf16 or fp32"),
     ]
     assert "got stage 2" in refusal(built, DeepSpeedConfig(offload_parameters=True))[0]
 
@@ -201,36 +202,35 @@ def test_each_model_of_stage_3_has_a_folder_on_the_disk_of_weights_but_where_its
 
 def test_a_models_own_flags_are_named_where_they_are_refused():
     assert refusal(built, zero_stage=0, offload_optimizer="cpu", offload_weights="cpu") == [
-        "--offload-optimizer cpu: needs ZeRO stage 1, 2 or 3, got stage 0; raise --zero-stage or leave "
-        "--offload-optimizer cpu out",
-        "--offload-weights cpu: needs ZeRO stage 3, got stage 0; give --zero-stage 3",
+        naming("--offload-optimizer cpu", "1, 2 or 3", "stage 0", "--zero-stage", "--offload-optimizer cpu"),
+        naming("--offload-weights cpu ... stage 0 ... --zero-stage 3"),
     ]
     user, given = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": "config.yaml"}
     (line,) = refusal(built, offload_optimizer="none", user_json=user, origins=given)
-    assert line.endswith(
-        "zero_optimization.offload_optimizer.device: got 'cpu', but --offload-optimizer (config.yaml) makes it 'none'"
+    assert line == naming(
+        "zero_optimization.offload_optimizer.device", "'cpu'", "--offload-optimizer (config.yaml)", "'none'"
     )
 
 
 def test_moments_in_8_bits_stay_on_the_device_below_zero_stage_3():
     untested = {"zero_allow_untested_optimizer": True}
     assert built(optimizer_states="8bit") == built() | untested
-    message = "--optimizer-states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, got "
-    assert refusal(built, zero_stage=3, optimizer_states="8bit") == [f"{message}ZeRO stage 3; give fp32"]
-    on_host = [f"{message}optimizer states on cpu; give fp32"]
+    message = "--optimizer-states 8bit ... 0, 1 or 2"
+    assert refusal(built, zero_stage=3, optimizer_states="8bit") == [naming(message, "stage 3 ... fp32")]
+    on_host = [naming(message, "cpu ... fp32")]
     assert refusal(built, DeepSpeedConfig(offload=True), optimizer_states="8bit") == on_host
 
 
 def test_quantised_weights_are_neither_partitioned_nor_trained():
     for kind in ("int8", "nf4"):
         assert refusal(built, zero_stage=3, quantization=kind) == [
-            f"--quantization {kind}: ZeRO stage 3 does not partition quantised weights; give --zero-stage 2",
-            f"--quantization {kind}: quantised weights are not trained; give --lora-dim 16, got 0",
+            naming(f"--quantization {kind} ... ZeRO stage 3 ... --zero-stage 2"),
+            naming(f"--quantization {kind} ... --lora-dim 16 ... 0"),
         ]
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False), quantization="int8", lora_dim=4)
     assert "leave --only-optimize-lora false out" in line
     (line,) = refusal(built, DeepSpeedConfig(only_optimize_lora=False, save_adapter_only=True), lora_dim=4)
-    assert line == "--save-adapter-only: what --only-optimize-lora false trains beside it is not saved; drop one"
+    assert line == naming("--save-adapter-only ... --only-optimize-lora false")
     assert built(quantization="int8", lora_dim=4, zero_stage=2)["zero_optimization"]["stage"] == 2
 
 

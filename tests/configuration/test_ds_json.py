@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.ds_arguments import built, refusal
+from support.messages import naming
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.ds_json import flags_from_json, merge_user_json, read_user_json
@@ -56,15 +57,15 @@ def test_contradictions_name_both():
     user = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     origins = {"max_grad_norm": "command line", "actor_zero_stage": "p.yaml", "offload": "c.yaml"}
     assert refusal(merge_user_json, built(), user, flag_table(PPOConfig), origins, source="ds.json") == [
-        "ds.json: gradient_clipping: got 0.5, but --max-grad-norm (command line) makes it 1.0",
-        "ds.json: zero_optimization.stage: got 3, but --actor-zero-stage (p.yaml) makes it 2",
-        "ds.json: zero_optimization.offload_optimizer.device: got 'cpu', but --offload (c.yaml) makes it 'none'",
+        naming("ds.json ... gradient_clipping ... 0.5 ... --max-grad-norm (command line) ... 1.0"),
+        naming("ds.json ... zero_optimization.stage ... 3 ... --actor-zero-stage (p.yaml) ... 2"),
+        naming("ds.json", "zero_optimization.offload_optimizer.device", "'cpu'", "--offload (c.yaml)", "'none'"),
     ]
 
 
 def test_batch_sizes_agree_always():
     (line,) = refusal(built, user_json={"train_micro_batch_size_per_gpu": 5})
-    assert line.endswith("train_micro_batch_size_per_gpu: got 5, but --per-device-train-batch-size makes it 4")
+    assert line == naming("train_micro_batch_size_per_gpu ... 5 ... --per-device-train-batch-size ... 4")
     (line,) = refusal(built, user_json={"train_batch_size": 65})
     assert "got 65" in line and "4 x --gradient-accumulation-steps 2 x 8 ranks = 64" in line
 
@@ -106,14 +107,12 @@ def test_unknown_keys_at_every_level():
         "optimizer": {"params": {"anything": 1}},
     }
     assert refusal(check_keys, user, "ds.json") == [
-        "ds.json: gradient_cliping: DeepSpeed has no such key and would ignore it; did you mean gradient_clipping?",
-        "ds.json: zero_optimization.offload_optimiser: DeepSpeed has no such key and would ignore it; "
-        "did you mean offload_optimizer?",
-        "ds.json: zero_optimization.offload_param.devise: DeepSpeed has no such key and would ignore it; "
-        "did you mean device?",
-        "ds.json: flops_profiler.enable: DeepSpeed has no such key and would ignore it; did you mean enabled?",
-        "ds.json: bfloat16.enabeld: DeepSpeed has no such key and would ignore it; did you mean enabled?",
-        "ds.json: fp16: got True, expected a block {...}",
+        naming("ds.json ... gradient_cliping ... gradient_clipping?"),
+        naming("ds.json ... zero_optimization.offload_optimiser ... offload_optimizer?"),
+        naming("ds.json ... zero_optimization.offload_param.devise ... device?"),
+        naming("ds.json ... flops_profiler.enable ... enabled?"),
+        naming("ds.json ... bfloat16.enabeld ... enabled?"),
+        naming("ds.json ... fp16 ... True ... a block {...}"),
     ]
 
 
@@ -126,11 +125,11 @@ TRAILING_COMMA_LINE = 2 if sys.version_info >= (3, 13) else 3
     [
         ("{", "line 1: not JSON"),
         ('{\n "a": 1,\n}', f"line {TRAILING_COMMA_LINE}: not JSON"),
-        ("[]", "got a list, expected an object"),
-        ("null", "got a single value, expected an object"),
-        ('{"bf16": {}, "bf16": {}}', "bf16: occurs twice in one block"),
+        ("[]", "a list ... an object"),
+        ("null", "a single value ... an object"),
+        ('{"bf16": {}, "bf16": {}}', "bf16 ... twice"),
         ('{"bf17": {}}', "did you mean bf16?"),
-        ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16: both are enabled, expected one"),
+        ('{"bfloat16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16 and fp16 ... one"),
         ('{"optimizer": {"type": "Lion"}}', "torch.optim.AdamW"),
     ],
 )
@@ -138,7 +137,7 @@ def test_unusable_files(tmp_path, text, message):
     file = tmp_path / "ds.json"
     file.write_text(text)
     (line,) = refusal(read_user_json, file)
-    assert message in line and str(file) in line
+    assert line == naming(message) and str(file) in line
 
 
 def test_other_names_of_a_key_become_the_usual_ones(tmp_path):
@@ -158,9 +157,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
 
 
 def test_missing_file():
-    assert refusal(read_user_json, "none.json") == [
-        "--deepspeed-config: none.json: cannot read it: No such file or directory"
-    ]
+    assert refusal(read_user_json, "none.json") == [naming("--deepspeed-config ... none.json ... No such file")]
 
 
 WRONG = yaml.safe_load(Path(__file__).with_name("wrong_deepspeed.yaml").read_text())
@@ -206,11 +203,10 @@ def test_what_the_file_changes_is_told(tmp_path):
     }  # fmt: skip
     file.write_text(json.dumps(user))
     assert parse(PPOConfig, ["--deepspeed-config", str(file)], section="ppo").notes == (
-        f"{file}: sets --actor-zero-stage 3 (was 0), --critic-zero-stage 3 (was 0), --dtype bf16 (was auto)",
-        f"{file}: gives to DeepSpeed zero_optimization.stage3_prefetch_bucket_size 9, steps_per_print 10",
-        f"{file}: activation_checkpointing: has no effect here: use --gradient-checkpointing",
-        f"{file}: checkpoint.use_node_local_storage: has no effect here: ranks find out whether hosts share "
-        "storage; else each keeps a copy",
+        naming(f"{file}", "--actor-zero-stage 3 (was 0)", "--critic-zero-stage 3 (was 0), --dtype bf16 (was auto)"),
+        naming(f"{file} ... zero_optimization.stage3_prefetch_bucket_size 9, steps_per_print 10"),
+        naming(f"{file} ... activation_checkpointing ... no effect ... --gradient-checkpointing"),
+        naming(f"{file} ... checkpoint.use_node_local_storage ... no effect"),
     )
 
 
@@ -241,10 +237,10 @@ def test_bf16_that_is_switched_off_alone_is_no_bf16_on_a_gpu(tmp_path, words, dt
     given = ["--model-name-or-path", "x", "--target", target, "--deepspeed-config", str(file), *words.split()]
     resolved = parse(SFTConfig, given, section="sft")
     assert resolved.config.deepspeed.dtype == dtype
-    assert resolved.notes == (() if words else (f"{file}: sets --dtype fp32 (was auto)",))
+    assert resolved.notes == (() if words else (naming(f"{file} ... --dtype fp32 (was auto)"),))
     (engine,) = engine_jsons(STAGE, resolved, ranks=1).values()
     assert engine["bf16"]["enabled"] is False and engine["fp16"]["enabled"] is (dtype == "fp16")
-    with pytest.raises(InputError, match="bf16.enabled: got False, but --dtype .command line. makes it True"):
+    with pytest.raises(InputError, match=naming("bf16.enabled ... False ... --dtype (command line) ... True")):
         engine_jsons(STAGE, parse(SFTConfig, [*given, "--dtype", "bf16"], section="sft"), ranks=1)
 
 
@@ -286,10 +282,8 @@ def test_the_json_contradicts_a_given_flag(tmp_path):
     file.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}')
     words = ["--deepspeed-config", str(file), "--zero-stage", "2", "--max-grad-norm", "1"]
     assert refusal(parse, SFTConfig, words, section="sft") == [
-        f"{file}: zero_optimization.stage: got 3, but --zero-stage is 2 (command line); "
-        'make them equal, or write "auto" into the JSON',
-        f"{file}: gradient_clipping: got 0.5, but --max-grad-norm is 1.0 (command line); "
-        'make them equal, or write "auto" into the JSON',
+        naming(f"{file}", "zero_optimization.stage", "3", "--zero-stage is 2 (command line)", '"auto"'),
+        naming(f"{file}", "gradient_clipping", "0.5", "--max-grad-norm is 1.0 (command line)", '"auto"'),
     ]
 
 
@@ -297,4 +291,4 @@ def test_a_value_of_the_json_is_checked_like_a_flag(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}')
     (line,) = refusal(parse, SFTConfig, ["--deepspeed-config", str(file)], section="sft")
-    assert line.startswith(f"--reduce-bucket-size: got 0 ({file}): expected greater than")
+    assert line == naming(f"--reduce-bucket-size ... 0 ({file}) ... greater than")

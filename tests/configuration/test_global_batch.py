@@ -1,6 +1,7 @@
 """The batch that a preset's rates are meant for, on any number of ranks."""
 
 import pytest
+from support.messages import naming
 from support.source_tree import ROOT
 
 from pipeline.configuration.flag_table import flat_items
@@ -51,7 +52,7 @@ def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more
     resolved = on(ranks, "ppo", "--preset", str(preset))
     assert resolved.config.sampling.inference_tp_size == size
     of_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    note = f"--inference-tp-size {size} in place of 8 ({preset}), which does not divide {of_ranks}"
+    note = naming(f"--inference-tp-size {size} ... 8 ({preset}) ... {of_ranks}")
     assert resolved.notes == (() if size == 8 else (note,)) and with_ranks(resolved, ranks) == resolved
     origin = str(preset) if size == 8 else f"in place of 8 in {preset}"
     assert resolved.origins["inference_tp_size"] == origin
@@ -81,15 +82,15 @@ def test_a_batch_that_the_ranks_cannot_have_is_told(ranks, rows, hint):
     words = ("--train-batch-size", "64", "--per-device-train-batch-size", "8")
     resolved = on(ranks, "reward", *words)
     (note,) = with_ranks(resolved, ranks).notes
-    assert note.startswith(f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but ")
-    assert note.endswith(f"are meant for --train-batch-size 64 (command line){hint}")
+    wanted = f"--train-batch-size 64 (command line){hint}"
+    assert note == naming(f"{rows} rows ({ranks} ranks x {rows // ranks})", wanted)
 
 
 @pytest.mark.parametrize(("ranks", "target", "rows"), [(8, 97, 96), (8, 7, 8), (2, 1, 2), (6, 64, 66), (6, 128, 126)])
 def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, target, rows):
     resolved = on(ranks, "sft", "--train-batch-size", str(target))
-    note = f"an optimizer step takes {rows} rows ({ranks} ranks x {rows // ranks}), but the settings are meant for"
-    assert resolved.notes == (f"{note} --train-batch-size {target} (command line)",)
+    note = naming(f"{rows} rows ({ranks} ranks x {rows // ranks}) ... --train-batch-size {target} (command line)")
+    assert resolved.notes == (note,)
     optimizer = resolved.config.optimizer
     assert optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks == rows
     again = Choice({MICRO: 1, STEPS: rows // ranks}, "chosen for a GPU").of(resolved, ranks)
@@ -99,7 +100,7 @@ def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, t
 def test_accumulation_that_the_batch_rules_out_is_told(tmp_path):
     words = ("--train-batch-size", "64", "--per-device-train-batch-size", "4", "--gradient-accumulation-steps")
     assert on(2, "sft", *words, "3").notes == (
-        "--gradient-accumulation-steps 3 (command line): with --train-batch-size 64 it is 8",
+        naming("--gradient-accumulation-steps 3 (command line) ... --train-batch-size 64 ... 8"),
     )
     assert on(2, "sft", *words, "8").notes == () and with_ranks(on(2, "sft", *words, "3"), 2).notes[1:] == ()
 
@@ -115,5 +116,5 @@ def test_generation_batches_that_are_given_must_fit():
     )
     assert on(1, "ppo", *words).config.sampling.generation_batches == 8
     assert on(1, "ppo", *words, "--generation-batches", "16").config.sampling.generation_batches == 16
-    with pytest.raises(InputError, match="a rollout has 8 rows a device"):
+    with pytest.raises(InputError, match=naming("rollout ... 8 rows a device")):
         on(1, "ppo", *words, "--generation-batches", "1")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.command_run import run_command
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flag_checks import idle_flags
@@ -27,10 +28,10 @@ def test_defaults_are_not_spoken_of():
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        ("--zero3-gather once", "a model at ZeRO stage 3, got 0"),
-        ("--zero3-gather once --zero-stage 2", "a model at ZeRO stage 3, got 2"),
-        ("--stage3-param-persistence-threshold 5 --zero-stage 1", "a model at ZeRO stage 3, got 1"),
-        ("--allgather-bucket-size 9 --zero-stage 3", "a model at ZeRO stage 1 or 2, got 3"),
+        ("--zero3-gather once", "ZeRO stage 3 ... 0"),
+        ("--zero3-gather once --zero-stage 2", "ZeRO stage 3 ... 2"),
+        ("--stage3-param-persistence-threshold 5 --zero-stage 1", "ZeRO stage 3 ... 1"),
+        ("--allgather-bucket-size 9 --zero-stage 3", "ZeRO stage 1 or 2 ... 3"),
         ("--hysteresis 3 --dtype bf16", "--dtype fp16, got bf16"),
         ("--loss-scale 8.0", "--dtype fp16, got auto"),
         ("--lora-alpha 8.0", "--lora-dim, got 0"),
@@ -38,14 +39,14 @@ def test_defaults_are_not_spoken_of():
 )
 def test_each_says_what_it_needs(words, needs):
     name, value = words.split()[:2]
-    assert idle(SFTConfig, *words.split()) == [f"{name} {value} (command line): has no effect: it needs {needs}"]
+    assert idle(SFTConfig, *words.split()) == [naming(f"{name} {value} (command line) ... no effect ... {needs}")]
 
 
 def test_what_needs_a_gpu_is_said_on_a_cpu_alone():
     given = parse(SFTConfig, [*"--model-name-or-path b --data-path r.jsonl --gpu-memory-gib 24".split()], section="sft")
     assert list(idle_flags(given.config, given.origins, on_cpu=False)) == []
     (line,) = idle_flags(given.config, given.origins, on_cpu=True)
-    assert line == "--gpu-memory-gib 24.0 (command line): has no effect: it needs a GPU, got none"
+    assert line == naming("--gpu-memory-gib 24.0 (command line) ... no effect ... a GPU")
 
 
 def test_one_model_of_two_is_enough():
@@ -70,5 +71,5 @@ def test_a_run_says_it_once(tmp_path: Path):
     ended = run_command("step1_sft", [*words, *more], folder=folder)
     assert ended.code == 0, ended.stderr[-2000:]
     log = (folder / "runs" / "out" / "log.txt").read_text()
-    assert log.count("--zero3-gather layers (command line): has no effect: it needs a model at ZeRO stage 3") == 1
-    assert log.count("--gpu-memory-gib 3.0 (command line): has no effect: it needs a GPU, got none") == 1
+    assert log.count("--zero3-gather layers (command line)") == 1
+    assert log.count("--gpu-memory-gib 3.0 (command line)") == 1

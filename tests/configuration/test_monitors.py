@@ -1,6 +1,7 @@
 """`--monitors` is a list, and its switches (`--enable-csv`) add a word to it or take it out."""
 
 import pytest
+from support.messages import naming
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, flag_words, parse
@@ -77,10 +78,10 @@ def test_what_is_no_word_and_no_truth_is_refused(tmp_path):
     with pytest.raises(InputError) as refused:
         parsed("--config", str(tmp_path / "run.yaml"), "--enable-wandb", "maybe", "--enable-tensorboard", "a", "b")
     assert str(refused.value).splitlines() == [
-        "--enable-tensorboard: got 2 values (a b), expected one; quote a value with spaces",
-        f"--enable-csv: got 3 ({tmp_path}/run.yaml): expected a valid boolean, unable to interpret input",
-        "--enable-wandb: got 'maybe' (command line): expected a valid boolean, unable to interpret input",
-        f"--monitors: got 7 ({tmp_path}/run.yaml): expected 'tensorboard', 'csv' or 'wandb'",
+        naming("--enable-tensorboard ... 2 values (a b) ... one"),
+        naming(f"--enable-csv ... 3 ({tmp_path}/run.yaml) ... boolean"),
+        naming("--enable-wandb ... 'maybe' (command line) ... boolean"),
+        naming(f"--monitors ... 7 ({tmp_path}/run.yaml) ... 'tensorboard', 'csv' or 'wandb'"),
     ]
     with pytest.raises(InputError, match="--monitors: got 'cvs' .*; did you mean csv?"):
         parsed("--monitors", "cvs")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.names import normalise
@@ -29,7 +30,7 @@ WHY_NOT = {
     "chat_template": ("my.jinja", "chat_template.jinja in the model's folder"),
     "use_vllm": ("true", "--generation-engine"),
 }
-NO_COUNTERPART = "a flag of other programs without a counterpart here: "
+NO_COUNTERPART = "without a counterpart here"
 # Flags of TRL, LLaMA-Factory, OpenRLHF and veRL that are none here.
 FOREIGN = """
 assistant_only_loss bits completion_only_loss dataloader_num_workers dataset_num_proc disable_tqdm do_train
@@ -61,16 +62,14 @@ def test_a_name_is_answered_with_ours(name, tmp_path):
     file = tmp_path / "c.yaml"
     for stage in STAGES:
         ours = of_ppo if stage.section == "ppo" else of_one
-        assert answers(stage, f"--{name}", value) == [f"{dashed(name)}: unknown flag; here it is {ours}"]
+        assert answers(stage, f"--{name}", value) == [naming(f"{dashed(name)} ... {ours}")]
         file.write_text(f"{stage.section}:\n  {name}: {value}\n")
-        line = f"{file}: {name}: unknown flag; here it is {normalise(ours.replace('--', ''))}"
-        assert answers(stage, "--config", str(file)) == [line]
+        parts = f"{file} ... {name} ... {normalise(ours.replace('--', ''))}"
+        assert answers(stage, "--config", str(file)) == [naming(parts)]
         if stage.section != "dpo":
-            assert refused("--config", str(file)) == [f"{stage.section}: {line}"]
-    assert refused(f"--{name}", value) == [f"{dashed(name)}: unknown flag; here it is {of_all}"]
-    assert refused(f"--sft.{name}", value) == [
-        f"{dashed('sft.' + name)}: unknown flag; here it is {of_one.replace('--', '--sft.')}"
-    ]
+            assert refused("--config", str(file)) == [naming(stage.section, parts)]
+    assert refused(f"--{name}", value) == [naming(f"{dashed(name)} ... {of_all}")]
+    assert refused(f"--sft.{name}", value) == [naming(f"{dashed('sft.' + name)} ... {of_one.replace('--', '--sft.')}")]
 
 
 @pytest.mark.parametrize("name", WHY_NOT)
@@ -93,15 +92,13 @@ def test_a_name_without_a_counterpart_is_answered_with_why_not(name, tmp_path):
 
 
 def test_a_file_for_deepspeed_is_that_of_another_flag(tmp_path):
-    found = "got 'ds.json' ({}): expected a valid boolean, unable to interpret input; a file is --{}deepspeed-config"
+    parts = "deepspeed ... 'ds.json' ({}) ... boolean ... --{}deepspeed-config"
     file = tmp_path / "c.yaml"
     file.write_text("deepspeed: ds.json\n")
     for stage in STAGES:
-        assert answers(stage, "--deepspeed", "ds.json") == [f"--deepspeed: {found.format('command line', '')}"]
-        assert answers(stage, "--config", str(file)) == [f"--deepspeed: {found.format(file, '')}"]
-    assert refused("--step", "1", "--deepspeed", "ds.json") == [
-        f"--sft.deepspeed: {found.format('command line', 'sft.')}"
-    ]
+        assert answers(stage, "--deepspeed", "ds.json") == [naming("--" + parts.format("command line", ""))]
+        assert answers(stage, "--config", str(file)) == [naming("--" + parts.format(file, ""))]
+    assert refused("--step", "1", "--deepspeed", "ds.json") == [naming("--sft." + parts.format("command line", "sft."))]
 
 
 def in_both(one: str, other: str) -> int:

@@ -6,6 +6,7 @@ import json
 import shlex
 
 import pytest
+from support.messages import naming
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.data.counts import Counts, Origin
@@ -194,12 +195,10 @@ def test_column_map_renames_and_leaves_sources_alone_that_need_no_map():
     assert one({"question": "q", "answer": "a"}, column_map=column_map).chosen == "a"
     _, counts = read(*2 * [{"prompt": "q", "response": "a"}], column_map=column_map)
     assert counts.outcomes["kept"] == 4 and counts.lines() == [
-        "2 kept: no column 'answer' (column_map response=answer): response is read (first: f:1)",
-        "2 kept: no column 'question' (column_map prompt=question): prompt is read (first: f:1)",
+        naming("2 kept ... 'answer' (column_map response=answer) ... response ... (first: f:1)"),
+        naming("2 kept ... 'question' (column_map prompt=question) ... prompt ... (first: f:1)"),
     ]
-    with pytest.raises(
-        InputError, match=r"f:1: no column 'question'.*only 'qestion', 'answer'; did you mean qestion\?"
-    ):
+    with pytest.raises(InputError, match=naming("f:1 ... 'question' ... 'qestion', 'answer' ... qestion?")):
         read({"qestion": "q", "answer": "a"}, column_map=column_map)
 
 
@@ -207,7 +206,7 @@ def test_unknown_columns_are_named_with_proposals():
     with pytest.raises(InputError) as error:
         read({"promt": "q", "respons": "a"})
     message = str(error.value)
-    assert "columns 'promt', 'respons' fit no known format" in message
+    assert message == naming("'promt', 'respons' ... no known format")
     assert "prompt/chosen/rejected" in message
     assert message.endswith("; nearest: --column-map prompt=promt,response=respons")
 
@@ -224,15 +223,15 @@ def test_a_proposed_column_map_can_be_pasted():
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("promt=prompt", "no column 'promt' is read; did you mean prompt?"),
-        ("prompt=a,rejcted=Rejected", "no column 'rejcted' is read; did you mean rejected?"),
-        ("x=y", "no column 'x' is read; answer, chosen, completion, conversations, "),
+        ("promt=prompt", "'promt' ... prompt?"),
+        ("prompt=a,rejcted=Rejected", "'rejcted' ... rejected?"),
+        ("x=y", "'x' ... answer, chosen, completion, conversations"),
     ],
 )
 def test_a_column_map_to_a_column_that_no_layout_has_is_refused(text, hint):
     with pytest.raises(InputError) as error:
         parse_column_map(text)
-    assert str(error.value).startswith(f"--column-map {text}: {hint}")
+    assert str(error.value) == naming(f"--column-map {text} ... {hint}")
 
 
 def test_the_first_example_of_a_kind_shows_what_was_found():
@@ -240,9 +239,8 @@ def test_the_first_example_of_a_kind_shows_what_was_found():
     odd = [{"messages": [{"role": role, "content": "x"}]} for role in ("usr", "bott")]
     _, counts = read(GOOD, *odd, {"prompt ": "q", "chosen": "a", "rejected": "b", "id": None})
     assert counts.lines() == [
-        "2 dropped: messages has a turn whose role is not system, user or assistant (first: f:2, got 'usr')",
-        "1 dropped: no prompt: chosen is neither a transcript nor a list of messages "
-        "(first: f:4, got 'prompt ', 'chosen', 'rejected')",
+        naming("2 dropped ... system, user or assistant ... (first: f:2, got 'usr')"),
+        naming("1 dropped", "no prompt", "chosen", "(first: f:4, got 'prompt ', 'chosen', 'rejected')"),
     ]
 
 
@@ -256,44 +254,44 @@ def test_own_split_column():
     [
         ({**GOOD, "prompt": "  "}, "empty prompt"),
         ({**GOOD, "prompt": None}, "prompt is null"),
-        ({"chosen": "a", "rejected": "b"}, "no prompt: chosen is neither a transcript nor a list of messages"),
+        ({"chosen": "a", "rejected": "b"}, "no prompt ... chosen"),
         ({"text": None}, "text is null"),
-        ({**GOOD, "prompt": 3}, "prompt is no text but int"),
+        ({**GOOD, "prompt": 3}, "prompt ... text but int"),
         ({**GOOD, "chosen": " "}, "chosen is empty"),
-        ({**GOOD, "rejected": ["x"]}, "rejected is no list of messages"),
+        ({**GOOD, "rejected": ["x"]}, "rejected ... list of messages"),
         ({**GOOD, "chosen": "no"}, "chosen equals rejected"),
-        ({**GOOD, "margin": "wide"}, "margin is no number from -1e+06 to 1e+06"),
-        ({**GOOD, "margin": float("nan")}, "margin is no number from -1e+06 to 1e+06"),
-        ({**GOOD, "margin": 1e308}, "margin is no number from -1e+06 to 1e+06"),
-        ({**GOOD, "margin": "-1000001"}, "margin is no number from -1e+06 to 1e+06"),
-        ({**GOOD, "prompt": TRANSCRIPT + " x"}, "prompt does not end in a user turn"),
+        ({**GOOD, "margin": "wide"}, "margin ... -1e+06 to 1e+06"),
+        ({**GOOD, "margin": float("nan")}, "margin ... -1e+06 to 1e+06"),
+        ({**GOOD, "margin": 1e308}, "margin ... -1e+06 to 1e+06"),
+        ({**GOOD, "margin": "-1000001"}, "margin ... -1e+06 to 1e+06"),
+        ({**GOOD, "prompt": TRANSCRIPT + " x"}, "prompt ... end in a user turn"),
         (
             {"chosen": TRANSCRIPT + " a", "rejected": "\n\nHuman: Other\n\nAssistant: b"},
-            "chosen and rejected have different prompts",
+            "chosen and rejected ... different prompts",
         ),
-        ({"chosen": TRANSCRIPT, "rejected": TRANSCRIPT + " b"}, "chosen does not end in an assistant turn"),
-        ({"prompt": "\n\nHuman: a\n\nHuman: b\n\nAssistant:"}, "turns do not alternate user, assistant"),
+        ({"chosen": TRANSCRIPT, "rejected": TRANSCRIPT + " b"}, "chosen ... end in an assistant turn"),
+        ({"prompt": "\n\nHuman: a\n\nHuman: b\n\nAssistant:"}, "turns ... alternate user, assistant"),
         ({"prompt": "\n\nHuman: a\n\nAssistant:\n\nHuman: b"}, "empty turn"),
-        ({"messages": []}, "messages is no list of messages"),
+        ({"messages": []}, "messages ... list of messages"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
-            "messages has a turn whose role is not system, user or assistant",
+            "messages ... system, user or assistant",
         ),
-        ({"messages": [{"role": "user", "content": []}]}, "messages has a turn without text"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "messages has a part 'int'; only text is read"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages ... without text"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages ... 'int' ... text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
-            "messages has a part 'image_url'; only text is read",
+            "messages ... 'image_url' ... text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-            "messages has a part 'text'; only text is read",
+            "messages ... 'text' ... text",
         ),
         (
             {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
             "last assistant turn is empty",
         ),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "turns do not alternate user, assistant"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "turns ... alternate user, assistant"),
         ({"text": " \n"}, "text is empty"),
         ({"odd": 1}, "columns fit no format"),
         ({**GOOD, "chosen": "\ud800"}, "text is no valid Unicode"),
@@ -304,11 +302,11 @@ def test_bad_rows_are_counted_with_their_place(values, kind):
     records, counts = read(GOOD, values, values)
     assert len(records) == 1
     (line,) = counts.lines()
-    assert line.startswith(f"2 dropped: {kind} (first: f:2")
+    assert line == naming(f"2 dropped: {kind} ... (first: f:2")
 
 
 def test_nothing_left_is_an_error_that_says_why():
-    with pytest.raises(InputError, match=r"f: no usable row: 2 dropped: empty prompt \(first: f:1\)"):
+    with pytest.raises(InputError, match=naming("f ... no usable row ... 2 dropped ... empty prompt (first: f:1)")):
         read({"prompt": ""}, {"prompt": " "})
 
 

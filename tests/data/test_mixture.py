@@ -1,12 +1,12 @@
 """Sources mixed by ratios: how many rows of each are trained on, which of them, and what the report says of it."""
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.row_options import load_rows, of_stage
 from support.tiny_run import write_lines
 
@@ -43,7 +43,7 @@ def test_sizes_are_the_least_that_lose_no_row():
     assert mixed_sizes({"a": 30, "b": 5}, {"a": 0.6, "b": 0.4}) == {"a": 30, "b": 20}
     assert mixed_sizes({"a": 30, "b": 5}, {"a": 1.0, "b": 1.0}) == {"a": 30, "b": 30}
     assert mixed_sizes({"a": 30, "b": 5, "c": 7}, {"a": 0.3, "b": 0.6, "c": 0.1}) == {"a": 30, "b": 60, "c": 10}
-    with pytest.raises(InputError, match="--mixture ratio: b has no training row"):
+    with pytest.raises(InputError, match=naming("--mixture ratio ... b has no training row")):
         mixed_sizes({"a": 30, "b": 0}, {"a": 0.6, "b": 0.4})
 
 
@@ -51,14 +51,12 @@ def test_weights_that_repeat_a_source_without_end_are_refused_by_name(options, b
     """By hand: 12 rows at 1e-6 are rows for 12 million at 1, which are 6 million times the 2 there are; 6,000 / 6."""
     large, small = (path.rpartition(":")[0] for path in options.data_path)
     slip = replace(options, data_path=(f"{large}:0.000001", f"{small}:1"))
-    line = (
-        f"{small}:1 would repeat its 2 training rows 6,000,000 times an epoch, for each of the 12 of {large}:1e-06 once"
-    )
-    with pytest.raises(InputError, match=re.escape(f"--mixture ratio: {line}; ")):
+    line = naming("--mixture ratio", f"{small}:1", "2 training rows", "6,000,000 times", f"the 12 of {large}:1e-06")
+    with pytest.raises(InputError, match=line):
         load_rows("sft", slip, bpe_tokenizer)
     assert mixed_sizes({"a": 6000, "b": 6}, {"a": 1.0, "b": 1.0}) == {"a": 6000, "b": 6000}
     for weight in (0.9990, 1e-300, 5e-324):
-        with pytest.raises(InputError, match="b:1 would repeat its 6 training rows"):
+        with pytest.raises(InputError, match=naming("b:1 ... 6 training rows")):
             mixed_sizes({"a": 6000, "b": 6}, {"a": weight, "b": 1.0})
 
 
@@ -75,10 +73,10 @@ def test_training_rows_are_in_the_ratio_of_the_weights(stage, options, bpe_token
     if stage == "ppo":
         assert len(set(built.train["prompt_id"][:])) == 15, "copies of a prompt would get the same random numbers"
     lines = row_lines(stage, built.counts, "none", num_sequences=len(built.train))
-    assert lines[0] == f"{stage} rows: 14 to train on (sequences: 15), 0 held out, of 14 given"
+    assert lines[0] == naming(f"{stage} rows", "14 to train on (sequences: 15), 0 held out", "of 14")
     assert [line.partition("jsonl: ")[2] for line in lines if "jsonl: " in line] == [
-        "12 to train on (1.00 times each), 0 held out, of 12 given",
-        "2 to train on (1.50 times each), 0 held out, of 2 given",
+        naming("12 to train on (1.00 times each) ... 0 held out, of 12"),
+        naming("2 to train on (1.50 times each) ... 0 held out, of 2"),
     ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.tiny_models import save_tiny
 from transformers import AddedToken
 
@@ -131,7 +132,7 @@ def test_marks_excuse_no_answer_that_does_not_follow_its_prompt(chatml, template
     """As DeepSeek-R1's, whose generation prompt opens a block of reasoning that no answer is rendered with."""
     chatml.chat_template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     for turns, train_turns in itertools.product((TALK, TALK[:3]), ("all", "last")):
-        with pytest.raises(InputError, match="no prompt is a prefix of its conversation; --template human_assistant"):
+        with pytest.raises(InputError, match=naming("no prompt is a prefix ... --template human_assistant")):
             list(SEQUENCES.rows([record(turns)], chatml, TokenizationOptions(train_turns=train_turns), Counts()))
     with pytest.raises(InputError, match="no prompt is a prefix"):
         list(PAIRS.rows([record(TALK, "No.")], chatml, TokenizationOptions(), Counts()))
@@ -150,8 +151,8 @@ def test_a_row_whose_answer_is_rendered_elsewhere_is_dropped_and_counted(chatml)
     for make, others in ((SEQUENCES.rows, 0), (PAIRS.rows, 0), (PROMPTS.rows, 2)):
         counts = Counts()
         assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1 + others
-        kind = "answer that the chat template renders elsewhere than behind its prompt"
-        assert counts.lines() == ([] if others else [f"2 dropped: {kind} (first: f:1)"])
+        found = naming("2 dropped ... chat template ... behind its prompt (first: f:1)")
+        assert counts.lines() == ([] if others else [found])
     assert "Be brief." in chatml.decode(encode_prompt(chatml, TALK[:2]))
 
 
@@ -161,9 +162,7 @@ def test_marked_answers_that_are_rewritten_later_are_not_trained_and_counted(cha
     chatml.chat_template = MARKED.replace("{% generation %}", "{% generation %}" + block)
     counts = Counts()
     (row,) = SEQUENCES.rows([record(TALK)], chatml, TokenizationOptions(), counts)
-    assert counts.lines() == [
-        "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
-    ]
+    assert counts.lines() == [naming("1 kept ... earlier turns ... only the last ... (first: f:1)")]
     prompt = encode_prompt(chatml, TALK[:-1])
     assert row.ids[: len(prompt)] == prompt and not any(row.trained[: len(prompt)]) and all(row.trained[len(prompt) :])
 
@@ -216,9 +215,7 @@ def test_earlier_answers_of_a_thinking_template_are_not_trained_and_counted(chat
     talk = (*TALK[:2], Message("assistant", "<think>Hm.</think>Boil water."), *TALK[3:])
     counts = Counts()
     (several, one) = SEQUENCES.rows([record(talk), record(talk[:3])], chatml, TokenizationOptions(), counts)
-    assert counts.lines() == [
-        "1 kept: earlier turns rewritten by the chat template: only the last is trained (first: f:1)"
-    ]
+    assert counts.lines() == [naming("1 kept ... earlier turns ... only the last ... (first: f:1)")]
     for row, turns, answer in ((several, talk, "four minutes"), (one, talk[:3], "Hm.</think>Boil water.")):
         prompt = encode_prompt(chatml, turns[:-1])
         assert row.ids[: len(prompt)] == prompt and row.trained == [False] * len(prompt) + [True] * (
@@ -237,10 +234,9 @@ def test_turns_that_a_template_refuses_are_counted_with_its_own_words(chatml):
     rows = [record(TALK, "x"), good, record(wrong, "x")]
     for make in (SEQUENCES.rows, PAIRS.rows, PROMPTS.rows):
         assert len(list(make(rows, chatml, TokenizationOptions(), counts))) == 1
-    refused = "3 dropped: turns refused by the chat template: "
     assert counts.lines() == [
-        f"{refused}Conversation roles must alternate user/assistant/user/assistant/... (first: f:1)",
-        f"{refused}System role not supported (first: f:1)",
+        naming("3 dropped ... Conversation roles must alternate ... (first: f:1)"),
+        naming("3 dropped ... System role not supported ... (first: f:1)"),
     ]
 
 
@@ -302,9 +298,9 @@ def test_tools_that_cannot_be_rendered_or_are_called_are_told_of(chatml, tmp_pat
     assert len(list(SEQUENCES.rows(records, chatml, TokenizationOptions(), counts))) == 1
     where = str(tmp_path / "rows.jsonl")
     assert [line for line in counts.lines() if "special" not in line] == [
-        f"3 dropped: tools is no list of JSON schemas (first: {where}:2)",
-        f"1 dropped: messages has a turn that calls tools; only text is read (first: {where}:5)",
-        f"1 kept: rows whose tools the chat template does not render (first: {where}:1)",
+        naming(f"3 dropped ... tools ... (first: {where}:2)"),
+        naming(f"1 dropped ... calls tools ... (first: {where}:5)"),
+        naming(f"1 kept ... tools ... not render ... (first: {where}:1)"),
     ]
     assert counts.unread == {}
 
@@ -330,7 +326,7 @@ def test_an_added_token_above_the_embedding_is_no_obstacle_where_no_row_can_hold
     assert max(encode_prompt(tokenizer, [Message("user", "what is in <image>?")])) < above
     tokenizer.chat_template = "{% for m in messages %}<image>{{ m.content }}</s>{% endfor %}"
     tokenizer.save_pretrained(folder)
-    with pytest.raises(InputError, match=f"ids up to {above}, but the model's vocabulary has {above} rows"):
+    with pytest.raises(InputError, match=naming(f"ids up to {above} ... vocabulary has {above} rows")):
         prepare_tokenizer(ModelSource(str(folder)), "auto")
     prepare_tokenizer(ModelSource(str(folder)), "human_assistant")
 

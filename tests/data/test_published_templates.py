@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from transformers import GPT2TokenizerFast
 
 from pipeline.data.counts import Counts, Origin
@@ -61,7 +62,7 @@ def test_what_is_trained_follows_the_prompt_that_is_sampled_from(tokenizer: GPT2
     makers = (SEQUENCES.rows, PAIRS.rows, PROMPTS.rows)
     made = [next(iter(make([row], tokenizer, options, counts)), None) for make in makers]
     if (name, kind) in REFUSED:
-        assert made == [None] * 3 and "turns refused by the chat template: " in counts.lines()[0]
+        assert made == [None] * 3 and counts.lines()[0] == naming("refused ... template")
         return
     sft, pair, prompt = made
     tools = TOOLS if kind == "tools" else None
@@ -74,7 +75,7 @@ def test_what_is_trained_follows_the_prompt_that_is_sampled_from(tokenizer: GPT2
     assert sft.ids[-1] == tokenizer.eos_token_id and sft.ids[-1] in eos_ids(tokenizer)
     trained = tokenizer.decode([token for token, flag in zip(sft.ids, sft.trained, strict=True) if flag])
     assert turns[-1].content.split("\n")[-1] + ENDS[name] in trained
-    ignored = "rows whose tools the chat template does not render" in " ".join(counts.lines())
+    ignored = naming("tools ... not render") in counts.lines()
     assert (kind == "tools" and name in IGNORED_TOOLS) == ignored == (kind == "tools" and "weather" not in text)
 
 

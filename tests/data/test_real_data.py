@@ -164,7 +164,8 @@ def test_the_reward_model_learns_gpt4s_preferences(real_data, tmp_path):
     )
     call([sys.executable, "-m", "step2_reward.main", *step2], tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "step2_reward.eval", "--path", "reward", "--json-output", *flags(eval_split="held_out", **common)],
+        [sys.executable, "-m", "step2_reward.eval", "--path", "reward", "--json-output", "--eval-split", "held_out",
+         *flags(**common)],
         cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from support.messages import naming
 from support.row_options import write_one_here
 from support.tiny_run import write_lines
 from support.worked_examples import apply, examples
@@ -57,7 +58,7 @@ def test_it_is_reported_as_others_are(labelled, bpe_tokenizer, tmp_path, caplog)
     whole = prepare_data(options_of(data_of(tmp_path, data_split="none"), **labelled, max_seq_len=200), bpe_tokenizer)
     assert whole.counts["no response"] == 1 and whole.counts["response beyond max_seq_len"] == 1
     assert whole.counts.lengths.total() == 1 and len(whole.train) == 60
-    with pytest.raises(InputError, match=r"^stage kto: --data-split 1,0,0 leaves no training row"):
+    with pytest.raises(InputError, match=naming("stage kto: --data-split 1,0,0 ... no training row")):
         prepare_data(options_of(data_of(tmp_path, data_split="1,0,0"), **labelled), bpe_tokenizer)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.messages import naming
 from support.row_options import ROWS
 from support.tiny_run import write_lines
 from transformers import LlamaConfig
@@ -56,11 +57,11 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
     if split == "none":
         assert (first["to train on"], first["dropped"]) == (43, 6) and not mapped
         assert 0 < second["left out"] < 20
-        assert f"  rows: 4 dropped: pair longer than max_seq_len (first: {tmp_path}/first.jsonl:46)" in said
-        assert any(line.startswith("  rows: 3 kept: row repeated (first: ") for line in said)
+        assert naming(f"4 dropped: pair ... max_seq_len (first: {tmp_path}/first.jsonl:46)") in said
+        assert naming("3 kept: row repeated (first:") in said
     else:
         assert mapped and first["of other stages"] > 0 and first["dropped"] >= 2
-    assert f"  rows: of {tmp_path}/second.jsonl: columns that are not read: topic" in said
+    assert naming(f"{tmp_path}/second.jsonl ... not read ... topic") in said
 
 
 def counts_of(*, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), held_out: int = 5) -> Counts:
@@ -78,7 +79,7 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
     lengths = tuple(range(601, 621))
     for title, kind, flag in (("reward", PAIRS, "--max-seq-len"), ("ppo", PROMPTS, "--max-prompt-seq-len")):
         (line,) = row_warnings(title, kind, counts_of(kept=80, lengths=lengths))
-        assert line == f"{title} rows: 20% dropped; {flag} 615 would keep 15 of the 20 that are too long"
+        assert line == naming(f"{title} rows ... 20% dropped ... {flag} 615 ... 15 of the 20")
     # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
     assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
 
@@ -86,14 +87,14 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
 def test_the_length_that_is_advised_is_one_that_the_flag_takes():
     for title, kind, flag in (("reward", PAIRS, "--max-seq-len 8"), ("ppo", PROMPTS, "--max-prompt-seq-len 1")):
         (line,) = row_warnings(title, kind, counts_of(kept=8, lengths=(1, 1)))
-        assert line == f"{title} rows: 20% dropped; {flag} would keep 2 of the 2 that are too long"
+        assert line == naming(f"{title} rows ... 20% dropped ... {flag} ... 2 of the 2")
 
 
 def test_no_length_beyond_the_models_positions_is_advised():
     (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 610)
-    assert line == "reward rows: 20% dropped; --max-seq-len 610 would keep 10 of the 20 that are too long"
+    assert line == naming("reward rows ... 20% dropped ... --max-seq-len 610 ... 10 of the 20")
     (line,) = row_warnings("reward", PAIRS, counts_of(kept=80, lengths=tuple(range(601, 621))), 600)
-    assert line == "reward rows: 20% dropped; the model has no positions for the 20 that are too long"
+    assert line == naming("reward rows ... 20% dropped ... no positions for the 20")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_the_length_that_is_advised_speaks_of_the_rows_that_it_would_help():
     """Of 209 dropped prompts 191 are repeated: no length keeps these. 40 fit, and 56 of 58 is the least of 95 %."""
     lengths = tuple(range(41, 59))
     (line,) = row_warnings("ppo", PROMPTS, counts_of(kept=40, dropped=191, lengths=lengths))
-    assert line == "ppo rows: 84% dropped; --max-prompt-seq-len 56 would keep 16 of the 18 that are too long"
+    assert line == naming("ppo rows ... 84% dropped ... --max-prompt-seq-len 56 ... 16 of the 18")
 
 
 def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
@@ -123,8 +124,10 @@ def test_no_held_out_row_is_warned_of_where_there_is_an_evaluation():
 
 def test_texts_that_fill_blocks_are_told_apart_from_sequences():
     counts = counts_of(kept=9)
-    assert row_lines("sft", counts, "none", num_sequences=4) == ["sft rows: 4 to train on, 5 held out, of 9 given"]
-    assert "4 to train on (sequences: 2), 5 held out" in row_lines("sft", counts, "none", num_sequences=2)[0]
+    assert row_lines("sft", counts, "none", num_sequences=4) == [
+        naming("sft rows ... 4 to train on ... 5 held out ... 9 given")
+    ]
+    assert row_lines("sft", counts, "none", num_sequences=2)[0] == naming("4 to train on (sequences: 2) ... 5 held out")
 
 
 def test_real_answers_labelled_false_train_no_policy_and_give_prompts(real_data, bpe_tokenizer, tmp_path):

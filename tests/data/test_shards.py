@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.launch_stub import write_program
+from support.messages import naming
 from support.row_options import load_rows, write_one_here
 from support.source_tree import ROOT
 
@@ -105,7 +106,7 @@ def test_several_processes_give_the_same_bytes(options, bpe_tokenizer, small_sha
     assert 1 <= len(here) <= 2 and here[0] == "pairs-000000.arrow", "this process writes until the others are ready"
     assert events == ["started", "read"], "one job for the whole preparation, which imports while this process reads"
     assert "tokenising train rows: 2 processes" in caplog.text
-    assert "tokenising train rows: 87 of 87" in caplog.text, "rows of the other processes are told, too"
+    assert "train rows: 87 of 87" in caplog.text, "rows of the other processes are told, too"
 
 
 def test_the_error_of_the_earliest_shard_is_told(options, bpe_tokenizer, small_shards, monkeypatch):
@@ -137,7 +138,7 @@ def test_a_process_that_the_system_refuses_is_told_as_such(options, bpe_tokenize
     monkeypatch.setattr(shards, "PARALLEL_RECORDS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-program"))
-    with pytest.raises(EnvironmentFault, match="^a process that tokenises cannot be started: No such file .*ulimit"):
+    with pytest.raises(EnvironmentFault, match=naming("cannot be started ... No such file ... ulimit")):
         load_rows("reward", options, bpe_tokenizer)
 
 
@@ -200,7 +201,7 @@ def test_an_interrupted_preparation_goes_on(options, bpe_tokenizer, small_shards
     caplog.set_level(logging.INFO)
     again = load_rows("reward", options, bpe_tokenizer)
     assert len(written) == len(set(written)) + 1, "each once: only evaluation rows have a first shard of the same name"
-    assert "train: 3 of 9 shards are finished already" in caplog.text
+    assert "train: 3 of 9 shards" in caplog.text
     afresh = load_rows("reward", replace(options, cache_dir=str(tmp_path / "other")), bpe_tokenizer)
     assert files_of(again) == files_of(afresh)
 
@@ -212,7 +213,7 @@ def test_a_full_disk_keeps_what_is_finished(options, bpe_tokenizer, small_shards
     for module, name in ((Spool, "append"), (shards, "join")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(EnvironmentFault, match="cannot be written .No space left on device"):
+            with pytest.raises(EnvironmentFault, match=naming("cannot be written ... No space left")):
                 load_rows("reward", options, bpe_tokenizer)
     monkeypatch.setattr(
         shards.ShardWriters, "write", lambda _, missing, what: missing and "eval" not in what and pytest.fail()
@@ -254,7 +255,7 @@ def test_progress_tells_rows_and_rate(caplog, monkeypatch):
     for _ in range(4):
         now[0] += 2.0
         progress.add(1000)
-    assert caplog.messages == [f"tokenising: {done} of 4,000 rows, 500 rows/s" for done in ("3,000", "4,000")]
+    assert caplog.messages == [naming(f"{done} of 4,000 rows ... 500 rows/s") for done in ("3,000", "4,000")]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -319,9 +320,7 @@ def test_a_process_that_is_killed_is_named(which, options, bpe_tokenizer, small_
 
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill)
-        with pytest.raises(
-            EnvironmentFault, match="a process that tokenises was killed .out of memory.*finished shards"
-        ):
+        with pytest.raises(EnvironmentFault, match=naming("killed (out of memory ... finished shards")):
             load_rows("reward", options, bpe_tokenizer)
         killed.result()
     assert here.children() == of_other_tests

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.messages import naming
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import Record
@@ -101,7 +102,7 @@ def test_rows_that_a_stage_cannot_use_are_counted(tokenizer):
 def test_a_response_that_its_row_labels_false_is_not_trained_on(tokenizer):
     counts = Counts()
     assert not list(SEQUENCES.rows([record(rejected="x")], tokenizer, options(), counts))
-    assert counts.lines() == ["1 dropped: response is labelled false (first: f:1)"]
+    assert counts.lines() == [naming("1 dropped ... labelled false (first: f:1)")]
 
 
 def test_text_that_spells_a_special_token_is_broken_up(tokenizer):
@@ -127,7 +128,7 @@ def test_refused_turns_are_counted(tokenizer):
     counts = Counts()
     assert not list(SEQUENCES.rows([row], tokenizer, options(), counts))
     assert not list(PROMPTS.rows([row], tokenizer, options(), counts))
-    assert counts.lines() == ["2 dropped: turns refused by the chat template: no (first: f:4)"]
+    assert counts.lines() == [naming("2 dropped ... refused ... template: no (first: f:4)")]
 
 
 def test_pair_shares_its_prompt(tokenizer):

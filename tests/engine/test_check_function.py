@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import random_weights
+from support.messages import naming
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.engine.build import check_function
@@ -39,7 +40,7 @@ def test_other_logits_than_the_models_own_are_refused(kind: str) -> None:
     if is_known:
         check_function(engine, "model")
         return
-    with pytest.raises(InputError, match=f"model: {kind} computes its logits in an unknown way"):
+    with pytest.raises(InputError, match=naming(f"model ... {kind} ... logits")):
         check_function(engine, "model")
 
 

@@ -14,6 +14,7 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file, save_file
 from support.in_process import group_of_one, undone_afterwards
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
@@ -98,10 +99,10 @@ def test_actor_and_critic_are_on_the_host_apart(folder, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("missing", "told"),
     [
-        ("g++", r"no g\+\+ \(Debian, Ubuntu: apt-get install g\+\+\); install it, or offload to cpu"),
+        ("g++", "g++ (Debian, Ubuntu: apt-get install g++) ... offload to cpu"),
         (
             "libaio",
-            r"no libaio and its headers \(Debian, Ubuntu: apt-get install libaio-dev\); install it, or offload .*",
+            "libaio ... (Debian, Ubuntu: apt-get install libaio-dev) ... offload",
         ),
     ],
 )
@@ -122,7 +123,7 @@ def test_what_a_disk_needs_is_one_line_with_its_package(
         train(folder, tmp_path / "sft", code=3, deepspeed_config=file, **kind, **sft)
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         key = f"error: --deepspeed-config {file}: zero_optimization.offload_optimizer.device nvme"
-        assert re.fullmatch(f"{re.escape(key)}: found {told}", line)
+        assert line == naming(key, told)
     train(folder, tmp_path / "sft", deepspeed_config=file, target="1xH100", **sft)
     assert "\n  sft      fits " in capsys.readouterr().out, "on another machine, nobody knows"
 
@@ -225,7 +226,7 @@ def test_buffers_and_start_weights_that_a_disk_hides_are_checked(folder, sft, tm
     ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
     few = on_disk("offload_param", **{**BUFFERS, "buffer_count": 13})
     train(folder, tmp_path / "ppo", code=2, max_steps=1, **ppo, **few, stage3_max_reuse_distance=0)
-    assert "buffer_count: got 13, the eager backend of generation needs 14 or more" in refusal(capfd)
+    assert refusal(capfd) == naming("buffer_count ... 13 ... eager ... 14 or more")
     shutil.copytree(folder / "base", tmp_path / "bad")
     weights = load_file(tmp_path / "bad/model.safetensors")
     weights["model.decoder.layers.1.fc1.weight"][0, 0] = float("nan")
@@ -247,8 +248,8 @@ def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
     said = refusal(capsys)
     # Two layers, each of four projections of the attention and two of the MLP.
-    assert re.search(r"offload_param.buffer_size: got 1000, \S+/base needs \d+ or more", said)
-    assert re.search(r"offload_param.buffer_count: got 5, \S+/base needs 12 or more", said)
+    assert re.search(r"offload_param.buffer_size: got 1000, \S+/base .* \d+ or more", said)
+    assert re.search(r"offload_param.buffer_count: got 5, \S+/base .* 12 or more", said)
 
 
 def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_disk, capsys) -> None:
@@ -257,14 +258,14 @@ def test_prefetching_of_weights_on_a_disk_is_refused(folder, sft, tmp_path, on_d
     user["zero_optimization"]["stage3_prefetch_bucket_size"] = 1000
     (tmp_path / "ds.json").write_text(json.dumps(user))
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
-    assert "stage3_prefetch_bucket_size: got 1000, expected 0 with weights on NVMe" in refusal(capsys)
+    assert refusal(capsys) == naming("stage3_prefetch_bucket_size ... 1000 ... 0 ... NVMe")
 
 
 def test_an_average_of_weights_on_a_disk_is_refused(folder, tmp_path, on_disk, capsys) -> None:
     ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
     given = on_disk("offload_param")
     train(folder, tmp_path / "ppo", code=2, max_steps=1, enable_ema="true", **ppo, **given)
-    assert "--enable-ema: the average is taken in memory, got the actor's weights on NVMe" in refusal(capsys)
+    assert refusal(capsys) == naming("--enable-ema ... actor's weights on NVMe")
 
 
 def test_a_plan_says_whether_a_disk_has_room_for_what_is_offloaded(
@@ -325,7 +326,7 @@ def test_a_folder_of_nvme_that_cannot_be_written_is_refused(folder, sft, tmp_pat
     monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)
     (tmp_path / "disk").write_text("a file")
     train(folder, tmp_path / "sft", code=3, max_steps=1, **sft, **on_disk("offload_optimizer"))
-    assert refusal(capsys).startswith(f"error: {tmp_path / 'disk'}: cannot be written: File exists (")
+    assert refusal(capsys) == naming(f"error: {tmp_path / 'disk'} ... cannot be written ... File exists")
 
 
 def test_each_machine_needs_room_for_its_own_processes(folder, sft, tmp_path, on_disk, monkeypatch) -> None:
@@ -337,8 +338,8 @@ def test_each_machine_needs_room_for_its_own_processes(folder, sft, tmp_path, on
     run = Run(World(0, 4, torch.device("cpu")), tmp_path, SFT, resolved, stop=None)
     needed = 8 * sum(tensor.numel() for tensor in load_file(folder / "base/model.safetensors").values())
     monkeypatch.setattr(disk, "free_bytes", lambda folder: needed - 1)
-    line = f"{socket.gethostname()}: {tmp_path / 'disk'} (NVMe) has room for {needed - 1:.2f} of {needed:.2f} GiB"
-    with pytest.raises(EnvironmentFault, match=re.escape(line)):
+    line = naming(f"{socket.gethostname()}: {tmp_path / 'disk'} (NVMe) ... {needed - 1:.2f} of {needed:.2f} GiB")
+    with pytest.raises(EnvironmentFault, match=line):
         make_room(run)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from saved_runs import make_engine, save
 from stage_runs import Story, metrics, run
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline import files
@@ -70,7 +71,7 @@ def test_room_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
     engine = make_engine()
     save(tmp_path, engine, 1)
     monkeypatch.setattr(checkpoint, "free_bytes", lambda path: 10)
-    with pytest.raises(EnvironmentFault, match=r"not enough room on the disk \(needs .* GiB, .* GiB free\)"):
+    with pytest.raises(EnvironmentFault, match=naming("not enough room ... GiB ... GiB free")):
         save(tmp_path, engine, 2)
     assert find(tmp_path, "auto") == tmp_path / "checkpoints" / "step-1"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]

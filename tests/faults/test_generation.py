@@ -56,7 +56,7 @@ def test_an_eos_at_once(folder, rank):
     if rank == "all":
         assert first["completions/mean_length"] == 1.0 and first["completions/empty_fraction"] == 1.0
         log = Story("ppo", folder).run_dir("eos-all") / "log.txt"
-        assert "most responses are an EOS alone" in log.read_text()
+        assert "an EOS alone" in log.read_text()
     else:
         assert 1.0 < first["completions/mean_length"] < LENGTH and first["completions/empty_fraction"] >= 0.5
 

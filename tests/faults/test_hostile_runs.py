@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import find
 from pipeline.checkpoints.offline import read_json
@@ -40,8 +41,8 @@ def test_a_fifo_is_named_and_not_opened(folder, tmp_path, monkeypatch, name):
     os.mkfifo(run / name)
     with stopped_at_the_models(monkeypatch), time_limit(20):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out", run_dir=run))
-    says = f"--run-dir: {run / name}: found neither a file nor a folder, at which a run would wait; remove it"
-    assert ending.code == 2 and ending.errors == [f"error: {says}"], ending.stderr
+    says = naming(f"error: --run-dir: {run / name} ... neither a file nor a folder ... remove")
+    assert ending.code == 2 and ending.errors == [says], ending.stderr
 
 
 @pytest.mark.parametrize("value", [None, "x", [], 1.5, 10**400])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rank_run import ROOT, Ended, RankRun, listening_addresses, start, words
+from support.messages import naming
 from support.tiny_run import make_folder
 
 HOST = socket.gethostname()
@@ -134,13 +135,13 @@ def test_only_loopback_is_listened_on(story: Story) -> None:
 def test_a_second_run_in_the_folder_is_refused(story: Story) -> None:
     assert story.second.returncode == 3
     lines = story.second.stderr.splitlines()
-    assert len(lines) == 1 and f"pid {story.pid} on {HOST} runs in this folder" in lines[0]
+    assert len(lines) == 1 and lines[0] == naming(f"pid {story.pid} on {HOST}")
 
 
 def test_a_second_run_of_the_same_output_is_refused_whatever_its_run_folder(story: Story) -> None:
     assert story.third.returncode == 3
     (line,) = story.third.stderr.splitlines()
-    assert f": pid {story.pid} on {HOST} runs in this folder" in line and line.endswith("name another --output-dir")
+    assert line == naming(f"pid {story.pid} on {HOST} ... another --output-dir")
 
 
 @pytest.mark.slow
@@ -161,4 +162,4 @@ def test_a_stop_before_any_rank_has_started(run: Start, monkeypatch: pytest.Monk
     job.process.send_signal(signal.SIGTERM)
     ended = job.ended(time.monotonic())
     assert ended.code == 75 and job.left() == [], ended.stderr
-    assert "stopped before any rank had started" in ended.last_lines and "Traceback" not in ended.stderr
+    assert "before any rank had started" in ended.last_lines and "Traceback" not in ended.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rank_run import START_S, RankRun, start
 from safetensors.torch import load_file
+from support.messages import naming
 from support.tiny_run import make_folder
 
 SETTINGS = {"max_steps": 4, "learning_rate": 1e-3, "adam_eps": 1e-3, "print_steps": 1}
@@ -55,9 +56,7 @@ def test_a_job_starts_again_from_its_last_checkpoint(tmp_path: Path, data: Path,
     """Rank 1 fails in the third step; --overwrite was for the first start."""
     monkeypatch.setenv("OUT_OF_MEMORY", "1:2:3")
     job = run_to_the_end(tmp_path / "halved", data, save_steps=2, overwrite="true")
-    assert restarts(job) == [
-        "starting again from the last checkpoint with --per-device-train-batch-size 2 instead of 4"
-    ]
+    assert restarts(job) == [naming("the last checkpoint ... --per-device-train-batch-size 2 instead of 4")]
     assert micro_batches(job) == [4, 4, 2, 2] and not re.search("Traceback|error: ", job.stderr)
     assert_same_model(job, plain)
     state = json.loads((job.run_dir / "checkpoints/step-4/state.json").read_text())["state"]
@@ -70,8 +69,8 @@ def test_a_job_without_a_checkpoint_starts_over_once_per_halving(
 ) -> None:
     monkeypatch.setenv("OUT_OF_MEMORY", "0:1:1")
     job = run_to_the_end(tmp_path / "halved", data)
-    first = "starting again from the first step with --per-device-train-batch-size"
-    assert restarts(job) == [f"{first} 2 instead of 4", f"{first} 1 instead of 4"]
+    first = "the first step ... --per-device-train-batch-size"
+    assert restarts(job) == [naming(f"{first} 2 instead of 4"), naming(f"{first} 1 instead of 4")]
     assert micro_batches(job) == [1] * 4
     assert_same_model(job, plain)
 
@@ -82,4 +81,4 @@ def test_one_row_that_does_not_fit_ends_the_job(tmp_path: Path, data: Path, monk
     job = run_to_the_end(tmp_path / "none", data, code=3)
     assert len(restarts(job)) == 2
     first = next(line for line in job.stderr.splitlines() if line.startswith("error: "))
-    assert first.startswith(f"error: {CAUSE}, with --per-device-train-batch-size 1; lower --max-seq-len, or give")
+    assert first == naming(f"error: {CAUSE} ... --per-device-train-batch-size 1 ... --max-seq-len")

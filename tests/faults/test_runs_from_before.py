@@ -16,6 +16,7 @@ import pytest
 from stage_runs import metrics
 from support.command_run import TIMEOUT_S, Ended, run_command
 from support.marks import rare_but
+from support.messages import naming
 from support.source_tree import ROOT
 from support.tiny_run import make_folder
 
@@ -155,5 +156,5 @@ def test_a_run_with_a_preset_from_before_resumes_by_the_path_of_its_file(run_bef
     (folder / "launch").symlink_to(ROOT / "launch")
     ended = run_command("step3_dpo", words, folder=folder, ranks=1)
     assert ended.code == 0 and f"/step-{STEP} " in ended.stderr, ended.stderr[-2000:]
-    assert f"{name} is the section dpo of launch/presets/tiny.yaml now" in ended.stdout + ended.stderr
+    assert ended.stdout + ended.stderr == naming(f"{name} ... section dpo ... launch/presets/tiny.yaml")
     assert tensors(whole) == tensors(resumed)

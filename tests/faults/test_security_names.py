@@ -9,6 +9,7 @@ import pytest
 from input_calls import MAINS, call, flags, make_inputs, stage_words, stopped_at_the_models
 from support.launch_stub import ROOT, stub_environment
 from support.marks import slow_but
+from support.messages import naming
 
 USED = [
     "a; touch X", "$(touch X)", "`touch X`", "a && touch X", "a | touch X", "a > X", "a & touch X", "${HOME}", "$IFS",
@@ -118,7 +119,7 @@ def test_bytes_that_the_locale_does_not_read_are_not_called_control_characters(f
     name = "mod\u00e8le".encode().decode("ascii", "surrogateescape")
     ending = call("sft", stage_words("sft", folder, inside, data_path=inside / name))
     assert ending.code == 2 and len(ending.errors) == 1
-    assert "text, as this locale has it; set LC_ALL=C.UTF-8, or give a name of ASCII letters" in ending.errors[0]
+    assert ending.errors[0] == naming("text ... locale ... LC_ALL=C.UTF-8 ... ASCII")
 
 
 @pytest.mark.parametrize("flag", ["output_dir", "run_dir", "data_output_path"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from input_calls import call, make_inputs, stage_words
+from support.messages import naming
 
 from pipeline.configuration.redact import MASK, masked, redacted
 from pipeline.configuration.resume_rules import check_same_settings
@@ -65,7 +66,7 @@ def test_a_secret_is_no_setting(secret: str, command: str, folder: Path, tmp_pat
     at = words.index(f"--{flag}")
     for given in (words, [*words[:at], *words[at + 2 :], "--config", tmp_path / "c.yaml"]):
         ending = call(command, given)
-        assert ending.code == 2 and f"{dashed(flag)}: found a token or password" in ending.errors[0], ending.stderr
+        assert ending.code == 2 and ending.errors[0] == naming(f"{dashed(flag)} ... token or password"), ending.stderr
         assert secret not in ending.stderr and "canary" not in ending.stderr.lower()
     assert not (tmp_path / "out").exists()
 

@@ -11,6 +11,7 @@ import torch
 import triton
 from support.decode_models import COMMON, EXPERTS, cohere, family, gpt_neox, llama, opt
 from support.families import FAMILIES
+from support.messages import naming
 from torch import nn
 from transformers import (
     FalconConfig,
@@ -85,7 +86,7 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
     "opt with merged adapters": (lambda: with_adapters(opt()), GenerationOptions(), "fused", []),
     "opt with unmerged adapters": (
         lambda: with_adapters(opt()), GenerationOptions(merge_lora=False), "static",
-        ["fused: it takes no unmerged adapters (--merge-lora-for-generation false)"],
+        ["fused ... unmerged adapters ... --merge-lora-for-generation false"],
     ),
     "an int8 base": (
         lambda: quantised(llama()), GenerationOptions(merge_lora=False), "fused", [],
@@ -100,60 +101,60 @@ AUTO: dict[str, tuple[Any, GenerationOptions, str, list[str]]] = {
     ),
     "rotary tables that grow": (
         lambda: changed(llama(), rope_parameters={**ROPE, "rope_type": "dynamic"}), GenerationOptions(), "eager",
-        ["fused: config.json: rope_parameters: rotary positions of type dynamic",
-         "static: rotary positions of type dynamic depend on how long the sequence is"],
+        ["fused ... config.json: rope_parameters ... dynamic",
+         "static ... type dynamic ... sequence"],
     ),
     "longrope on the static backend": (
         lambda: with_adapters(family("phi-4-mini")), GenerationOptions(merge_lora=False), "eager",
-        ["fused: it takes no unmerged adapters (--merge-lora-for-generation false)",
-         "static: rotary positions of type longrope depend on how long the sequence is"],
+        ["fused ... unmerged adapters ... --merge-lora-for-generation false",
+         "static ... type longrope ... sequence"],
     ),
     "a kernel that takes no mask": (
         lambda: changed(family("qwen3-moe"), _attn_implementation="flash_attention_2"), GenerationOptions(), "eager",
-        ["fused: model type qwen3_moe is not known",
-         "static: flash_attention_2 attention takes no mask of every row's own length"],
+        ["fused ... model type qwen3_moe",
+         "static ... flash_attention_2 ... no mask"],
     ),
     "gpt-neo": (
         lambda: GPTNeoForCausalLM(NEO), GenerationOptions(), "eager",
-        ["fused: model type gpt_neo is not known", "static: some layers see a window of tokens only"],
+        ["fused ... model type gpt_neo", "static ... window of tokens"],
     ),
     "falcon with alibi": (
         lambda: FalconForCausalLM(FalconConfig(vocab_size=301, hidden_size=32, num_hidden_layers=1,
                                                num_attention_heads=2, alibi=True)), GenerationOptions(), "eager",
-        ["fused: model type falcon is not known",
-         "static: attention biases by distance (alibi) come with the model's own mask"],
+        ["fused ... model type falcon",
+         "static ... (alibi) ... own mask"],
     ),
     "partial rotary beside norms of heads": (
         lambda: changed(family("qwen3"), rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), GenerationOptions(),
-        "static", ["fused: config.json: rope_parameters: partial_rotary_factor beside norms of q and k"],
+        "static", ["fused ... config.json: rope_parameters ... partial_rotary_factor"],
     ),
     "a field that a later version declares": (
         llama_with_sinks, GenerationOptions(), "eager",
-        [f"{name}: config.json: attention_sinks 4 is not understood" for name in ("fused", "static")],
+        [f"{name}: config.json: attention_sinks 4" for name in ("fused", "static")],
     ),
     "a norm of another class": (
         llama_with_another_norm, GenerationOptions(), "static", ["fused: norms of type ScaledNorm"]
     ),
     "attention that sees what follows": (
         lambda: changed(family("gemma-3"), use_bidirectional_attention=True), GenerationOptions(), "eager",
-        [f"{name}: config.json: use_bidirectional_attention True is not understood" for name in ("fused", "static")],
+        [f"{name}: config.json: use_bidirectional_attention True" for name in ("fused", "static")],
     ),
     "attention that takes bounds too": (
         lambda: changed(family("qwen3-moe"), _attn_implementation=packed_attention.NAME), GenerationOptions(), "static",
-        ["fused: model type qwen3_moe is not known"],
+        ["fused ... model type qwen3_moe"],
     ),
     "bloom": (
         bloom, GenerationOptions(), "eager",
-        ["fused: model type bloom is not known", "static: bloom takes no position_ids"],
+        ["fused ... model type bloom", "static ... position_ids"],
     ),
-    "cohere": (cohere, GenerationOptions(), "static", ["fused: model type cohere is not known"]),
+    "cohere": (cohere, GenerationOptions(), "static", ["fused ... model type cohere"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_auto_takes_the_fastest_that_supports_the_model(name):
     make, settings, backend, reasons = AUTO[name]
-    assert choose_backend(make(), settings, CUDA) == (backend, reasons)
+    assert choose_backend(make(), settings, CUDA) == (backend, [naming(reason) for reason in reasons])
 
 
 def test_the_table_of_backends_in_the_documentation_is_true():
@@ -186,8 +187,8 @@ def test_a_backend_by_name(monkeypatch, requested):
 
 # (model, backend that was asked for, complaint)
 REFUSED = {
-    "fused": (bloom, "fused", "--generation-engine fused: model type bloom is not known; use auto"),
-    "static": (bloom, "static", "--generation-engine static: bloom takes no position_ids; use auto"),
+    "fused": (bloom, "fused", "--generation-engine fused ... bloom ... auto"),
+    "static": (bloom, "static", "--generation-engine static ... bloom ... auto"),
 }
 
 
@@ -196,13 +197,13 @@ def test_a_backend_by_name_that_does_not_fit_is_refused(name):
     make, requested, complaint = REFUSED[name]
     with pytest.raises(InputError) as error:
         choose_backend(make(), GenerationOptions(backend=requested), CUDA)
-    assert str(error.value) == complaint
+    assert str(error.value) == naming(complaint)
 
 
 @pytest.mark.parametrize("requested", ["fused", "static"])
 def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    with pytest.raises(InputError, match=f"--generation-engine {requested}: there is no CUDA device; use auto"):
+    with pytest.raises(InputError, match=naming(f"--generation-engine {requested} ... CUDA ... auto")):
         choose_backend(opt(), GenerationOptions(backend=requested), CPU)
 
 
@@ -212,11 +213,11 @@ def test_kernels_need_a_device_or_the_interpreter(monkeypatch, requested):
 def test_tensor_parallelism_needs_the_fused_backend_and_heads_that_divide():
     check_tensor_parallelism(gpt_neox(), 1, "eager")
     check_tensor_parallelism(opt(), 2, "fused")
-    with pytest.raises(InputError, match="--inference-tp-size 2: needs the fused backend, got static"):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 2 ... fused ... static")):
         check_tensor_parallelism(opt(), 2, "static")
-    with pytest.raises(InputError, match="--inference-tp-size 2: must divide the 1 heads of keys and values"):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 2 ... 1 heads")):
         check_tensor_parallelism(llama(), 2, "fused")
-    with pytest.raises(InputError, match="--inference-tp-size 2: olmo2 norms the heads of all ranks together"):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 2 ... olmo2")):
         check_tensor_parallelism(family("olmo-2", num_key_value_heads=2), 2, "fused")
 
 

@@ -8,6 +8,7 @@ import pytest
 from support.decode_models import poll_often
 from support.in_process import error_lines, leave_group, undone_afterwards
 from support.marks import slow_but
+from support.messages import naming
 from support.tiny_run import make_folder, read_metrics, write_lines
 
 from pipeline.generation.hybrid_engine import HybridEngine
@@ -141,15 +142,15 @@ def test_a_quantised_base_is_sampled_as_it_is_trained(backend, folder, tmp_path,
 REFUSED = {
     "quantised weights": (
         {"generation_engine": "fused", "actor_quantization": "nf4", **LORA},
-        "--generation-engine fused: it reads no 4-bit weights",
+        "--generation-engine fused ... 4-bit weights",
     ),
     "unmerged adapters": (
         {"generation_engine": "fused", "merge_lora_for_generation": "false", **LORA},
-        "--generation-engine fused: it takes no unmerged adapters",
+        "--generation-engine fused ... unmerged adapters",
     ),
     "ranks that are not there": (
         {"generation_engine": "fused", "inference_tp_size": 2},
-        "--inference-tp-size 2: must divide the 1 rank",
+        "--inference-tp-size 2 ... 1 rank",
     ),
 }
 
@@ -159,4 +160,4 @@ def test_what_cannot_be_had_is_refused(name, folder, tmp_path, capfd):
     flags, complaint = REFUSED[name]
     assert run(folder, tmp_path / "model", **flags) == 2
     actual = error_lines(capfd.readouterr().err)
-    assert len(actual) == 1 and actual[0].startswith(f"error: {complaint}"), actual
+    assert len(actual) == 1 and actual[0] == naming(f"error: {complaint}"), actual

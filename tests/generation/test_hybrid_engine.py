@@ -11,6 +11,7 @@ import torch
 from support.decode_models import EOS, PAD, assert_same, llama, opt, poll_often, random_prompts, shaken_all
 from support.ds_arguments import built
 from support.in_process import group_of_one
+from support.messages import naming
 
 from pipeline import dist
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
@@ -261,7 +262,7 @@ def test_prompts_at_once_are_slots():
 
 def test_ranks_that_do_not_divide_are_refused():
     options = GenerationOptions(FUSED.backend, tensor_parallel_size=2)
-    with pytest.raises(InputError, match="--inference-tp-size 2: must divide the 1 ranks"):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 2 ... 1 ranks")):
         hybrid_of(engine_of(opt(), 0), options)
 
 

@@ -19,6 +19,7 @@ from support.decode_models import (
     random_prompts,
     rollouts,
 )
+from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.generation import device_work, generator
@@ -52,14 +53,14 @@ def model_on(device: str, mib_per_token: int) -> Any:
 def test_cached_tokens_are_those_that_fit_in_memory(free_memory, caplog):
     with caplog.at_level(logging.INFO, logger="pipeline.generation.backends"):
         assert cached_tokens_that_fit(model_on("cuda", 2)) == 460, "0.9 * 1024 MiB of 2 MiB each"
-    assert "1.00 GiB are free, for a KV cache of 460 tokens of 2048 KiB" in caplog.text
+    assert caplog.text == naming("1.00 GiB ... 460 tokens of 2048 KiB")
 
 
 def test_not_even_one_slot_is_an_error_that_says_what_to_do(monkeypatch, free_memory):
-    complaint = "--max-answer-seq-len: one slot of 64 tokens takes 1.25 GiB of KV cache, 1.00 GiB are free"
-    assert str(no_slot_fits(model_on("cuda", 20), 64)).startswith(complaint)
+    complaint = naming("--max-answer-seq-len ... 64 tokens ... 1.25 GiB of KV cache, 1.00 GiB")
+    assert str(no_slot_fits(model_on("cuda", 20), 64)) == complaint
     monkeypatch.setattr(generator, "cached_tokens_that_fit", lambda forward: 63)
-    with pytest.raises(InputError, match="--max-answer-seq-len: one slot of 64 tokens"):
+    with pytest.raises(InputError, match=naming("--max-answer-seq-len ... 64 tokens")):
         generate(generator_of(StaticCacheForward(llama())), PROMPTS, **ONE_TOKEN)
 
 
@@ -71,10 +72,8 @@ def test_a_cpu_has_no_limit(free_memory):
 def test_weights_that_do_not_fit_are_refused_before_they_are_copied(free_memory, caplog):
     with caplog.at_level("INFO"):
         check_copies_fit(2**29, torch.device("cuda"))
-    assert "copied weights take at most 0.50 GiB of the 1.00 GiB" in caplog.text
-    with pytest.raises(
-        InputError, match="weights take 1.50 GiB during a rollout, 1.00 GiB are free.*--inference-tp-size"
-    ):
+    assert caplog.text == naming("0.50 GiB of the 1.00 GiB")
+    with pytest.raises(InputError, match=naming("1.50 GiB ... 1.00 GiB ... --inference-tp-size")):
         check_copies_fit(3 * 2**29, torch.device("cuda"))
 
 
@@ -85,7 +84,7 @@ def test_fewer_slots_than_requested_change_no_token(monkeypatch, caplog):
     gen: Generator = generator_of(StaticCacheForward(model), ENDS)
     assert_same(*rollouts(model, gen, PROMPTS, sampling=Sampling(4), num_samples=2, num_slots=6, ends=ENDS))
     assert gen._buffers.num_slots == 2 and gen.forward.device.type == DEVICE.type
-    assert "memory for 2 slots of 64 tokens, not 6" in caplog.text
+    assert caplog.text == naming("2 slots of 64 tokens, not 6")
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
     with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
         prompts = random_prompts((3, 5, 1, 2, 2))
         generate(gen, prompts, **request, ended=lambda response: ended.append(response.request.number))
-    assert "memory for 2 slots, not 3, as responses grew; 1 responses start again" in caplog.text
+    assert caplog.text == naming("2 slots, not 3 ... 1 responses start again")
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
 
 

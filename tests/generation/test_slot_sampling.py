@@ -14,6 +14,7 @@ import torch
 from support.chi_square import exact_probabilities, p_value
 from support.decode_models import DEVICE, PAD
 from support.marks import rare_but
+from support.messages import naming
 
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Truncation, Vocabulary, rollout_uniforms
 from pipeline.generation.session import Capacity, Request
@@ -284,7 +285,7 @@ def test_the_numbers_of_slots_are_those_of_the_random_number_contract():
         for n, key in enumerate(keys)
     ]  # fmt: skip
     assert slot_uniforms(slots, index).tolist() == [*expected, 0.0]
-    with pytest.raises(ValueError, match=r"sample index must be in \[0, 2\*\*12\), got 4096"):
+    with pytest.raises(ValueError, match=naming("sample index ... [0, 2**12) ... 4096")):
         slot_settings([Request(0, Prompt([1], 1), Sampling(1), keys[0], 4096)])
 
 

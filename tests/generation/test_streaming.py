@@ -24,6 +24,7 @@ from support.decode_models import (
     shaken_all,
 )
 from support.in_process import error_lines, leave_group, undone_afterwards
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.dist import RankGroup
@@ -267,7 +268,7 @@ def test_whole_weights_fit_next_to_some_slots(free_memory, caplog, weights, row,
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cuda")) == fit
         assert whole_weights_fit(weights * MIB, row * MIB, torch.device("cpu"))
     (line,) = caplog.messages
-    assert f"{weights / 1024:.2f} GiB, 8 slots of the KV cache {row / 128:.2f} GiB, of 1.00 GiB that are free" in line
+    assert line == naming(f"{weights / 1024:.2f} GiB, 8 slots ... {row / 128:.2f} GiB, of 1.00 GiB")
 
 
 def streamed_of(slices: int, gathered: int, replicated: int) -> Any:
@@ -280,8 +281,8 @@ def streamed_of(slices: int, gathered: int, replicated: int) -> Any:
 def test_streamed_weights_that_do_not_fit_are_refused_with_the_arithmetic(free_memory, caplog):
     with caplog.at_level("INFO", logger="pipeline.generation.forwards.streaming"):
         check_streamed_weights_fit(streamed_of(256, 512, 128), torch.device("cuda"))
-    said = "0.25 GiB (1/4 of the layers) + 0.50 GiB (2 groups of 3 layers) + 0.12 GiB (whole on each rank) = 0.88 GiB"
-    assert f"{said} of the 1.00 GiB that are free" in caplog.text
+    said = "0.25 GiB (1/4 of the layers) ... 0.50 GiB (2 groups of 3 layers) ... 0.12 GiB ... 0.88 GiB"
+    assert caplog.text == naming(f"{said} of the 1.00 GiB")
     with pytest.raises(InputError, match="--rollout-weights: also streamed.* take 1.12 GiB .* 1.00 GiB are free"):
         check_streamed_weights_fit(streamed_of(512, 512, 128), torch.device("cuda"))
     check_streamed_weights_fit(streamed_of(10**6, 0, 0), torch.device("cpu"))
@@ -312,7 +313,7 @@ def test_reasons_against_streamed_weights():
     assert reason(stage=2) == "needs --actor-zero-stage 3"
     assert reason(ranks=1).startswith("got 1 rank, expected several")
     assert reason(size=2) == "got --inference-tp-size 2, expected 1"
-    assert reason(backend="static") == "got the static backend, expected the fused one (--generation-engine)"
+    assert reason(backend="static") == naming("static ... fused ... --generation-engine")
 
 
 @pytest.mark.parametrize("weights", ["auto", "whole"])
@@ -344,7 +345,7 @@ REFUSED = {
         (),
         "needs --actor-zero-stage 3; else give auto",
     ),
-    "one rank": (("--actor-zero-stage", 3), "got 1 rank, expected several, which share the weights; else give auto"),
+    "one rank": (("--actor-zero-stage", 3), "1 rank ... several ... auto"),
 }
 
 

@@ -121,7 +121,7 @@ def test_without_the_search_the_cap_halves_the_batch(inputs, tmp_path, monkeypat
     run_dir, _ = machine.train(inputs, "sft", "--per-device-train-batch-size", ROWS)
     assert [line["micro_batch_size"] for line in steps_of(run_dir, ROOM_GIB)] == [6] * STEPS
     log = (run_dir / "log.txt").read_text()
-    assert log.count("done again with --per-device-train-batch-size 6 instead of 12") == 1, log
+    assert log.count("--per-device-train-batch-size 6 instead of 12") == 1, log
 
 
 @pytest.mark.parametrize("gib, wanted", [(ROOM_GIB, {"per_device_train_batch_size": 6}), (LITTLE_GIB, {})])

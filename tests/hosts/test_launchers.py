@@ -6,6 +6,7 @@ import pytest
 from cluster import ROOT
 from host_runs import STEPS, assert_same, flags, one_stage
 from support.launch_stub import write_program
+from support.messages import naming
 
 pytestmark = pytest.mark.hosts
 
@@ -61,7 +62,7 @@ def test_slurm(two, undisturbed):
 
 def test_the_check_starts_nothing(two):
     run = two.train("node-a", *one_stage(two.disk, "checked", "--check"))
-    assert run.wait() == 0 and "2 hosts can run step1_sft.main; nothing was started" in run.text, run.text
+    assert run.wait() == 0 and run.text == naming("2 hosts ... step1_sft.main ... nothing was started"), run.text
     assert f"{two.hosts['node-b'].login}: 0 GPUs, 1 rank, python 3." in run.text
     assert "sft: shared with the first host" in run.text
     assert not (two.disk / "checked/sft").exists()

@@ -5,6 +5,7 @@ import time
 import pytest
 from cluster import Cluster, Running
 from host_runs import assert_same, flags, on_one_machine, one_stage
+from support.messages import naming
 from support.tiny_run import read_metrics
 
 from pipeline.run.outcome import read_outcome
@@ -44,7 +45,7 @@ def test_a_link_that_is_cut_ends_the_run_with_the_host_named_and_it_resumes(two,
     try:
         assert run.wait(90) == 1, run.text
         took = time.monotonic() - cut
-        assert "error: rank 1 on node-b, step " in run.text and "node-b is lost: no message for" in run.text
+        assert "error: rank 1 on node-b, step " in run.text and "node-b is lost" in run.text
         nobody_left(two)
         print(f"ended {took:.1f} s after the link was cut")
     finally:
@@ -85,7 +86,7 @@ def test_no_rank_outlives_its_supervisor(two):
 def test_a_second_run_in_the_folder_is_refused(two):
     run = begun(two, "locked", "--max-steps", 10_000)
     second = two.train("node-b", *one_stage(two.disk, "locked", "--max-steps", 10_000))
-    assert second.wait() == 3 and f"on {two.hosts['node-a'].name} runs in this folder" in second.text
+    assert second.wait() == 3 and second.text == naming(f"on {two.hosts['node-a'].name} runs")
     two.stop("node-a")
     assert run.wait(30) == 75
     nobody_left(two)
@@ -97,7 +98,7 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(two):
         run = two.train("node-a", *one_stage(two.disk, "unreachable"))
         assert run.wait(60) == 3
         login = two.hosts["node-b"].login
-        assert f"error: {login}: not reachable (ssh ended with 255); `ssh {login} true` must work" in run.text
+        assert run.text == naming(f"error: {login} ... 255 ... `ssh {login} true`")
         assert not (two.disk / "unreachable/runs/sft/metrics.jsonl").exists()
     finally:
         two.hosts["node-b"].mend()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.in_process import undone_afterwards
+from support.messages import naming
 from support.scripted_model import save, tiny_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 from transformers import LlamaForSequenceClassification as Classifier
@@ -98,7 +99,7 @@ def test_the_scores_are_summed_up(model, capsys):
         slope = np.linalg.lstsq(design, scores, rcond=None)[0][0]
         expected = f"{name}: mean {scores.mean():.4g}, standard deviation {scores.std():.3g} over {len(known)} answers"
         worth = f", {slope * 8 / 7:+.2g} of stage 2's deviations in 8 tokens" if name == "first" else ""
-        assert f"{expected}; {slope:+.2g} a token among the answers to a prompt{worth}\n" in shown
+        assert shown == naming(f"{expected} ... {slope:+.2g} a token ... prompt{worth}")
     assert 0 < sum(one["scores"]["odd"] is None for _, one in answers) < len(answers)
     assert "mean" not in sampled(capsys, model)[1]
 
@@ -106,7 +107,7 @@ def test_the_scores_are_summed_up(model, capsys):
 def test_pairs_are_the_best_and_the_worst_by_the_model(model, capsys):
     rows, _ = sampled(capsys, model, "--reward-model", "first")
     pairs, shown = sampled(capsys, model, "--reward-model", "first", "--as", "pairs")
-    assert len(pairs) >= 2 and f"{len(pairs)} rows of 4 prompts written" in shown
+    assert len(pairs) >= 2 and f"{len(pairs)} rows of 4 prompts" in shown
     answers = {row["number"]: row["answers"] for row in rows}
     for pair in pairs:
         usable = [one for one in answers[pair["number"]] if one["text"]]
@@ -134,22 +135,22 @@ def test_a_file_is_gone_on_with_by_the_same_reward_models_alone(model, capsys, b
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--reward-model", "first:much"), "--reward-model: first:much: found the weight 'much'; a finite number is"),
-        (("--reward-model", "model"), "--reward-model: model has no reward head (LlamaForCausalLM)"),
+        (("--reward-model", "first:much"), "--reward-model ... first:much ... 'much' ... finite number"),
+        (("--reward-model", "model"), "--reward-model ... model has no reward head (LlamaForCausalLM)"),
         (("--reward-model", "./frist"), "--reward-model: ./frist: no such folder"),
         (("--reward-model", "first", "--reward", "f.py:first"), "--reward-model: first names two rewards"),
         (("--reward-model", "first", "first:2"), "--reward-model: first names two rewards"),
         (
             ("--as", "sft"),
-            "--write-as sft: needs a --reward-function or --reward-model that tells the best of 4 answers",
+            "--write-as sft ... --reward-function or --reward-model ... 4 answers",
         ),
-        (("--as", "pairs"), "--write-as pairs: needs --n of at least 2, and --reward-function or --reward-model"),
+        (("--as", "pairs"), "--write-as pairs ... --n of at least 2 ... --reward-function or --reward-model"),
     ],
 )
 def test_wrong_reward_models_are_one_line_and_exit_2(model, capsys, words, message):
     _, shown = sampled(capsys, model, *words, code=2)
     (line,) = [line for line in shown.splitlines() if not line.startswith("note: ")]
-    assert line.startswith("error: ") and message in line
+    assert line.startswith("error: ") and line == naming(message)
 
 
 def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):

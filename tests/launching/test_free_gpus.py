@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, TINY, notes, stub_environment, train, write_program
+from support.messages import naming
 
 from pipeline.errors import EnvironmentFault
 from pipeline.files import digest
@@ -46,16 +47,16 @@ def machine(tmp_path, monkeypatch):
         ({0: "77"}, "3,1", 0, 0, ALL, "3, 1"),
         ({3: "77"}, "3,1", 0, 0, ONE | {"include": "localhost:1"}, f"1; not used: 3 ({USED})"),
         ({2: "77"}, "GPU-2,GPU-1", 0, 0, ONE | {"include": "localhost:1"}, f"GPU-1; not used: GPU-2 ({USED})"),
-        ({}, None, 2, 0, ALL | {"num_gpus": 2}, "0, 1; not used: 2 (--num-gpus 2), 3 (--num-gpus 2)"),
+        ({}, None, 2, 0, ALL | {"num_gpus": 2}, "0, 1; ... 2 (--num-gpus 2), 3 (--num-gpus 2)"),
         ({0: "77"}, None, 2, 4, ALL | {"include": "localhost:1,2"}, f"1, 2; not used: 0 ({USED}), 3 (--num-gpus 2)"),
-        ({}, None, 0, 2, ALL | {"num_gpus": 2}, "0, 1; not used: 2 (the run had 2 ranks), 3 (the run had 2 ranks)"),
-        ({}, None, 0, 1, ONE | {"num_gpus": 1}, "0; not used: 1 (the run had 1 rank)"),
+        ({}, None, 0, 2, ALL | {"num_gpus": 2}, "0, 1; ... 2 (the run had 2 ranks), 3 (the run had 2 ranks)"),
+        ({}, None, 0, 1, ONE | {"num_gpus": 1}, "0; ... 1 (the run had 1 rank)"),
     ],
 )
 def test_free_gpus_are_taken_and_a_line_says_which(machine, held, visible, count, had, flags, line):
     machine(4, held, visible)
     chosen, said = choose_gpus(count, had, starts=True)
-    assert chosen == flags and said.startswith(f"GPUs of this run: {line}"), said
+    assert chosen == flags and said == naming(f"GPUs of this run: {line}")
     words = [word for name in ("num_gpus", "include") if chosen.get(name) for word in (f"--{name}", str(chosen[name]))]
     devices = chosen_devices(parse_request(str(chosen["deployment_type"]), [*words, "1"]))
     assert [name.removeprefix("GPU-") for name in said.split(": ")[1].split(";")[0].split(", ")] == devices
@@ -68,18 +69,18 @@ def test_free_gpus_are_taken_and_a_line_says_which(machine, held, visible, count
             {0: "77", 1: ""},
             0,
             0,
-            f"0 of 2 GPUs are free, GPU 0: {USED}, GPU 1: {UNSEEN}; wait, or give --deployment-type",
+            f"0 of 2 GPUs ... GPU 0: {USED}, GPU 1: {UNSEEN} ... --deployment-type",
         ),
-        ({0: "77"}, 2, 0, f"--num-gpus 2, but 1 of 2 GPUs are free, GPU 0: {USED}; wait, or give --num-gpus 1, or "),
-        ({}, 0, 4, "the run had 4 ranks, but 2 of 2 GPUs are free; wait, or give --num-gpus 2, or --deployment-type"),
-        ({}, 3, 0, "--num-gpus: got 3, but 2 GPUs are visible here; give at most 2"),
+        ({0: "77"}, 2, 0, f"--num-gpus 2 ... 1 of 2 GPUs ... GPU 0: {USED} ... --num-gpus 1"),
+        ({}, 0, 4, "4 ranks ... 2 of 2 GPUs ... --num-gpus 2 ... --deployment-type"),
+        ({}, 3, 0, "--num-gpus ... 3 ... 2 GPUs ... visible here ... at most 2"),
     ],
 )
 def test_too_few_free_gpus_are_one_line(machine, held, count, had, error):
     machine(2, held)
     with pytest.raises(EnvironmentFault) as refused:
         choose_gpus(count, had, starts=True)
-    assert str(refused.value).startswith(error)
+    assert str(refused.value) == naming(error)
     if "visible here" not in error:
         flags, said = choose_gpus(count, had, starts=False)
         assert flags["deployment_type"] == "single_node" and said == str(refused.value), "a dry run plans all the same"
@@ -96,7 +97,7 @@ def test_memory_of_a_screen_is_no_other_process(machine, tmp_path):
 def test_where_nvidia_smi_does_not_tell_all_are_taken_and_a_line_says_so(machine, tmp_path):
     machine(2, {})
     write_program(tmp_path / "bin/nvidia-smi", "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: A\\nGPU 1: A\\n'\n")
-    said = "GPUs of this run: 0, 1; nvidia-smi does not say whether other processes use them"
+    said = naming("GPUs of this run: 0, 1; nvidia-smi ... other processes")
     assert choose_gpus(0, 0, starts=True) == (ALL, said)
     machine(2, {0: "77"}, "MIG-1,MIG-2")
     assert choose_gpus(0, 0, starts=True)[1].endswith("processes use them"), "parts of a GPU"
@@ -113,12 +114,12 @@ def test_without_a_gpu_one_process_runs_or_as_many_as_the_run_had(machine):
 def test_the_ranks_of_a_command_run_on_the_free_gpus(tmp_path):
     done = train(tmp_path, *TINY, "--step", "1", gpus=4, held={1: "77"}, STUB_OUTCOMES="0,0,0")
     assert done.returncode == 0, done.stderr
-    assert f"note: GPUs of this run: 0, 2, 3; not used: 1 ({USED})\n" in done.stdout
+    assert done.stdout == naming(f"GPUs of this run: 0, 2, 3; ... 1 ({USED})")
     assert f"$ bash {ROOT}/launch/single_node.sh --include localhost:0,2,3 1 " in done.stdout.replace("\\\n    ", "")
     devices = [note["environment"]["CUDA_VISIBLE_DEVICES"] for note in notes(tmp_path)]
     assert devices == ["0,2,3"] * 3
     busy = train(tmp_path / "busy", *TINY, "--step", "1", gpus=1, held={0: "77"})
-    assert busy.returncode == 3 and busy.stderr.startswith("error: 0 of 1 GPUs are free, GPU 0: ")
+    assert busy.returncode == 3 and busy.stderr == naming("error: 0 of 1 GPUs ... GPU 0: ")
     one = ("--step", "1", "--deployment-type", "single_gpu")
     told = train(tmp_path / "told", *TINY, *one, gpus=1, held={0: "77"}, STUB_OUTCOMES="0")
     assert told.returncode == 0 and "GPUs of this run" not in told.stdout
@@ -148,7 +149,7 @@ def test_a_resumed_run_takes_as_many_gpus_as_it_had(machine, tmp_path, monkeypat
     assert found("--overwrite") == 3 and found("--num-gpus", "1") == 1
     assert found("--deployment-type", "single_node") == 4 and found("--exclude", "localhost:1") == 3
     machine(4, {0: "77", 1: "77", 2: "77"})
-    with pytest.raises(EnvironmentFault, match="the run had 2 ranks, but 1 of 4 GPUs are free"):
+    with pytest.raises(EnvironmentFault, match=naming("2 ranks ... 1 of 4 GPUs")):
         found()
     assert found(starts=False) == 2
     done = {"steps": 5, "settings": {"seed": 1}, "sizes": {}}

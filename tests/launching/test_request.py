@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.launching.request import LaunchRequest, parse_request
@@ -34,7 +35,7 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
     request = parse_request("multi_node", words.split())
     assert (request.num_gpus, request.launcher, request.include, request.check) == (3, "none", "b:2", True)
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {flag}: given more than once; the last replaces {value}"
+        naming(f"note: {flag} ... more than once ... {value}")
         for flag, value in (("--num-gpus", 2), ("--launcher", "pdsh"), ("--include", "a:1"))
     ]
 
@@ -43,35 +44,35 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
     ("words", "message"),
     [
         ("--num-gpus", "--num-gpus: got no value"),
-        ("--num-gpus 0 1", "--num-gpus: got '0', expected a number from 1 on"),
-        ("--num-nodes x 1", "--num-nodes: got 'x', expected a number from 1 on"),
-        ("--ssh-port x 1", "--ssh-port: got 'x', expected 0 to 65535"),
-        ("--node-rank x 1", "--node-rank: got 'x', expected a number from 0 on"),
-        ("--launcher pdhs 1", "--launcher: got 'pdhs', expected ssh, srun, pdsh or none"),
-        ("--master-port abc 1", "--master-port: got 'abc', expected 0 to 65535"),
-        ("--master-port 65536 1", "--master-port: got '65536', expected 0 to 65535"),
-        ("1 --seed 1 --num-gpus 2", "--num-gpus: got after STAGE, expected before it with the other flags of the"),
+        ("--num-gpus 0 1", "--num-gpus ... '0' ... from 1 on"),
+        ("--num-nodes x 1", "--num-nodes ... 'x' ... from 1 on"),
+        ("--ssh-port x 1", "--ssh-port ... 'x' ... 0 to 65535"),
+        ("--node-rank x 1", "--node-rank ... 'x' ... from 0 on"),
+        ("--launcher pdhs 1", "--launcher ... 'pdhs' ... ssh, srun, pdsh or none"),
+        ("--master-port abc 1", "--master-port ... 'abc' ... 0 to 65535"),
+        ("--master-port 65536 1", "--master-port ... '65536' ... 0 to 65535"),
+        ("1 --seed 1 --num-gpus 2", "--num-gpus ... after STAGE ... before it"),
         ("1 --include=a:0", "--include=a:0: got after STAGE"),
-        ("--zero-stage 2 1", "--zero-stage: not a flag of the launcher; those of the stage follow STAGE"),
-        ("--num-gpu 2 1", "--num-gpu: not a flag of the launcher"),
-        ("--log-level loud 1", "--log-level: got 'loud', expected debug, info, warning, error or critical"),
-        ("--save_pid 1", "--save-pid: removed after version 391375f4; by hand: deepspeed --save_pid --module"),
-        ("--bind-core-list=0-3 1", "--bind-core-list: removed after version 391375f4; by hand: deepspeed"),
-        ("--bind-cores-to-rank 1", "--bind-cores-to-rank: removed after version 391375f4; by hand: deepspeed"),
-        ("--autotuning run 1", "--autotuning: removed after version 391375f4; --auto-batch searches too; by hand: dee"),
-        ("1 --autotuning run", "--autotuning: removed after version 391375f4; --auto-batch searches too; by hand: dee"),
-        ("1 --seed 1 --save_pid", "--save-pid: removed after version 391375f4; by hand: deepspeed --save_pid --module"),
+        ("--zero-stage 2 1", "--zero-stage ... the launcher ... STAGE"),
+        ("--num-gpu 2 1", "--num-gpu ... the launcher"),
+        ("--log-level loud 1", "--log-level ... 'loud' ... debug, info, warning, error or critical"),
+        ("--save_pid 1", "--save-pid ... 391375f4 ... deepspeed --save_pid --module"),
+        ("--bind-core-list=0-3 1", "--bind-core-list ... 391375f4 ... deepspeed"),
+        ("--bind-cores-to-rank 1", "--bind-cores-to-rank ... 391375f4 ... deepspeed"),
+        ("--autotuning run 1", "--autotuning ... 391375f4 ... --auto-batch"),
+        ("1 --autotuning run", "--autotuning ... 391375f4 ... --auto-batch"),
+        ("1 --seed 1 --save_pid", "--save-pid ... 391375f4 ... deepspeed --save_pid --module"),
         ("--launcher-args -x 1", "--launcher-args: got no value"),
         (
             "--launcher-args x 1",
-            "--launcher-args: by hand: deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
+            "--launcher-args ... deepspeed --launcher LAUNCHER --launcher_args ARGS --module",
         ),
     ],
 )
 def test_wrong_words_are_named(words, message):
     with pytest.raises(InputError) as error:
         parse_request("single_node", words.split())
-    assert str(error.value).startswith(message)
+    assert str(error.value) == naming(message)
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi", "mvapich", "slurm"])
@@ -79,7 +80,7 @@ def test_deepspeeds_other_launchers_are_started_by_hand(launcher):
     with pytest.raises(InputError) as error:
         parse_request("multi_node", ["--launcher", launcher, "1"])
     way = f"deepspeed --launcher {launcher} --module step1_sft.main FLAGS"
-    assert str(error.value) == f"--launcher: start {launcher} by hand: {way}"
+    assert str(error.value) == naming(f"--launcher ... {launcher} ... {way}")
 
 
 def test_every_flag_of_the_installed_launcher_is_known():

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from support.launch_stub import ROOT, TINY, make_model, notes, started, train
 from support.marks import slow_but
+from support.messages import naming
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError, dashed
@@ -117,8 +118,8 @@ def test_a_note_names_what_a_repeated_flag_replaces_but_not_what_is_stronger_by_
     words += ["--reward.seed=4", "--seed", "5", "--reward.seed", "6", "--reward.output-dir", "mine"]
     words += ["--enable-wandb", "true", "--reward.enable-tensorboard", "false"]
     (reward,) = make_plan(words, prog="python train.py").chosen
-    assert capsys.readouterr().err == "note: --step: given more than once; the last replaces 1\n"
-    assert reward.resolved.notes == ("--seed: given more than once; the last replaces 4",)
+    assert capsys.readouterr().err.splitlines() == [naming("--step ... more than once ... 1")]
+    assert reward.resolved.notes == (naming("--seed ... more than once ... 4"),)
     run = reward.resolved.config.run
     assert (run.seed, run.output_dir, run.monitors) == (6, "mine", ["wandb"])
 
@@ -127,34 +128,32 @@ def test_a_flag_without_a_section_must_fit_all_stages_that_run(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert planned("--step", "1", "2", "--max-seq-len", "64")["reward"]["max_seq_len"] == 64
     assert refused("--max-seq-len", "64", "--kl-coef", "1") == [
-        "--max-seq-len: not a flag of stage 3; give --sft.max-seq-len and --reward.max-seq-len",
-        "--kl-coef: not a flag of stage 1 and stage 2; give --ppo.kl-coef",
+        naming("--max-seq-len ... stage 3 ... --sft.max-seq-len and --reward.max-seq-len"),
+        naming("--kl-coef ... stage 1 and stage 2 ... --ppo.kl-coef"),
     ]
-    assert refused("--step", "1", "--kl-coef", "1") == [
-        "--kl-coef: no flag of the stages that run; here it is --ppo.kl-coef, of stage 3"
-    ]
+    assert refused("--step", "1", "--kl-coef", "1") == [naming("--kl-coef ... --ppo.kl-coef, of stage 3")]
     names = ("sft.learning_rate", "reward.learning_rate", "ppo.actor_learning_rate", "ppo.critic_learning_rate")
     rates = " and ".join(dashed(name) for name in names)
-    assert refused("--learning-rate", "1") == [f"--learning-rate: not one value for all stages that run; give {rates}"]
+    assert refused("--learning-rate", "1") == [naming(f"--learning-rate ... not one value ... {rates}")]
     assert planned("--step", "3", "--lora-dim", "4")["ppo"]["actor_lora_dim"] == 4
     folders = "--sft.run-dir and --reward.run-dir and --ppo.run-dir"
-    assert refused("--run-dir", "x") == [f"--run-dir: not one value for all stages that run; give {folders}"]
+    assert refused("--run-dir", "x") == [naming(f"--run-dir ... not one value ... {folders}")]
 
 
 @pytest.mark.parametrize(
     ("word", "right"),
     [
-        ("--warmup-steps", "here it is --num-warmup-steps"),
-        ("--lora-r", "here it is --lora-dim"),
-        ("--max-length", "here it is --sft.max-seq-len or --reward.max-seq-len"),
-        ("--batch-size", "here it is --per-device-train-batch-size"),
-        ("--cliprange", "here it is --ppo.policy-clip"),
-        ("--max-step", "did you mean --max-steps?"),
+        ("--warmup-steps", "--num-warmup-steps"),
+        ("--lora-r", "--lora-dim"),
+        ("--max-length", "--sft.max-seq-len or --reward.max-seq-len"),
+        ("--batch-size", "--per-device-train-batch-size"),
+        ("--cliprange", "--ppo.policy-clip"),
+        ("--max-step", "--max-steps?"),
     ],
 )
 def test_names_of_other_tools_are_answered_with_ours(tmp_path, monkeypatch, word, right):
     monkeypatch.chdir(tmp_path)
-    assert refused(word, "1") == [f"{word}: unknown flag; {right}"]
+    assert refused(word, "1") == [naming(f"{word} ... unknown ... {right}")]
 
 
 def test_one_name_for_the_model(tmp_path, monkeypatch):
@@ -246,10 +245,10 @@ def test_all_errors_of_all_steps_at_once(tmp_path):
     assert done.returncode == 2 and started(tmp_path) == []
     lines = done.stderr.splitlines()
     assert lines == [
-        "error: --stp: unknown flag; did you mean --step?",
-        "error: --sft.learning-rat: unknown flag; did you mean --sft.learning-rate?",
-        "error: --reward.seed: got 'x' (command line): expected a valid integer, unable to parse string as an integer",
-        "error: --ppo.kl-coeff: unknown flag; did you mean --ppo.kl-coef?",
+        naming("error: --stp ... --step?"),
+        naming("error: --sft.learning-rat ... --sft.learning-rate?"),
+        naming("error: --reward.seed ... 'x' (command line) ... integer"),
+        naming("error: --ppo.kl-coeff ... --ppo.kl-coef?"),
     ]
 
 
@@ -259,10 +258,10 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         "train: {stp: 3}\nsft: {logging_steps: 3}\nrewrd: {seed: 1}\nppo: {kl_coef: -1}\n"
     )
     assert refused("--config", "run.yaml") == [
-        "run.yaml: rewrd: unknown section; did you mean reward?; train, sft, reward, ppo, dpo are right",
-        "run.yaml: stp: unknown flag; did you mean step?",
-        "sft: run.yaml: logging_steps: unknown flag; here it is print_steps",
-        "--ppo.kl-coef: got -1 (run.yaml): expected greater than or equal to 0",
+        naming("run.yaml ... rewrd ... reward? ... train, sft, reward, ppo, dpo"),
+        naming("run.yaml ... stp ... step?"),
+        naming("sft: run.yaml ... logging_steps ... print_steps"),
+        naming("--ppo.kl-coef ... -1 (run.yaml) ... 0"),
     ]
 
 
@@ -279,29 +278,29 @@ def test_an_unknown_section_hides_no_error_of_the_stages(tmp_path, monkeypatch):
         (("--deployment-type", "single_gpu", "--num-gpus", "2"), 2, "--num-gpus: got 2 with single_gpu"),
         (("--deployment-type", "multi_node", "--hostfile", "none"), 2, "--hostfile: none: cannot read it"),
         (("--deployment-type", "multi_nod"), 2, "did you mean multi_node?"),
-        (("--hostfile", "hosts"), 2, "--hostfile: got hosts with auto; give --deployment-type multi_node"),
+        (("--hostfile", "hosts"), 2, "--hostfile ... hosts ... auto ... --deployment-type multi_node"),
         (("--include", "localhost:0", "--exclude", "localhost:1"), 2, "--include and --exclude"),
-        (("--include", "localhost:0,2"), 2, "--include: localhost:2: no such GPU; localhost has 0 to 1"),
-        (("--exclude", "worker-0:1"), 2, "--exclude: worker-0: unknown host; there are localhost"),
-        (("--include", "localhost:x"), 2, "got 'x', expected numbers of GPUs such as localhost:0,1"),
+        (("--include", "localhost:0,2"), 2, "--include ... localhost:2 ... localhost has 0 to 1"),
+        (("--exclude", "worker-0:1"), 2, "--exclude ... worker-0 ... localhost"),
+        (("--include", "localhost:x"), 2, "'x' ... localhost:0,1"),
         (("--exclude", "localhost"), 2, "--exclude: localhost: leaves no GPU"),
-        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "got 3, but 2 GPUs are visible here"),
+        (("--deployment-type", "single_node", "--num-gpus", "3"), 3, "3 ... 2 GPUs ... visible here"),
         (("--step", "4"), 2, "--step: got '4'"),
         (
             ("--sft.offload", "--sft.zero-stage", "0"),
             2,
-            "--sft.offload: needs ZeRO stage 1, 2 or 3, got stage 0; raise --sft.zero-stage or leave",
+            "--sft.offload ... 1, 2 or 3 ... stage 0 ... --sft.zero-stage",
         ),
         (("--preset", "x"), 2, "--preset: presets follow --actor-model"),
-        (("--data-path", "x", "\u2014dry-run"), 2, "error: \u2014dry-run: '\u2014' begins no flag; write --dry-run\n"),
-        (("--config", "none.yaml"), 2, "none.yaml: cannot read it: No such file"),
-        (("1", "2"), 2, "got 3 values (tiny 1 2), expected one"),
+        (("--data-path", "x", "\u2014dry-run"), 2, "error: \u2014dry-run ... '\u2014' ... --dry-run"),
+        (("--config", "none.yaml"), 2, "none.yaml ... No such file"),
+        (("1", "2"), 2, "3 values (tiny 1 2) ... one"),
     ],
 )
 def test_refused_in_one_line(tmp_path, words, code, message):
     done = train(tmp_path, *(() if "--actor-model" in words else TINY), *words)
     assert done.returncode == code, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr == naming(message)
     assert started(tmp_path) == []
 
 
@@ -318,14 +317,14 @@ def test_step_3_needs_the_models_of_2_and_of_1_where_none_is_named(tmp_path):
     done = train(tmp_path, *TINY, "--step", "3")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: --ppo.critic-model-name-or-path: output/reward: got no config.json")
+    assert line == naming("error: --ppo.critic-model-name-or-path ... output/reward ... config.json")
     assert line.endswith("python train.py --step 2 --actor-model tiny --reward-model tiny")
     planned = train(tmp_path, *TINY, "--step", "3", "--target", "1xH100")
     assert planned.returncode == 0, planned.stderr
-    assert "note: output/reward does not exist: planned as trained from output/demo/base\n" in planned.stdout
+    assert planned.stdout == naming("note: output/reward ... planned as trained from output/demo/base")
     for words in ((), ("--method", "grpo", "--ppo.reward-function", "length")):
         noted = train(tmp_path, *TINY, "--step", "1", "2", "3", "--target", "1xH100", *words).stdout
-        assert ("note: stage 3 does not read the reward model of stage 2" in noted) == bool(words)
+        assert (noted == naming("note: stage 3 ... reward model of stage 2")) == bool(words)
     make_model(tmp_path / "output" / "sft")
     make_model(tmp_path / "output" / "reward")
     assert train(tmp_path, *TINY, "--step", "3", STUB_OUTCOMES="0").returncode == 0
@@ -337,23 +336,19 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
         assert done.returncode == 0, done.stderr
         return [line for line in done.stdout.splitlines() if "--target" in line]
 
-    one = "note: --deployment-type single_gpu does not go with --target 2x8xH100: planned with multi_node"
+    one = naming("--deployment-type single_gpu ... --target 2x8xH100 ... multi_node")
     assert notes("--target", "2x8xH100", "--deployment-type", "single_gpu") == [one]
     assert notes("--target", "2x8xH100") == notes("--target", "1xH100", "--deployment-type", "single_gpu") == []
     words = ("--deployment-type", "single_node", "--num-gpus", "4", "--include", "localhost:0")
-    assert notes("--target", "8xH100", *words[:4]) == [
-        "note: --num-gpus 4 does not go with --target 8xH100: planned with 8"
-    ]
-    assert notes("--target", "8xH100", *words[:2], *words[4:]) == [
-        "note: --include localhost:0 does not go with --target 8xH100: planned without it"
-    ]
+    assert notes("--target", "8xH100", *words[:4]) == [naming("--num-gpus 4 ... --target 8xH100 ... 8")]
+    assert notes("--target", "8xH100", *words[:2], *words[4:]) == [naming("--include localhost:0 ... --target 8xH100")]
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--ppo.rollout-weights", "streamed"), "--rollout-weights streamed: needs --actor-zero-stage 3"),
-        (("--ppo.inference-tp-size", "3"), "--inference-tp-size 3: must divide the 2 ranks; give 1"),
+        (("--ppo.inference-tp-size", "3"), "--inference-tp-size 3 ... 2 ranks ... 1"),
         (("--ppo.offload-reference-model", "true"), "--offload-reference-model / --offload-reward-model: need ZeRO"),
         (("--ppo.offload-reward-model", "true"), "--offload-reference-model / --offload-reward-model: need ZeRO"),
     ],
@@ -361,7 +356,7 @@ def test_a_plan_for_a_target_names_the_launchers_flags_that_it_replaces(tmp_path
 def test_what_step_3_would_refuse_is_refused_before_step_1(tmp_path, flags, says):
     below_3 = ("--ppo.actor-zero-stage", "2", "--ppo.critic-zero-stage", "2")
     done = train(tmp_path, *TINY, *flags, *below_3, "--explain")
-    assert done.returncode == 2 and f"error: --ppo.{says.removeprefix('--')}" in done.stderr, done.stderr
+    assert done.returncode == 2 and done.stderr == naming(f"error: --ppo.{says.removeprefix('--')}")
 
 
 def test_batch_arithmetic_of_the_users_json(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pyte
 import pytest
+from support.messages import naming
 
 from pipeline.errors import say
 from pipeline.heartbeat import Beat
@@ -81,7 +82,7 @@ def test_an_error_that_all_meet_is_not_one_ranks():
     assert alone.code == 3
     assert alone.lines == [
         "error: no device",
-        "error: rank 1 on node-1, step 7, phase train: the error is of this rank only",
+        naming("error: rank 1 on node-1, step 7 ... this rank only"),
         f"error: its log: {RUN}/log/rank-1.txt",
     ]
 
@@ -110,14 +111,11 @@ def test_what_killed_a_rank():
             verdict_on(ranks, status(**changes)).lines[0].removeprefix("error: rank 1 on node-1, step 7, phase train: ")
         )
 
-    assert line(-9) == "killed by SIGKILL: by hand, or out of memory? (it used 300 MiB, 1.0 of 23.0 GiB were free)"
-    assert (
-        line(-9, memory="", oom_kills=1)
-        == "killed by SIGKILL: the kernel killed it for lack of memory (it used 300 MiB)"
-    )
+    assert line(-9) == naming("SIGKILL ... out of memory? ... 300 MiB, 1.0 of 23.0 GiB")
+    assert line(-9, memory="", oom_kills=1) == naming("SIGKILL ... the kernel ... lack of memory ... 300 MiB")
     assert line(-11) == "killed by SIGSEGV" and line(-50) == "killed by signal 50"
     assert line(3) == "its process ended with 3"
-    assert line(None, memory="") == "its process is gone: by hand, or out of memory? (it used 300 MiB)"
+    assert line(None, memory="") == naming("gone ... out of memory? ... 300 MiB")
 
 
 def test_a_rank_that_ends_before_it_can_write_how():
@@ -126,9 +124,9 @@ def test_a_rank_that_ends_before_it_can_write_how():
         assert (verdict_on(ranks, status(3)).code, verdict_on(ranks, status(3)).lines) == (3, [])
         killed = verdict_on(ranks, status(-11))
         assert killed.code == 1
-        assert killed.lines == ["error: a rank was killed by SIGSEGV before it had started; its output is above"]
+        assert killed.lines == [naming("error: ... SIGSEGV ... before it had started")]
         assert verdict_on(ranks, status(1, asked=True)).code == 75
-    assert verdict_on([], status()).lines == ["error: a rank ended with 0 before it had started; its output is above"]
+    assert verdict_on([], status()).lines == [naming("error: ... ended with 0 ... before it had started")]
     assert verdict_on([rank(0, 4)], status(1)).code == 4, "an error that was written explains more"
 
 

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.messages import naming
 
 from pipeline.random_numbers import derive_key, permutation, philox4x32, seed_dropout, uniforms, words_to_uniform
 
@@ -135,7 +136,7 @@ def test_seed_and_purpose_cannot_run_into_each_other():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epoch": 2**20}, r"epoch must be in \[0, 2\*\*20\), got 1048576"),
+        ({"epoch": 2**20}, naming("epoch ... [0, 2**20) ... 1048576")),
         ({"epoch": -1}, "epoch"),
         ({"prompt_ids": torch.tensor([0, -5])}, "prompt id .* got -5"),
         ({"sample_index": torch.tensor([4096])}, "sample index"),

@@ -64,7 +64,7 @@ def test_a_pattern_picks_layers_by_name(tiny_folders):
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(causal_folder):
-    with pytest.raises(InputError, match="--lora-module-name nothing_like_it: matches no linear layer; .*_proj"):
+    with pytest.raises(InputError, match="--lora-module-name nothing_like_it: .*_proj"):
         with_adapters(causal_folder, name="nothing_like_it")
 
 

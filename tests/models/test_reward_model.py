@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.messages import naming
 from support.tiny_models import EOS, padded, random_rows
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -119,7 +120,7 @@ def test_a_language_model_gets_a_head_only_on_request(causal_folder):
 def test_a_folder_that_names_no_architecture_is_no_reward_model(tmp_path):
     """As that of an adapter alone."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
-    with pytest.raises(InputError, match=r"has no reward head \(config.json names no architecture\); give"):
+    with pytest.raises(InputError, match=naming("no reward head ... (config.json names no architecture)")):
         check_reward_model(str(tmp_path))
 
 

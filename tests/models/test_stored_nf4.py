@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import save_family
+from support.messages import naming
 from support.stored_nf4 import store_nf4
 from support.tiny_models import random_rows, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -145,7 +146,7 @@ def test_an_adapter_on_a_stored_base_stays_apart_and_is_merged_into_its_values(
     again = load_causal_lm(str(adapter), dtype=torch.float32)
     assert is_lora(again) and quantization_of(again) == "nf4"
     assert merge.main([str(adapter), f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
-    assert "merged into the nf4 codes of" in capsys.readouterr().out
+    assert "the nf4 codes of" in capsys.readouterr().out
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(merged(input_ids=ROW).logits, again.eval()(input_ids=ROW).logits, rtol=0, atol=1e-4)
@@ -181,11 +182,11 @@ def test_stored_weights_are_planned_without_bitsandbytes(base: str, tmp_path: Pa
 def test_the_flag_says_what_is_stored(base: str, tmp_path: Path) -> None:
     folder = with_entry(base, tmp_path / "nf4", **ENTRY)
     check_settings(ModelSource(folder), ModelConfig(lora_dim=2, quantization="nf4"))
-    says = "nf4: its weights are stored as nf4; give --{}quantization nf4, with LoRA$"
+    says = "nf4 ... stored as nf4 ... --{}quantization nf4, with LoRA"
     for kind in ("none", "int8"):
-        with pytest.raises(InputError, match=says.format("actor-")):
+        with pytest.raises(InputError, match=naming(says.format("actor-"))):
             check_settings(ModelSource(folder), ModelConfig(quantization=kind), "actor_")
-        with pytest.raises(InputError, match=says.format("")):
+        with pytest.raises(InputError, match=naming(says.format(""))):
             load_causal_lm(folder, dtype=torch.float32, quantization=kind)
 
 
@@ -201,14 +202,14 @@ def test_what_else_bitsandbytes_stores_is_refused(
     entry: dict[str, Any], stored: str, base: str, tmp_path: Path
 ) -> None:
     folder = with_entry(base, tmp_path / "model", **entry)
-    with pytest.raises(InputError, match=rf"are stored as {stored} \(config.json: quantization_config\), which cannot"):
+    with pytest.raises(InputError, match=naming(f"stored as {stored} ... quantization_config ... cannot")):
         check_settings(ModelSource(folder), ModelConfig(lora_dim=2, quantization="nf4"))
 
 
 def test_no_int8_codes_are_made_of_4_bits(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = with_entry(base, tmp_path / "nf4", **ENTRY)
     assert export.main([folder, "--output", f"{tmp_path}/int8", "--dtype", "int8"]) == EXIT_INPUT
-    line = f"error: --checkpoint: {folder} is stored as nf4; name its 16-bit original"
+    line = naming(f"error: --checkpoint ... {folder} ... nf4 ... 16-bit original")
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 
@@ -218,6 +219,6 @@ def test_a_stored_base_without_bitsandbytes_is_one_line(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     folder = with_entry(base, tmp_path / "nf4", **ENTRY)
     for kind, says in (("auto", f"{folder}: its weights are stored as nf4"), ("nf4", "--quantization nf4")):
-        with pytest.raises(EnvironmentFault, match="pip install bitsandbytes, which is not installed here") as raised:
+        with pytest.raises(EnvironmentFault, match=naming("pip install bitsandbytes ... not installed")) as raised:
             load_causal_lm(folder, dtype=torch.float32, quantization=kind)
         assert str(raised.value).startswith(f"{says}: ") and "\n" not in str(raised.value)

@@ -10,6 +10,7 @@ import jinja2
 import pytest
 from input_calls import call, stage_words
 from jinja2 import meta
+from support.messages import naming
 from support.row_options import load_rows
 from support.tiny_run import make_folder
 from transformers import AutoTokenizer, GPT2TokenizerFast, PreTrainedTokenizerBase
@@ -127,21 +128,21 @@ def test_a_later_stage_puts_no_second_line_and_replaces_a_value(tokenizer: Any, 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["enable_thinkin=1"], "enable_thinkin: .* does not read it; did you mean enable_thinking.$"),
-        (["messages=1"], "messages: .* does not read it; it reads enable_thinking, reasoning_effort$"),
-        (["eos_token=x"], "eos_token: .* does not read it"),
-        (["enable_thinking"], ": got 'enable_thinking', expected NAME=VALUE words: enable_thinking=false$"),
-        (["=1"], ": got '=1'"),
-        (["a b=1"], ": got 'a b=1'"),
-        (["a=1", "a=2"], ": got a twice"),
-        (["reasoning_effort=null"], ": the chat template of .* rejects a conversation: unknown effort$"),
+        (["enable_thinkin=1"], "enable_thinkin ... not read it ... enable_thinking?"),
+        (["messages=1"], "messages ... not read it ... enable_thinking, reasoning_effort"),
+        (["eos_token=x"], "eos_token ... not read it"),
+        (["enable_thinking"], "'enable_thinking' ... enable_thinking=false"),
+        (["=1"], "'=1'"),
+        (["a b=1"], "'a b=1'"),
+        (["a=1", "a=2"], "got a twice"),
+        (["reasoning_effort=null"], "the chat template ... unknown effort"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(words: list[str], line: str, tokenizer: Any) -> None:
     tokenizer.chat_template = SWITCHED + (
         "{% if reasoning_effort is none %}{{ raise_exception('unknown effort') }}{% endif %}"
     )
-    with pytest.raises(InputError, match=f"^--chat-template-kwargs ?{line}"):
+    with pytest.raises(InputError, match=naming("--chat-template-kwargs", line)):
         set_template_values(tokenizer, template_values(words), all_of=True)
 
 
@@ -208,4 +209,4 @@ def test_stage_1_trains_with_it_saves_it_and_chat_renders_the_same(tmp_path: Pat
     assert encode_prompt(prepare_tokenizer(ModelSource(saved), "auto"), prompt) == expected, "a later stage"
     refused = call("sft", stage_words("sft", folder, tmp_path / "wrong", chat_template_kwargs=["enabled=1"], **flags))
     assert refused.code == 2 and len(refused.errors) == 1, refused.stderr
-    assert refused.errors[0].startswith("error: --chat-template-kwargs enabled: the chat template of ")
+    assert refused.errors[0] == naming("error: --chat-template-kwargs enabled ... the chat template")

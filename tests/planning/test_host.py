@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.command_run import run_command
+from support.messages import naming
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
@@ -177,9 +178,7 @@ def test_a_host_without_room_for_the_copy_lets_training_wait_for_checkpoints(tmp
     planner, resolved = planned(tmp_path, words, name="mine", memory_gib=80, host_memory_gib=3)
     assert not fits(planner.memory(resolved), planner.target)
     (change,) = Remedies.of(planner, resolved).same.changes
-    assert str(change) == (
-        "--save-in-background false: frees 1.4 GiB of the host; cost: training waits for each checkpoint"
-    )
+    assert str(change) == naming("--save-in-background false ... 1.4 GiB of the host ... each checkpoint")
 
 
 @pytest.mark.slow

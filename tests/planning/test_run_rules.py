@@ -11,6 +11,7 @@ from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
 from support.marks import slow_but
+from support.messages import naming
 from transformers import PretrainedConfig
 
 import step3_ppo.models.engines
@@ -61,9 +62,9 @@ def test_a_run_that_keeps_its_cache_is_planned_so(phase):
     "first, later, line",
     [
         (True, True, "stays in memory during the update"),
-        (True, False, "stays in memory during the first update only; it is then allocated again"),
+        (True, False, "in memory ... first update only"),
         (False, True, "stays in memory during the update"),
-        (False, False, "is freed before the update, and allocated again"),
+        (False, False, "freed before the update"),
     ],
 )
 def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_ones(monkeypatch, first, later, line):
@@ -82,7 +83,7 @@ def test_the_plan_asks_the_rule_of_the_run_for_the_first_update_and_for_later_on
     free = device - plan.besides[0] - update.states - plan.phases["generate"].rollout
     assert calls == [(free, device, 0), (free, device, update.total - update.rollout - update.states)]
     assert (plan.keeps_buffers, update.rollout > 0) == (later, first or later)
-    assert any(line in text for text in stage_page(StagePlan.of(planner, resolved, 0)))
+    assert naming(line) in stage_page(StagePlan.of(planner, resolved, 0))
 
 
 def test_a_first_update_that_lacks_memory_beside_the_cache_is_planned_without_it(monkeypatch, tmp_path):
@@ -165,7 +166,7 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
         changed = planner.needs(resolved)
         assert (changed.steps_each, changed.num_steps(640)) == (7, 70)
         page = "\n".join(stage_page(StagePlan.of(planner, resolved, 640)))
-        assert "  steps    70 optimizer steps in 10 rollouts (about; --num-train-epochs 1)" in page
+        assert page == naming("70 optimizer steps in 10 rollouts ... --num-train-epochs 1")
     with monkeypatch.context() as patch:
         patch.setattr(
             step3_ppo.models.needs,
@@ -291,5 +292,5 @@ def test_a_cache_that_fills_what_is_free_has_no_unused_blocks_beside_it(tmp_path
 def test_a_rollout_that_so_many_ranks_cannot_share_is_no_plan():
     """12 heads: a run would refuse it, so no remedy proposes it."""
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3, "--inference-tp-size 5"), "5xH200")
-    with pytest.raises(InputError, match="inference-tp-size 5: must divide the 12 heads of keys and values"):
+    with pytest.raises(InputError, match=naming("--inference-tp-size 5 ... 12 heads")):
         planner.needs(resolved)

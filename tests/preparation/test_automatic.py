@@ -16,6 +16,7 @@ import pytest
 import yaml
 from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.marks import slow_but
+from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 
 from benchmarks.speed.random_models import config_of
@@ -93,7 +94,7 @@ def test_the_largest_micro_batch_keeps_the_rows_of_a_step_and_is_remembered_by_s
 
 
 def test_a_single_row_without_memory_is_an_error(tmp_path):
-    with pytest.raises(EnvironmentFault, match="a micro-batch of 1 lacks memory"):
+    with pytest.raises(EnvironmentFault, match=naming("a micro-batch of 1 ... memory")):
         largest_micro_batch(SFT, settings(tmp_path), Target("H100", GIB), lambda *_: False, tmp_path / "known.json")
     assert not (tmp_path / "known.json").exists()
 
@@ -124,9 +125,9 @@ LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_RO
 def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks, also):
     """Of a GPU with so little memory, or a host without room for an optimizer."""
     target, flags = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB), {"lora_dim": 16} | also
-    with pytest.raises(EnvironmentFault, match=f"--auto-fit: does not fit: .*{lacks}") as fault:
+    with pytest.raises(EnvironmentFault, match=f"--auto-fit: .*{lacks}") as fault:
         flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "true"), target)
-    assert str(fault.value).endswith(f"; --auto-fit any would train something else: {' '.join(flag_words(flags))}")
+    assert str(fault.value) == naming(f"--auto-fit any ... {' '.join(flag_words(flags))}")
     assert flags_that_fit(SFT, settings(tmp_path, "--auto-fit", "any"), target) == flags
     assert "--lora-dim 16: frees " in capsys.readouterr().err
     enough = Target("GPU", int(2.6 * GIB), host_memory=64 * GIB)
@@ -233,9 +234,7 @@ def test_a_port_that_the_ranks_of_a_search_still_hold_is_waited_for(tmp_path, mo
 
 def test_a_stage_without_a_supervisor_says_who_chooses(capsys):
     assert sft_main(["--model-name-or-path", "base", "--data-path", "a.jsonl", "--auto-batch"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --auto-batch: flags are chosen before ranks start: give it to `rlhf"
-    )
+    assert capsys.readouterr().err == naming("error: --auto-batch ... `rlhf")
 
 
 # Plays a rank: it lacks memory in the phases of $LACKING, one after the other, until the job is
@@ -295,7 +294,7 @@ def test_a_try_that_fails_otherwise_says_why_and_keeps_its_output(tmp_path, monk
     with pytest.raises(RunError) as failed:
         tried_four(tmp_path)
     first, *others = str(failed.value).splitlines()
-    assert re.fullmatch(r"--auto-batch: a micro-batch of 4: rank 0 on .*: a fault", first)
+    assert first == naming("--auto-batch ... a micro-batch of 4 ... rank 0 on ... a fault")
     assert not any(line.startswith("error: ") for line in others)
     assert str(failed.value).endswith(f"; its output: {tmp_path / 'try/output.txt'}") and (tmp_path / "try").is_dir()
 

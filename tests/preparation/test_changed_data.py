@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import naming
 from support.tiny_run import make_folder, write_lines
 from transformers import AutoTokenizer
 
@@ -88,8 +89,8 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
     with pytest.raises(InputError) as error:
         look()
     changed, hint = str(error.value).splitlines()
-    assert changed == f"{flag}: the content of train.jsonl is not what the checkpoint was made of"
-    assert hint.startswith(f"{stage.section}: {folder}: resume with the same flags, data,")
+    assert changed == naming(f"{flag} ... train.jsonl ... checkpoint")
+    assert hint == naming(f"{stage.section}: {folder} ... same flags")
     assert hint.endswith(f"; --{stage.section}.force-resume goes on nevertheless")
     for more in (("--force-resume",), ("--overwrite",), ("--resume", "never")):
         plan[stage] = configuration(stage, *more)
@@ -99,7 +100,7 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
 def test_changed_text_of_the_ptx_loss_is_found(begun):
     plan = {PPO: begun(PPO)}
     change("text.jsonl", text="Something else.")
-    with pytest.raises(InputError, match=r"^--unsupervised-data-path: the content of text.jsonl is not what the chec"):
+    with pytest.raises(InputError, match=naming("--unsupervised-data-path ... text.jsonl ... checkpoint")):
         look_before_start(plan, dry_run=True)
 
 
@@ -107,4 +108,4 @@ def test_sources_that_a_dry_run_does_not_read_are_not_compared(begun):
     """A hub id in place of a file: whether its rows are the same is found when it is downloaded."""
     begun(SFT)
     plan = {SFT: configuration(SFT, "--data-path", "train.jsonl", "org/rows")}
-    assert look_before_start(plan, dry_run=True) == ["not looked at (no network): org/rows"]
+    assert look_before_start(plan, dry_run=True) == [naming("no network ... org/rows")]

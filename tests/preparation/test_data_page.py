@@ -9,6 +9,7 @@ import pytest
 from support.command_run import run_command
 from support.launch_stub import ROOT
 from support.marks import slow_but
+from support.messages import naming
 from support.tiny_run import make_folder, write_lines
 from transformers import PreTrainedModel
 
@@ -44,8 +45,8 @@ def test_a_page_of_a_stage_loads_no_weights_and_starts_nothing(folder):
     done = run_command("step1_sft", command, folder=folder, first=refuse_weights)
     assert done.code == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "sft rows: 40 to train on, 0 held out, 4 dropped, of 44 given; 8 cut" in text
-    assert "sft rows: 20.0% cut, 9.1% dropped" in text
+    assert text == naming("sft rows: 40 to train on ... 0 held out, 4 dropped, of 44 ... 8 cut")
+    assert text == naming("sft rows: 20.0% cut, 9.1% dropped")
     shares, longest, limit = LENGTHS.search(text).groups()
     numbers = dict(map(int, pair.split(" % ")) for pair in shares.removesuffix(", ").split(", "))
     assert (int(longest), int(limit), numbers[95], numbers[99]) == (60, 60, 60, 60) and numbers[50] < 60

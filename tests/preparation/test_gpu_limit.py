@@ -1,6 +1,5 @@
 """`--gpu-memory-gib`: plans of a GPU of which a run may take a part, by the real command line."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from benchmarks.speed.planned import OPT, planner_of, ppo
@@ -79,13 +79,13 @@ def test_a_plan_is_that_of_a_gpu_of_so_many_gib(planned, section):
         ["--target", "1xH100-80GB", "--gpu-memory-gib", "24"], ["--target", "24.yaml"]
     ))  # fmt: skip
     assert limited.code == small.code == 0
-    assert f"plan of {section}, on 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib) each (described)" in limited.page
+    assert limited.page == naming(f"plan of {section} ... 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib)")
     assert limited.page.replace(" (--gpu-memory-gib)", "") == small.page
 
 
 def test_the_parts_of_a_plan_name_the_flag_beside_the_size(planned):
     page = planned("sft", "--target", "1xH100-80GB", "--gpu-memory-gib", "24", "--explain").page
-    assert re.search(r" verdict fits: [\d.]+ to [\d.]+ of 24\.00 GiB \(--gpu-memory-gib\) in phase \w+, ", page)
+    assert page == naming("fits", "of 24.00 GiB (--gpu-memory-gib)", "phase")
     whole = planned("sft", "--target", "1xH100-80GB", "--gpu-memory-gib", "0", "--explain").page
     assert " of 78.80 GiB in phase " in whole and "(--gpu-memory-gib)" not in whole
 
@@ -108,7 +108,7 @@ def test_what_does_not_fit_within_the_limit_is_changed_until_it_does(planned):
     little = ["--target", "1xH100-80GB", "--gpu-memory-gib", "0.7", "--per-device-train-batch-size", "4096"]
     lacking = planned("sft", *little)
     (line,) = lacking.errors
-    assert lacking.code == 3 and " of 0.70 GiB (--gpu-memory-gib) in phase train (1 x H100-80GB, " in line
+    assert lacking.code == 3 and line == naming("of 0.70 GiB (--gpu-memory-gib) ... phase train (1 x H100-80GB,")
     fitted = planned("sft", *little, "--auto-fit", "true")
     assert fitted.code == 0 and " --auto-fit true makes it fit " in fitted.page
 
@@ -116,7 +116,7 @@ def test_what_does_not_fit_within_the_limit_is_changed_until_it_does(planned):
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        ("--gpu-memory-gib 79", 3, "--gpu-memory-gib 79: H100-80GB has 78.80 GiB; give less, or 0 for all of it"),
+        ("--gpu-memory-gib 79", 3, "--gpu-memory-gib 79 ... 78.80 GiB ... less, or 0"),
         ("--gpu-memory-gib -1", 2, "--gpu-memory-gib: got '-1'"),
         ("--gpu-memory-gib nan", 2, "--gpu-memory-gib: got 'nan'"),
         ("--gpu-memory-gib inf", 2, "--gpu-memory-gib: got 'inf'"),
@@ -126,7 +126,7 @@ def test_what_does_not_fit_within_the_limit_is_changed_until_it_does(planned):
 def test_what_no_gpu_can_give_is_refused_in_one_line(planned, words, code, line):
     done = planned("sft", "--target", "1xH100-80GB", *words.split())
     (error,) = done.errors
-    assert done.code == code and error.startswith(f"error: {line}"), error
+    assert done.code == code and error == naming(f"error: {line}")
 
 
 def test_the_whole_of_a_gpu_may_be_named(planned):
@@ -151,8 +151,8 @@ def test_train_gives_it_to_each_stage(inputs, monkeypatch, capsys):
     words += " --gpu-memory-gib 24 --ppo.gpu-memory-gib 30"
     assert train.main(words.split()) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "plan of sft, reward, on 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib) each" in page
-    assert "plan of ppo, on 1 x H100-80GB, 30.0 GiB (--gpu-memory-gib) each" in page
+    assert page == naming("plan of sft, reward ... 1 x H100-80GB, 24.0 GiB (--gpu-memory-gib)")
+    assert page == naming("plan of ppo ... 1 x H100-80GB, 30.0 GiB (--gpu-memory-gib)")
 
 
 @pytest.mark.parametrize("kind", ["preset", "config"])
@@ -190,7 +190,7 @@ def test_a_limit_of_a_later_stage_is_looked_at_before_the_first_one_starts(input
     configs = {stage_of(name): settings_of(name, gib).config for name, gib in (("sft", "24"), ("reward", "25"))}
     with pytest.raises(EnvironmentFault) as refused:
         look_before_start(configs, dry_run=False, named_by_section=True)
-    line = "--reward.gpu-memory-gib 25: X has 24.00 GiB; give less, or 0 for all of it"
+    line = naming("--reward.gpu-memory-gib 25 ... 24.00 GiB ... less, or 0")
     assert str(refused.value) == line
     monkeypatch.setattr("pipeline.preparation.preflight.this_machine", lambda *slots: Target("CPU", GIB))
     assert look_before_start(configs, dry_run=False, named_by_section=True) == []

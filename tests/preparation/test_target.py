@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from support.messages import naming
 from support.tiny_run import make_folder, write_lines
 from transformers import AutoTokenizer
 
@@ -86,9 +87,9 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
         assert f" times: {said}" in short or " times are rough, " in short
         return said
 
-    what = "of the device; give them in a target file, or its name if it has a data sheet"
-    assert time_of("name: Mine") == f"not known without tb_per_s and tflops {what}"
-    assert time_of("tflops: 9") == f"not known without tb_per_s {what}"
+    what = "target file ... data sheet"
+    assert time_of("name: Mine") == naming(f"tb_per_s and tflops ... {what}")
+    assert time_of("tflops: 9") == naming(f"tb_per_s ... {what}")
     assert time_of("name: CPU") == "not planned for a CPU"
     assert time_of("name: L4").startswith("train ")
     assert time_of("name: T4").startswith("not planned in fp32: ")
@@ -97,24 +98,24 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
 @pytest.mark.parametrize(
     "text, line",
     [
-        ("8xH1000", "--target 8xH1000: H1000: known are B200-180GB, H200-141GB, "),
-        ("8xA100", "--target 8xA100: A100: give one of A100-80GB, A100-40GB"),
-        ("8x", "--target 8x: expected DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE (2x8xA100-40GB) or a YAML file"),
-        ("0xH100-80GB", "--target 0xH100-80GB: expected DEVICE, GPUSxDEVICE"),
-        ("gone.yaml", "--target: gone.yaml: cannot read it: No such file"),
-        ("memory: 3", "--target: {file}: expected fields hosts, gpus, name, memory_gib"),
-        ("memory_gib: 3\ngpu: 2", "--target: {file}: gpu: unknown field; did you mean gpus?"),
-        ("memory_gib: -3", "--target: {file}: memory_gib: got -3, expected a number above 0"),
-        ("memory_gib: 8\ngpus: 1.5", "--target: {file}: gpus: got 1.5, expected a whole number above 0"),
-        ("00xH100-80GB", "--target 00xH100-80GB: expected DEVICE, GPUSxDEVICE"),
-        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: expected DEVICE, GPUSxDEVICE"),
-        ("memory_gib: .inf", "--target: {file}: memory_gib: got inf, expected a number above 0 and below 1,000,000"),
-        ("memory_gib: 8\ngpus: true", "--target: {file}: gpus: got True, expected a whole number above 0"),
-        ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target: {file}: hosts x gpus: expected fewer than 1,000,000"),
-        ("memory_gib: 8\ngpus: 2\nmemory_gib: 80", "--target: {file}: line 3: memory_gib: occurs twice"),
+        ("8xH1000", "--target 8xH1000 ... B200-180GB, H200-141GB"),
+        ("8xA100", "--target 8xA100 ... A100-80GB, A100-40GB"),
+        ("8x", "--target 8x: ... DEVICE, GPUSxDEVICE, HOSTSxGPUSxDEVICE ... a YAML file"),
+        ("0xH100-80GB", "--target 0xH100-80GB: ... DEVICE, GPUSxDEVICE"),
+        ("gone.yaml", "--target ... gone.yaml ... No such file"),
+        ("memory: 3", "--target ... {file} ... hosts, gpus, name, memory_gib"),
+        ("memory_gib: 3\ngpu: 2", "--target ... {file} ... gpu ... gpus?"),
+        ("memory_gib: -3", "--target ... {file} ... memory_gib ... -3 ... above 0"),
+        ("memory_gib: 8\ngpus: 1.5", "--target ... {file} ... gpus ... 1.5 ... above 0"),
+        ("00xH100-80GB", "--target 00xH100-80GB: ... DEVICE, GPUSxDEVICE"),
+        ("9999999999xH100-80GB", "--target 9999999999xH100-80GB: ... DEVICE, GPUSxDEVICE"),
+        ("memory_gib: .inf", "--target ... {file} ... memory_gib ... inf ... below 1,000,000"),
+        ("memory_gib: 8\ngpus: true", "--target ... {file} ... gpus ... True ... above 0"),
+        ("memory_gib: 8\ngpus: 5000\nhosts: 5000", "--target ... {file} ... hosts x gpus ... 1,000,000"),
+        ("memory_gib: 8\ngpus: 2\nmemory_gib: 80", "--target ... {file} ... line 3 ... memory_gib ... twice"),
         ("memory_gib: 8\ngpus: [2", "--target: {file}: line 2: "),
-        ("- memory_gib: 8", "--target: {file}: got a list, expected `flag: value` lines"),
-        ("memory_gib: 8\nname:", "--target: {file}: name: got None, expected the name of a device"),
+        ("- memory_gib: 8", "--target ... {file} ... a list ... `flag: value`"),
+        ("memory_gib: 8\nname:", "--target ... {file} ... name ... None ... name of a device"),
     ],
 )
 def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
@@ -124,7 +125,7 @@ def test_what_is_no_hardware_is_refused_in_one_line(tmp_path, text, line):
         text = str(file)
     with pytest.raises(InputError) as refused:
         parse_target(text)
-    assert str(refused.value).startswith(line.format(file=file)) and "\n" not in str(refused.value)
+    assert str(refused.value) == naming(line.format(file=file)) and "\n" not in str(refused.value)
 
 
 def one_line(page: str) -> str:
@@ -150,7 +151,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml", "--data-split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "plan of sft, on 2 x small, 4.0 GiB each (described), bf16" and len(lines) <= 7
+    assert lines[0] == naming("plan of sft ... 2 x small, 4.0 GiB ... bf16") and len(lines) <= 7
     assert re.fullmatch(r"  sft      fits +\d\.\d to \d\.\d of 4\.0 +\d\.\d", lines[2])
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
@@ -160,10 +161,10 @@ def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
     flags = lines.index(next(line for line in lines if line.startswith("  data_path ")))
     page = " ".join(" ".join(lines[:flags]).split())
     assert all(len(line) <= 80 for line in lines[:flags])
-    assert "besides expected and high include 1.1 to 2.2 GiB of CUDA's and NCCL's own memory, and 4% to 9%" in page
-    assert " batch micro-batch 16 x 1 accumulated x 2 ranks = 32 rows of 96 tokens an optimizer step " in page
+    assert page == naming("1.1 to 2.2 GiB of CUDA's ... 4% to 9%")
+    assert page == naming("micro-batch 16 x 1 ... x 2 ranks = 32 rows of 96 tokens")
     assert " verdict fits: " in page and " data train.jsonl: 8 rows of " in page
-    assert "from all 8 records, 0 dropped" in page and "; 20% of the prompts are for this stage" in page
+    assert page == naming("all 8 records, 0 dropped") and page == naming("20% of the prompts")
 
 
 def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned, inputs, capsys):
@@ -179,9 +180,9 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
     write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4, 0)])
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
-    lengths = f"5 rows of {shortest} to {shortest + 39} tokens, half up to {shortest + 3}"
+    lengths = f"5 rows of {shortest} to {shortest + 39} tokens ... up to {shortest + 3}"
     page = planned("--target", "small.yaml", "--explain", "--data-path", "lengths.jsonl", "--data-split", "none").stdout
-    assert f" data lengths.jsonl: {lengths} from all 5 records, 1 dropped; 1 dropped: " in one_line(page)
+    assert one_line(page) == naming(f"data lengths.jsonl: {lengths} ... all 5 records, 1 dropped; 1 dropped:")
 
 
 @pytest.mark.parametrize(
@@ -190,10 +191,10 @@ def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
         (
             "",
             "(4 + 1) x CPU, 4.0 GiB",
-            "micro-batch 3 x 1 accumulated x 5 ranks = 15 rows",
-            "the largest machine's 16.00: 4 processes",
+            "micro-batch 3 x 1 ... x 5 ranks = 15 rows",
+            "largest machine's 16.00: 4 processes",
         ),
-        ("a:0,2@b", "(2 + 1) x CPU, 8.0 GiB", "x 3 ranks = 9 rows", "the largest machine's 16.00: 2 processes"),
+        ("a:0,2@b", "(2 + 1) x CPU, 8.0 GiB", "x 3 ranks = 9 rows", "largest machine's 16.00: 2 processes"),
         ("a:0@b", "2 x 1 x CPU, 16.0 GiB", "x 2 ranks = 6 rows", "each machine's 16.00: 1 process"),
     ],
 )
@@ -208,8 +209,8 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
     words = [*STAGE, "--per-device-train-batch-size", "3", "--explain"]
     assert run_job(SFT, parse_request("multi_node", [*hosts, "1", *words]), None) == 0
     by_launcher = capsys.readouterr().out
-    assert f"plan of sft, on {hardware} each, fp32" in by_launcher
-    assert batch in one_line(by_launcher) and largest in one_line(by_launcher)
+    assert by_launcher == naming(f"plan of sft ... {hardware} ... fp32")
+    assert one_line(by_launcher) == naming(batch) and one_line(by_launcher) == naming(largest)
 
     def here(command: list[str], **_: object) -> SimpleNamespace:
         return SimpleNamespace(returncode=preflight.main(command[-1]))
@@ -235,8 +236,8 @@ def test_the_steps_of_a_run_are_told_from_its_rows(planned):
     """Of 8 records without a split, 0.8 are held out: 7.2 rows are 4 steps of 2 ranks x 1 row, in each epoch."""
     words = ("--explain", "--target", "small.yaml", "--per-device-train-batch-size", "1", "--num-train-epochs", "2")
     whole, shared = planned(*words).stdout, planned(*words, "--data-split", "2,4,4").stdout
-    assert "  steps    8 optimizer steps (about; --num-train-epochs 2)\n" in whole
-    assert "  steps    2 optimizer steps (about; --num-train-epochs 2)\n" in shared, "20 % are for this stage"
+    assert whole == naming("8 optimizer steps ... --num-train-epochs 2")
+    assert shared == naming("2 optimizer steps ... --num-train-epochs 2"), "20 % are for this stage"
     assert "  steps    3 optimizer steps (--max-steps)\n" in planned(*words, "--max-steps", "3").stdout
     assert "  steps    1 optimizer step (--max-steps)\n" in planned(*words, "--max-steps", "1").stdout
     assert "  steps " not in planned(*words, "--packing", "true").stdout
@@ -276,7 +277,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     # The context alone is more than this device has: what a tiny model can give back is next to nothing.
     assert lines[3].startswith("  chosen for sft: ") and "--per-device-train-batch-size 1" in "".join(lines[3:6])
     told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
-    assert lines[told + 1].startswith("  no change of flags is enough: use")
+    assert lines[told + 1] == naming("no change of flags ... use")
     assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
 
 
@@ -292,12 +293,12 @@ def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, c
     words += f" --preset {preset}"
     assert ppo_main(words.split()) == 3
     done = capsys.readouterr()
-    assert f"note: --inference-tp-size 2 in place of 8 ({preset}), which does not divide 2 ranks " in one_line(done.out)
-    assert "  ppo: answers of at most 8 tokens; the first rollout logs how many reach that\n" in done.out
+    assert one_line(done.out) == naming(f"--inference-tp-size 2 ... 8 ({preset}) ... 2 ranks")
+    assert done.out == naming("ppo: answers ... at most 8 tokens")
     assert "\nppo does not fit: " in done.out and "\n  no change of flags is enough: " in done.out
     assert done.err.startswith("error: ppo: does not fit: ") and done.err.count("\n") == 1
     assert ppo_main([*words.split(), "--inference-tp-size", "8"]) == 2
-    assert capsys.readouterr().err == "error: --inference-tp-size 8: must divide the 2 ranks; give 2\n"
+    assert capsys.readouterr().err == naming("error: --inference-tp-size 8 ... 2 ranks ... 2")
 
 
 def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
@@ -305,8 +306,8 @@ def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     lacking, changed = planned(*words), planned(*words, "--auto-fit")
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
     page = one_line(changed.stdout)
-    assert " fits with these changes, each planned with those before it: --per-device-train-batch-size 16384 " in page
-    assert ", and 4.0 to 9.0 of the host, of its 64.0 --auto-fit true makes it fit dry run: " in page
+    assert page == naming("fits with these changes ... --per-device-train-batch-size 16384")
+    assert page == naming("4.0 to 9.0 of the host, of its 64.0 ... --auto-fit true")
     assert "makes it fit" not in lacking.stdout
 
 
@@ -351,7 +352,7 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     sheet = page("1xH200")
     assert sheet["device"] == "  device   data sheet, not measured"
     times = [page("2xH200")[name] for name in ("time", "exchange")]
-    assert re.search(r" s: estimated from the device's speeds, by the shares", times[0])
+    assert times[0] == naming("s: estimated from the device's speeds")
     assert times[1].endswith("% of these times (estimate)")
     speed = DEVICES["H200-141GB"][2] * PRODUCTS / 2
     store_constants(DeviceConstants("NVIDIA H200", "2026-11-22", 139 * GIB, speed, 2.14, 55.0, GIB))
@@ -384,7 +385,7 @@ def test_a_plan_on_a_cpu_is_judged_by_the_memory_of_the_host(on_cpu):
     small, tight, large = (on_cpu(limit) for limit in (1.0, 1.5, 3.0))
     assert (small.returncode, tight.returncode, large.returncode) == (3, 0, 0)
     assert small.stderr.startswith("error: sft: does not fit: 1.1") and "of 1.00 GiB in phase train" in small.stderr
-    assert small.stderr.endswith("; for GPUs that are not here give --target, as 8xH100-80GB\n")
+    assert small.stderr == naming("--target, as 8xH100-80GB")
     assert "\n  verdict  tight: 1.1" in tight.stdout and "of 1.50 GiB in phase train\n" in tight.stdout
     assert "\nsft is tight: 1.1" in tight.stdout and "\n  sft      tight " in tight.stdout
     assert "plan of sft, on 1 x CPU, 3.0 GiB each, fp32\n" in large.stdout

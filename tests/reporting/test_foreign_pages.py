@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.recorded_runs import record
 
 from pipeline.errors import InputError
@@ -49,7 +50,7 @@ def test_what_no_report_wrote_stays_as_it_is(folder, capsys, name, text):
         assert main(["report", str(folder)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         file = folder / name.partition("/")[0]
-        assert line == f"error: {file}: found one that no report wrote; name another folder by --output"
+        assert line == naming(f"error: {file} ... --output")
     assert (folder / name).read_text() == text
     assert not {"report.html", "report.md", "curves"} - {name.partition("/")[0]} & {p.name for p in folder.iterdir()}
 
@@ -75,7 +76,7 @@ def test_pages_of_before_and_what_a_killed_report_left_are_replaced(folder, monk
 
 def test_a_page_that_is_a_folder_is_refused(folder):
     (folder / "report.html").mkdir()
-    with pytest.raises(InputError, match=r"report.html: found one that no report wrote"):
+    with pytest.raises(InputError, match=naming("report.html ... no report wrote")):
         write_report([folder], folder)
 
 
@@ -114,7 +115,7 @@ def test_pictures_are_not_written_through_a_link(tmp_path, folder):
     for name, text in OF_BEFORE.items():
         (folder / name).write_text(text)
     (folder / "curves").symlink_to(tmp_path / "mine")
-    with pytest.raises(InputError, match="curves: found one that no report wrote"):
+    with pytest.raises(InputError, match=naming("curves ... no report wrote")):
         write_report([folder], folder)
     (folder / "curves").unlink()
     (tmp_path / "mine" / "thesis.txt").write_text("x")

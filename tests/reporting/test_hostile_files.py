@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import naming
 from support.recorded_runs import ROWS, record
 
 from pipeline.processes import time_limit
@@ -107,9 +108,9 @@ def test_a_chapter_that_cannot_be_shown_is_left_out_in_a_line(folder, capsys):
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines + json.dumps({"step": DIGITS, "time": 1.0, "step_s": 1.0}) + "\n")
     (folder / "plan.json").write_text(json.dumps({"memory_gib": {"train": {"allocated": "much"}}}))
-    assert "warning: Stage 3: PPO is left out of the report: " in reported(capsys, folder)
+    assert reported(capsys, folder) == naming("Stage 3: PPO ... left out")
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").write_text(lines)
     (folder / "prompt_eval.json").write_text(json.dumps({"models": [5], "prompts": []}))
-    assert "warning: prompt_eval.json is left out of the report: " in reported(capsys, folder)
+    assert reported(capsys, folder) == naming("prompt_eval.json ... left out")
     assert "Stage 3: PPO" in (folder / "report.md").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from support.messages import naming
 from support.recorded_runs import HOSTILE, METRICS, ROWS, die, make_model, record, record_road
 
 from pipeline.errors import InputError
@@ -171,27 +172,27 @@ def verdict_of(output: Path) -> tuple[str, str, list[str]]:
 @pytest.mark.usefixtures("no_pictures")
 def test_the_verdict_is_better_worse_or_how_a_run_broke_off(tmp_path):
     folder = record(tmp_path, "reward")
-    better = ["reward: held-out accuracy on pairs 0.5 -> 0.6935 (600 pairs): better than at the start"]
+    better = [naming("reward: held-out accuracy ... 0.5 -> 0.6935 (600 pairs): better")]
     assert verdict_of(folder) == ("good", "Better than at the start", better)
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.5, "eval_rows": 600}\n')
-    same = ["reward: held-out accuracy on pairs 0.5 -> 0.5 (600 pairs): no difference that 600 rows can show"]
+    same = [naming("reward: held-out accuracy ... 0.5 -> 0.5 (600 pairs): no difference ... 600 rows")]
     assert verdict_of(folder) == ("open", "No difference that the held-out rows can show", same)
     (folder / "metrics.jsonl").write_text(lines + '{"step": 7, "eval_accuracy": 0.25, "eval_rows": 600}\n')
     kind, headline, (words,) = verdict_of(folder)
     assert (kind, headline) == ("bad", "Worse than at the start") and words.startswith("reward: held-out accuracy on")
     die(folder)
     kind, _, (words,) = verdict_of(folder)
-    assert kind == "bad" and words.startswith("reward: died at step 7 of 6 without an error")
+    assert kind == "bad" and words == naming("reward: died ... step 7 of 6 ... without an error")
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_goes_on_or_has_no_metrics_has_a_report(tmp_path):
     running = record(tmp_path / "a", "sft", code=None, total=50)
-    assert verdict_of(running) == ("open", "Not finished", ["sft: running, at step 6 of 50"])
+    assert verdict_of(running) == ("open", "Not finished", [naming("sft: running ... step 6 of 50")])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "log.txt").write_text("")
-    assert verdict_of(tmp_path / "b") == ("open", "Not finished", ["b: unknown end at step 0"])
+    assert verdict_of(tmp_path / "b") == ("open", "Not finished", [naming("b: unknown end ... step 0")])
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -265,16 +266,16 @@ def test_the_command_writes_where_it_is_told_and_says_where(tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "error: --folder: got none, expected an output folder or folders of runs, like output"),
-        (["nowhere"], "error: nowhere: no such folder; give an output folder or the folder of a run"),
-        (["empty"], "error: empty: found no run; give an output folder, which has runs/, or the folder of a run"),
+        ([], "error: --folder ... output"),
+        (["nowhere"], "error: nowhere ... no such folder ... an output folder ... a run"),
+        (["empty"], "error: empty ... no run ... runs/"),
     ],
 )
 def test_what_is_no_run_is_refused_in_a_line(tmp_path, capsys, monkeypatch, words, line):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     code, out, err = printed(capsys, *words)
-    assert (code, out, err.splitlines()) == (2, "", [line]) and not (tmp_path / "report").exists()
+    assert (code, out, err.splitlines()) == (2, "", [naming(line)]) and not (tmp_path / "report").exists()
 
 
 def test_a_folder_without_runs_has_none():

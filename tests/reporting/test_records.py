@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.recorded_runs import die, record, record_road, values_at
 
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
@@ -88,13 +89,13 @@ def test_a_run_ends_in_six_ways(tmp_path):
     ended = record(tmp_path / "a", "sft", steps=4)
     assert run_of(ended).ending == ("finished", "finished after 4 steps")
     running = record(tmp_path / "b", "sft", steps=4, total=9, code=None)
-    assert run_of(running).ending == ("running", "running, at step 4 of 9")
+    assert run_of(running).ending == ("running", naming("step 4 of 9"))
     die(running)
     assert run_of(running).ending[0] == "died" and "step 4 of 9" in run_of(running).ending[1]
     stopped = record(tmp_path / "c", "sft", code=75)
     assert run_of(stopped).ending[0] == "stopped" and "resumes" in run_of(stopped).ending[1]
     failed = record(tmp_path / "d", "sft", code=4)
-    assert run_of(failed).ending == ("failed", "failed at step 6 of 6 with exit code 4: the cause")
+    assert run_of(failed).ending == ("failed", naming("step 6 of 6 ... exit code 4: the cause"))
     (tmp_path / "e").mkdir()
     assert run_of(tmp_path / "e").ending[0] == "unknown"
 

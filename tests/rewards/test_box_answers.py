@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
@@ -83,8 +84,9 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(InputError) as raised:
             reward([])
-        assert str(raised.value).startswith(f"reward function {reward.__name__}: import of {module} halted")
-        assert str(raised.value).endswith(f"; pip install '.[{extra}]' in the project's folder")
+        assert str(raised.value) == naming(
+            f"{reward.__name__} ... import of {module} halted ... pip install '.[{extra}]'"
+        )
 
 
 @FORMS
@@ -104,7 +106,7 @@ def test_a_text_is_compared_with_that_of_a_column(form):
 def test_a_column_that_no_row_has_is_told():
     with pytest.raises(InputError) as raised:
         exact_match(["a"], answers=["a"], source=["b"])
-    assert str(raised.value) == "reward function exact_match: no prompt has a column 'answer'"
+    assert str(raised.value) == naming("exact_match ... no prompt ... 'answer'")
 
 
 @FORMS
@@ -159,7 +161,7 @@ def test_a_task_that_runs_answers_as_python_is_refused(gym, tmp_path):
     (line,) = prompt_lines("string_insertion", 1, seed=3)
     rows = {"entry": [json.loads(line)["entry"]]}
     text = f"<answer>[open({str(marker)!r}, 'w').name]</answer>"
-    with pytest.raises(InputError, match="string_insertion runs answers as Python; allow it by run_answers"):
+    with pytest.raises(InputError, match=naming("string_insertion ... Python ... run_answers")):
         reasoning_gym([text], **rows)
     assert not marker.exists()
     assert reasoning_gym([text], run_answers=True, **rows) == [0.0] and marker.exists()
@@ -185,7 +187,7 @@ def test_the_tasks_that_run_answers_are_known(gym):
 
 
 def test_a_task_whose_entries_are_no_json_is_refused(gym):
-    with pytest.raises(InputError, match="rearc: its answers are wrong once an entry is JSON"):
+    with pytest.raises(InputError, match=naming("rearc ... answers are wrong")):
         next(prompt_lines("rearc", 1, seed=3))
-    with pytest.raises(InputError, match="task legs: Dataset 'legs' not registered"):
+    with pytest.raises(InputError, match=naming("legs ... Dataset 'legs' not registered")):
         reasoning_gym(["<answer>1</answer>"], entry=['{"metadata": {"source_dataset": "legs"}}'])

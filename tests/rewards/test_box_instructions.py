@@ -1,6 +1,7 @@
 """Instructions that a program can check: each by texts that follow it and texts that do not, worked out by hand."""
 
 import pytest
+from support.messages import naming
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.instructions import CHECKS, instructions
@@ -90,14 +91,14 @@ def test_a_row_has_the_share_of_its_instructions(form):
 @pytest.mark.parametrize(
     ("instruction", "told"),
     [
-        ({"name": "all_capital"}, 'instructions: {"name": "all_capital"}: not {"name": ...} of number_of_words, '),
-        ({"name": "all_capital"}, "; did you mean all_capitals?"),
-        ("title", 'instructions: "title": not {"name": ...} of '),
-        ({"name": "title", "words": ["a"]}, "unexpected keyword argument 'words'; its settings: (text: str) -> bool"),
-        ({"name": "keywords", "words": 3}, "object is not iterable; its settings: "),
+        ({"name": "all_capital"}, 'instructions: {"name": "all_capital"} ... number_of_words'),
+        ({"name": "all_capital"}, "all_capitals?"),
+        ("title", 'instructions: "title" ... {"name": ...}'),
+        ({"name": "title", "words": ["a"]}, "'words' ... (text: str) -> bool"),
+        ({"name": "keywords", "words": 3}, "not iterable ... settings"),
     ],
 )
 def test_an_instruction_that_is_unknown_is_told(instruction, told):
     with pytest.raises(InputError) as raised:
         instructions(["a"], instructions=[[instruction]])
-    assert told in str(raised.value)
+    assert str(raised.value) == naming(told)

@@ -11,6 +11,7 @@ import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.messages import naming
 
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.box import judge as module
@@ -184,14 +185,14 @@ def test_an_endpoint_that_fails_for_ever_ends_the_run(serve, key, waits):
     rows = [str(number) for number in range(50)]
     told = failed(EnvironmentFault, rows, rows, concurrency=2, retries=3, **server.settings, **key)
     url = server.settings["url"]
-    assert told == f"reward function judge: {url} gave no answer after 4 requests: status 500: {'x' * 75}[key]"
+    assert told == naming(f"judge ... {url} ... 4 requests: status 500: {'x' * 75}[key]")
     assert len(server.requests) <= 8 + 2 and "sk-ca" not in told
 
 
 def test_a_key_that_is_refused_ends_the_run_at_once(serve, key):
     server = serve(lambda question, number: (401, f"Incorrect API key provided: {CANARY}"))
     told = failed(EnvironmentFault, ["a"], ["b"], **server.settings, **key)
-    assert told.endswith("gave no answer after 1 requests: status 401: Incorrect API key provided: [key]")
+    assert told == naming("1 requests: status 401: ... [key]")
     server.script = lambda question, number: (302, "", ("Location", "http://127.0.0.1:9/v1"))
     assert "status 302: " in failed(EnvironmentFault, ["a"], ["c"], **server.settings, **key)
 
@@ -205,14 +206,14 @@ def test_a_slow_answer_is_asked_for_again(serve, key):
     server = serve(script)
     assert run(["a"], ["b"], timeout_s=0.2, **server.settings, **key) == [0.9] and len(server.requests) == 2
     told = failed(EnvironmentFault, ["a"], ["slow"], timeout_s=0.1, retries=1, **server.settings, **key)
-    assert told.endswith("gave no answer after 2 requests: TimeoutError")
+    assert told == naming("2 requests: TimeoutError")
 
 
 def test_an_endpoint_that_is_not_there_is_told(serve, key):
     settings = serve(None).settings
     url = settings["url"] = "http://127.0.0.1:9/v1"  # the discard service, which nobody runs
     told = failed(EnvironmentFault, ["a"], ["b"], retries=1, **settings, **key)
-    assert told == f"reward function judge: {url} gave no answer after 2 requests: ConnectError"
+    assert told == naming(f"judge ... {url} ... 2 requests: ConnectError")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_an_answer_without_a_rating_is_a_failure(serve, key, body, told):
     """The others are known: only it is asked for again."""
     server = serve(lambda question, number: (200, body if question == "a|bad" and number == 1 else rates(4)))
     message = failed(ValueError, ["a", "a", "a"], ["1", "bad", "2"], **server.settings, **key)
-    assert message == f"reward function judge: 1 of 3 answers have no rating; {told!r}"
+    assert message == naming(f"judge ... 1 of 3 answers ... {told!r}")
     assert run(["a", "a", "a"], ["1", "bad", "2"], **server.settings, **key) == [0.4] * 3
     assert server.questions[3:] == ["a|bad"]
 
@@ -242,14 +243,14 @@ def test_a_question_that_is_refused_is_a_failure(serve, key):
     script = {"a|long": (400, "too long"), "a|1": (200, rates(4))}
     server = serve(lambda question, number: script[question])
     message = failed(ValueError, ["a", "a"], ["long", "1"], **server.settings, **key)
-    assert message == "reward function judge: 1 of 2 answers have no rating; 'status 400: too long'"
+    assert message == naming("judge ... 1 of 2 answers ... 'status 400: too long'")
     assert run(["a"], ["1"], **server.settings, **key) == [0.4] and len(server.requests) == 2
 
 
 def test_no_answer_is_read_beyond_a_megabyte(serve):
     server = serve(lambda question, number: (200, "x" * 3 * 10**7))
     told = failed(ValueError, ["a"], ["b"], **server.settings)
-    assert told.endswith("1 of 1 answers have no rating; 'an answer of more than 1,000,000 bytes'")
+    assert told == naming("1 of 1 answers ... 'an answer of more than 1,000,000 bytes'")
     assert server.is_left.wait(10)
 
 
@@ -283,7 +284,7 @@ def test_all_but_a_last_line_with_the_rating_alone_is_no_rating(serve):
     server = serve(lambda question, number: (200, says(answers[int(question.rpartition("|")[2])])))
     rows = [str(number) for number in range(len(answers))]
     told = failed(ValueError, rows, rows, **server.settings)
-    assert module._known == {} and f"{len(answers)} of {len(answers)} answers have no rating" in told
+    assert module._known == {} and told == naming(f"{len(answers)} of {len(answers)} answers")
 
 
 def test_the_last_line_is_the_rating(serve):
@@ -301,7 +302,7 @@ def test_a_pattern_of_ones_own_finds_the_rating(serve, monkeypatch):
     settings = server.settings | {"pattern": r"<((?:\d+)+)>", "template": "{prompt}|{completion}", "scale": 5}
     start = time.monotonic()
     told = failed(ValueError, ["a", "a", "a"], ["1", "2", "3"], **settings)
-    assert "2 of 3 answers have no rating; 'the search for the pattern takes more than 2 s'" in told
+    assert told == naming("2 of 3 answers ... pattern ... more than 2 s")
     assert time.monotonic() - start < 20
     assert run(["a"], ["1"], **settings) == [0.8] and len(server.requests) == 3
 
@@ -329,11 +330,11 @@ def test_an_answer_cannot_close_the_marks_around_it(serve):
         ({"url": f"https://example.org/v1?key={CANARY}"}, "url is no http://HOST:PORT/v1"),
         ({"url": f"https://me:{CANARY}@[::1"}, "url is no http://HOST:PORT/v1"),
         ({"url": "ftp://example.org"}, "url is no http://HOST:PORT/v1"),
-        ({"model": ""}, "needs the name of a model"),
-        ({"key_variable": CANARY}, "key_variable is no NAME_OF_A_VARIABLE; the key itself is not given"),
-        ({"parameters": {"api_key": CANARY}}, "parameters: 'api_key' names a secret; leave it out, key_variable names"),
+        ({"model": ""}, "name of a model"),
+        ({"key_variable": CANARY}, "key_variable ... NAME_OF_A_VARIABLE ... not given"),
+        ({"parameters": {"api_key": CANARY}}, "parameters ... 'api_key' ... a secret ... key_variable"),
         ({"parameters": {"a": {"b": [{"Authorization": CANARY}]}}}, "parameters: 'a' names a secret"),
-        ({"template": "{completion}"}, "template asks for no last line `Rating: N`; do, or give a pattern"),
+        ({"template": "{completion}"}, "template ... `Rating: N` ... a pattern"),
         ({"template": "{prompt}"}, "needs {completion} in template"),
         ({"scale": 0}, "scale > 0"),
         ({"concurrency": 0}, "concurrency >= 1"),
@@ -341,7 +342,7 @@ def test_an_answer_cannot_close_the_marks_around_it(serve):
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, told):
-    assert told in failed(InputError, [], [], **{"url": "http://127.0.0.1:9/v1", "model": "m", **settings})
+    assert failed(InputError, [], [], **{"url": "http://127.0.0.1:9/v1", "model": "m", **settings}) == naming(told)
 
 
 @pytest.mark.parametrize("value", [None, "", " \n", f"{CANARY}\nb", f"{CANARY}é", f"{CANARY}\x7f"])
@@ -351,7 +352,7 @@ def test_a_key_that_no_header_can_hold_is_refused(monkeypatch, value):
         monkeypatch.setenv("JUDGE_KEY", value)
     settings = {"url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": "JUDGE_KEY"}
     told = failed(EnvironmentFault, ["a"], ["b"], **settings)
-    assert told == "reward function judge: the environment variable JUDGE_KEY holds no key of ASCII characters"
+    assert told == naming("judge ... JUDGE_KEY ... ASCII")
     with pytest.raises(EnvironmentFault):
         check_settings("judge", settings)
 
@@ -369,14 +370,10 @@ def test_a_way_that_is_not_encrypted_is_told_once(monkeypatch, caplog):
     assert caplog.messages == []
     for _ in range(2):
         run([], [], url="http://example.org/v1", model="m")
-    assert caplog.messages == [
-        "reward function judge: http://example.org/v1 is not encrypted; prompts and the key can be read on the way"
-    ]
+    assert caplog.messages == [naming("judge ... http://example.org/v1 ... not encrypted")]
 
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     told = failed(InputError, [], [], url="http://127.0.0.1:9/v1", model="m")
-    assert told.startswith("reward function judge: import of httpx") and told.endswith(
-        "pip install '.[judge]' in the project's folder"
-    )
+    assert told == naming("judge ... import of httpx ... pip install '.[judge]'")

@@ -6,6 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from support.messages import naming
 from support.reward_functions import scores, to
 
 from pipeline.errors import InputError
@@ -79,31 +80,31 @@ def test_functions_of_the_box_run_like_others(box, file):
 
 
 WRONG = [
-    ("owm.py:length", "owm.py:length: owm.py cannot be read (No such file or directory); did you mean own.py?"),
-    ("own.py", "own.py: names no function of a file; FILE.py:NAME is right, as in rewards.py:length"),
-    ("own.py:", "own.py:: names no function of a file"),
-    ("own.py:two words", "own.py:two words: names no function of a file"),
-    ("own.py:length:heavy", "own.py:length:heavy: found the weight 'heavy'; a finite number is right, as in 0.5"),
-    ("own.py:length:nan", "own.py:length:nan: found the weight 'nan'; a finite number is right"),
-    ("own.py:length:", "own.py:length:: found the weight ''; a finite number is right"),
-    ("own.py:length:1:2", "own.py:length:1:2: found the weight '1:2'; a finite number is right"),
-    ("digits:inf", "digits:inf: found the weight 'inf'; a finite number is right"),
-    ("digit", "digit: no such built-in function; did you mean digits?, or FILE.py:NAME for one of your own"),
-    ("helpfulness", "helpfulness: no such built-in function; the built-in ones are digits, upper, or FILE.py:NAME"),
-    ("own:length", "own:length: no such built-in function; the built-in ones are digits, upper, or FILE.py:NAME"),
-    ("./own", "./own: names no function of a file"),
+    ("owm.py:length", "owm.py:length ... owm.py ... No such file ... own.py?"),
+    ("own.py", "own.py ... FILE.py:NAME ... rewards.py:length"),
+    ("own.py:", "own.py:: ... no function"),
+    ("own.py:two words", "own.py:two words ... no function"),
+    ("own.py:length:heavy", "own.py:length:heavy ... 'heavy' ... finite number ... 0.5"),
+    ("own.py:length:nan", "own.py:length:nan ... 'nan' ... finite number"),
+    ("own.py:length:", "own.py:length:: ... '' ... finite number"),
+    ("own.py:length:1:2", "own.py:length:1:2 ... '1:2' ... finite number"),
+    ("digits:inf", "digits:inf ... 'inf' ... finite number"),
+    ("digit", "digit ... digits? ... FILE.py:NAME"),
+    ("helpfulness", "helpfulness ... digits, upper ... FILE.py:NAME"),
+    ("own:length", "own:length ... digits, upper ... FILE.py:NAME"),
+    ("./own", "./own ... no function"),
     ("", ": no such built-in function"),
     (".", ".: no such built-in function"),
-    ({"name": "digits", "weight": True}, "digits: found the weight True; a finite number is right"),
-    ({"name": "digits", "weight": None}, "digits: found the weight None; a finite number is right"),
-    ({"name": "digits:1", "weight": 2}, "digits:1: weight: 2 is given beside that in the name; give it once"),
-    ({"name": "own.py:length:1", "weight": 2}, "own.py:length:1: weight: 2 is given beside that in the name"),
-    ({"name": "digits", "wieght": 2}, "digits: unknown key 'wieght'; did you mean weight?"),
-    ({"name": "digits", "file": 2}, "digits: unknown key 'file'; name, weight, args are right"),
-    ({"name": "digits", "args": [1]}, "digits: args: got [1]; a mapping of names to what JSON can hold is right"),
-    ({"name": "digits", "args": {"a": {1}}}, "digits: args: got {'a': {1}}; a mapping of names"),
-    ({"name": "digits", "args": {1: 2}}, "digits: args: got {1: 2}; a mapping of names"),
-    ({"name": "digits", "args": {"a": float("nan")}}, "digits: args: got {'a': nan}; a mapping of names"),
+    ({"name": "digits", "weight": True}, "digits ... True ... finite number"),
+    ({"name": "digits", "weight": None}, "digits ... None ... finite number"),
+    ({"name": "digits:1", "weight": 2}, "digits:1 ... weight: 2 ... name ... once"),
+    ({"name": "own.py:length:1", "weight": 2}, "own.py:length:1 ... weight: 2 ... name"),
+    ({"name": "digits", "wieght": 2}, "digits ... 'wieght' ... weight?"),
+    ({"name": "digits", "file": 2}, "digits ... 'file' ... name, weight, args"),
+    ({"name": "digits", "args": [1]}, "digits ... args ... [1] ... a mapping"),
+    ({"name": "digits", "args": {"a": {1}}}, "digits ... args ... {'a': {1}} ... a mapping"),
+    ({"name": "digits", "args": {1: 2}}, "digits ... args ... {1: 2} ... a mapping"),
+    ({"name": "digits", "args": {"a": float("nan")}}, "digits ... args ... {'a': nan} ... a mapping"),
 ]
 
 
@@ -111,18 +112,18 @@ WRONG = [
 def test_a_wrong_entry_is_refused_in_one_line(file, box, entry, line):
     with pytest.raises(InputError) as caught:
         parse_reward_functions([entry])
-    assert str(caught.value).startswith(f"--reward-function {line}") and "\n" not in str(caught.value)
+    assert str(caught.value) == naming(f"--reward-function {line}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("entry", [3, None, {}, {"weight": 1}, {"name": 3}, ["own.py:length"]], ids=str)
 def test_what_is_no_entry_is_refused(entry):
-    with pytest.raises(InputError, match="^--reward-function: got .*; FILE.py:NAME is right, or a mapping with name"):
+    with pytest.raises(InputError, match=naming("--reward-function ... FILE.py:NAME ... name")):
         parse_reward_functions([entry])
 
 
 def test_two_of_one_name_are_refused(file, box):
     for entries in (["own.py:length", "own.py:length:2"], ["digits", {"name": "digits"}]):
-        with pytest.raises(InputError, match="^--reward-function: .* have one name, by which metrics are told apart"):
+        with pytest.raises(InputError, match=naming("--reward-function ... one name")):
             parse_reward_functions(entries)
 
 
@@ -150,5 +151,5 @@ def test_values_of_tokens_are_refused_in_any_response(values):
     scoring = RolloutScoring(pool, lambda row, ids: (row, ids), FailureWindow(), {}, num_samples=3, takes_tokens=False)
     for sample in range(3):
         scoring.ended(0, 7, sample, [sample])
-    with pytest.raises(InputError, match="found a value for each token"):
+    with pytest.raises(InputError, match=naming("a value for each token")):
         scoring.gather(lambda: None)

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from support.messages import naming
 from support.reward_functions import MARK, functions_in, marked, nothing_left, scored, to
 
 from pipeline.files import GIB
@@ -30,7 +31,7 @@ def test_a_worker_has_so_much_memory_and_no_more(tmp_path):
         pool.check(["mib"])
         little, much = scored(pool, *(to("a", columns={"mib": mib}) for mib in (200, 600)))
     assert little == {"f": [200.0], "limit": [512.0]} and much["limit"] == [512.0]
-    assert much["f"] == [Failure("raised", "MemoryError; the memory of its process is --reward-worker-gib (f.py:5)")]
+    assert much["f"] == [Failure("raised", naming("MemoryError; ... --reward-worker-gib (f.py:5)"))]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 3), (1000, 1000)])

@@ -4,6 +4,7 @@ import hashlib
 import logging
 
 import pytest
+from support.messages import naming
 from support.reward_functions import functions_in, scored, to
 
 from pipeline.errors import InputError
@@ -71,7 +72,7 @@ def test_a_module_that_changes_during_a_run_is_not_mixed_with_what_it_was(tmp_pa
             (tmp_path / f"{name}.py").write_text("SIGN, OTHER = -1.0, 0.0")
         assert scored(pool, live) == [{"f": [1.0]}], "the worker has loaded it"
         for responses, name in ((late, "later"), (dead, "helper")):
-            with pytest.raises(InputError, match=rf"f.py:f: f, prompt data.jsonl:7: {name}.py has changed since the "):
+            with pytest.raises(InputError, match=naming(f"f.py:f ... prompt data.jsonl:7 ... {name}.py has changed")):
                 scored(pool, responses)
 
 
@@ -83,4 +84,4 @@ def test_a_module_that_no_statement_names_is_told_once(tmp_path, caplog):
         pool.check(())
         assert scored(pool, *[to("a")] * 6) == [{"f": [1.0]}] * 6
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith(f"--reward-function {functions[0].target}: it uses hidden.py, which no import statement ")
+    assert line == naming(f"--reward-function {functions[0].target} ... hidden.py")

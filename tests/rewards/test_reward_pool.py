@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import naming
 from support.reward_functions import MARK, functions_in, marked, nothing_left, scored, scores, to
 
 from pipeline import heartbeat
@@ -90,7 +91,7 @@ def test_a_column_of_the_name_of_a_trainers_argument_does_not_take_its_place(tmp
 @pytest.mark.parametrize(("args", "column"), [({}, "answer"), ({"column": "solution"}, "solution")])
 def test_a_function_of_the_box_is_refused_before_it_lacks_its_column(args, column):
     with RewardPool([RewardFunction("exact_match", "exact_match", args=args)], num_workers=1, timeout_s=20) as pool:
-        with pytest.raises(InputError, match=f"it needs the column '{column}', and the data has only level"):
+        with pytest.raises(InputError, match=naming(f"'{column}' ... only level")):
             pool.check(["level"])
         pool.check(["level", column])
 
@@ -98,12 +99,12 @@ def test_a_function_of_the_box_is_refused_before_it_lacks_its_column(args, colum
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"onw": 1}, "args: it has no argument 'onw', only completions, level, missing, own"),
+        ({"onw": 1}, "args ... 'onw' ... completions, level, missing, own"),
         (
             {"own": 1, "completions": []},
-            "args: it has no argument 'completions', only completions, level, missing, own",
+            "args ... 'completions' ... completions, level, missing, own",
         ),
-        ({}, "it needs the column 'own', and the data has only level"),
+        ({}, "'own' ... only level"),
     ],
 )
 def test_args_that_a_function_does_not_have_are_refused(tmp_path, args, reason):
@@ -111,7 +112,7 @@ def test_args_that_a_function_does_not_have_are_refused(tmp_path, args, reason):
     function = RewardFunction(function.name, function.target, args=args, digest=function.digest)
     with RewardPool([function], num_workers=1, timeout_s=5) as pool, pytest.raises(InputError) as caught:
         pool.check(["level"])
-    assert str(caught.value) == f"--reward-function {function.target}: {reason}"
+    assert str(caught.value) == naming(f"--reward-function {function.target} ... {reason}")
 
 
 def test_a_text_prompt_of_several_turns_is_one_text(tmp_path):
@@ -192,7 +193,7 @@ def test_the_first_error_is_of_the_first_prompt_and_function(tmp_path):
     code = "import time\ndef f(completions, wait): time.sleep(wait[0]); return [f'{wait[0]}']\n"
     functions = functions_in(tmp_path / "f.py", f"{code}def g(completions): return ['g']", "f g")
     rows = [to("a", row=f"row {n}", columns={"wait": wait}) for n, wait in enumerate((1.0, 0.0))]
-    with pytest.raises(InputError, match=r"prompt row 0: response 0: returned '1.0'"):
+    with pytest.raises(InputError, match=naming("prompt row 0: response 0 ... '1.0'")):
         scores(functions, *rows, columns=["wait"])
 
 
@@ -244,7 +245,7 @@ def test_variables_that_are_none_are_refused(tmp_path):
         pytest.raises(EnvironmentFault) as caught,
     ):
         pool.check(())
-    assert str(caught.value).startswith("--reward-env NOT_THERE: no such variable in the environment")
+    assert str(caught.value) == naming("--reward-env NOT_THERE ... environment")
 
 
 def test_a_worker_starts_with_little(tmp_path):
@@ -286,7 +287,7 @@ def test_the_judge_runs_in_this_process_in_one_thread(monkeypatch):
         values = scored(pool, *[to("a", "b", "c", columns={"mode": ""})] * 9)
         assert {tuple(one["judge"]) for one in values} == {(1.0, 9.0, float(os.getpid()))}
         down, hang = scored(pool, *(to("a", columns={"mode": mode}) for mode in ("down", "hang")))
-        with pytest.raises(InputError, match=r"judge, prompt data.jsonl:7: response 0: returned 'x' \(str\)"):
+        with pytest.raises(InputError, match=naming("judge ... prompt data.jsonl:7: response 0 ... 'x' (str)")):
             scored(pool, to("a", columns={"mode": "wrong"}))
     assert down == {"judge": [Failure("no connection", "RuntimeError: gave up")]}
     assert hang == {"judge": [Failure("timed out", "no answer within 1 s")]}
@@ -349,7 +350,7 @@ def test_workers_end_with_their_parent(tmp_path, end, monkeypatch):
 def test_a_system_without_processes_is_told(tmp_path, monkeypatch):
     functions = functions_in(tmp_path / "f.py", "def f(completions): return [1]", "f")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    message = "worker for reward functions cannot be started: No such file"
+    message = naming("cannot be started ... No such file")
     with RewardPool(functions, num_workers=1, timeout_s=5) as pool, pytest.raises(EnvironmentFault, match=message):
         pool.check(())
 

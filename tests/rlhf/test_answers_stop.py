@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import naming
 from support.scripted_model import scripted_model
 
 from pipeline.inference.answer_settings import AnswerSettings, ReplySettings
@@ -96,4 +97,4 @@ def test_compared_answers_are_finished(endless: str, bpe_folder: Any, tmp_path: 
 def test_an_empty_string_is_refused(program: Any, endless: str, capsys: Any) -> None:
     assert program.main([endless, endless, "--stop-strings", "a", ""][program is chat :]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: --stop-strings: got '' (command line): ")
+    assert line == naming("--stop-strings ... '' (command line)")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.messages import naming
 from support.scripted_model import random_model, save, scripted_model, tiny_config
 from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
@@ -179,13 +180,13 @@ def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, que
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--models", "only"], "got 1, expected two or more"),
-        (["--model-name-or-path-baseline", "a"], "got 1, expected two or more"),
+        (["--models", "only"], "got 1 ... two or more"),
+        (["--model-name-or-path-baseline", "a"], "got 1 ... two or more"),
         (["--models", "a", "b", "--model-name-or-path-finetune", "c"], "give this, or"),
-        (["--models", "/no/a", "/no/b"], "/no/a: no such folder; the nearest folder that exists is /"),
+        (["--models", "/no/a", "/no/b"], "/no/a ... no such folder ... /"),
         (["--modles", "a", "b"], "did you mean --models?"),
         (["--models", "a", "b", "--language", "Englsh"], "did you mean English?"),
-        (["--models", "a", "b", "--num-return-sequences", "2"], "need --num-beams of at least 2 or a --temperature"),
+        (["--models", "a", "b", "--num-return-sequences", "2"], "--num-beams ... 2 ... --temperature"),
         (["--models", "a", "b", "--prompts", "/no/file.txt"], "/no/file.txt: no such file"),
         (["--models", "a", "b", "--prompts", str(ROOT / "prompt_eval.py")], ".txt, .json, .jsonl are right"),
     ],
@@ -193,7 +194,7 @@ def test_a_real_process_sends_tables_to_stdout_and_the_rest_to_stderr(plain, que
 def test_input_errors_are_one_line_and_exit_2(argv, message, capsys):
     assert main(argv) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+    assert shown.out == "" and shown.err == naming(message) and shown.err.count("\n") == 1
 
 
 def test_a_language_model_is_no_reward_model(plain, questions, capsys):
@@ -216,10 +217,10 @@ def test_answers_of_the_default_length_are_as_long_as_the_positions_allow(plain,
     room = 128 - len(encode_prompt(tokenizer, [Message("user", question.strip())]))
     assert 1 < room < 100
     assert main(["--models", plain, padded, "--prompts", str(path), "--temperature", "1"]) == 0
-    assert f"note: --max-new-tokens {room}: the longest prompt" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming(f"note: --max-new-tokens {room} ... longest prompt")
     path.write_text("a" * 600, encoding="utf-8")
     assert main(["--models", plain, padded, "--prompts", str(path)]) == 2
-    assert "at most 0 new tokens are left" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming("at most 0 new tokens")
 
 
 def test_the_score_of_a_cut_answer_is_that_of_its_last_own_token(bpe_folder, judge_path, capsys, tmp_path):

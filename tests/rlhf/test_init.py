@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_stub import ROOT, started, train
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flag_table import flag_table
@@ -80,11 +81,11 @@ def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("old.yaml",), "old.yaml exists and is not overwritten; name another file: rlhf init other.yaml"),
-        (("--actor-model", "tiny", "old.yaml"), "old.yaml exists and is not"),
-        (("rlhf",), "rlhf: expected a name that ends in .yaml"),
-        (("--actor-modl", "tiny"), "--actor-modl: unknown flag; did you mean --actor-model?"),
-        (("--config", "old.yaml"), "--config: this command writes such a file"),
+        (("old.yaml",), "old.yaml exists ... rlhf init other.yaml"),
+        (("--actor-model", "tiny", "old.yaml"), "old.yaml exists"),
+        (("rlhf",), "rlhf ... .yaml"),
+        (("--actor-modl", "tiny"), "--actor-modl ... --actor-model?"),
+        (("--config", "old.yaml"), "--config ... writes such a file"),
         (("--sft.learning-rate", "fast"), "--sft.learning-rate: got 'fast'"),
     ],
 )
@@ -92,7 +93,7 @@ def test_what_is_wrong_is_said_and_nothing_is_written(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.yaml").write_text("train: {step: 1}\n")
     assert init(*words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {says}")
+    assert capsys.readouterr().err == naming(f"error: {says}")
     assert [path.name for path in tmp_path.iterdir()] == ["old.yaml"]
     assert (tmp_path / "old.yaml").read_text() == "train: {step: 1}\n"
 

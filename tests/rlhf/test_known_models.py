@@ -2,6 +2,7 @@
 
 import pytest
 from support.launch_stub import ROOT
+from support.messages import naming
 
 from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
@@ -54,7 +55,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
         command = f"bash launch/single_node.sh 1 --preset launch/presets/{name}.yaml"
         with pytest.raises(InputError) as refused:
             make_plan(["--actor-model", name], prog="python train.py")
-        assert str(refused.value) == f"--actor-model: got '{name}', a preset of stage 1 alone; give: {command}"
+        assert str(refused.value) == naming(f"--actor-model ... '{name}' ... stage 1 ... {command}")
         request = parse_request("single_node", command.split()[2:])
         words = [str(ROOT / word) if word.endswith(".yaml") else word for word in request.words]
         assert request.step == "1" and parse(STAGES[0].config, words, section="sft").config.run.output_dir

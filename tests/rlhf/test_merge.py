@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.families import save_family
+from support.messages import naming
 from support.model_card import run_example
 from support.tiny_models import save_tiny
 from support.tiny_t5 import make_t5_folder
@@ -108,7 +109,7 @@ def test_a_sentence_beyond_the_positions_is_refused(
 ) -> None:
     assert main([adapter, f"{tmp_path}/merged", "--sentences", "short", "long " * 500]) == EXIT_INPUT
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert re.search(r"tokens of --sentences \d+: the model .* has 64 positions", line), line
+    assert line == naming("--sentences ... 64 positions")
     assert not (tmp_path / "merged").exists()
 
 
@@ -121,7 +122,7 @@ def test_an_adapter_whose_expression_does_not_end_is_refused(
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "(.*.*)*(.*.*)*(.*.*)*!"}))
     assert main([str(path), f"{tmp_path}/merged"]) == EXIT_INPUT
-    assert f"error: {path}: its target_modules take more than 0.2 s to match; list names" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming(f"error: {path} ... target_modules ... 0.2 s")
 
 
 def test_an_adapter_that_is_merged_while_loading_is_trained_as_a_whole(adapter: str) -> None:
@@ -234,14 +235,14 @@ def test_an_adapter_that_lacks_a_weight_is_not_filled_with_random_numbers(
     save_file(weights, file, metadata={"format": "pt"})
     assert main([folder, f"{tmp_path}/merged"]) == EXIT_INPUT
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {folder}: 1 weights are not in its {ADAPTER_WEIGHTS}") and name[:6] in line
+    assert line == naming(f"error: {folder} ... 1 weights ... {ADAPTER_WEIGHTS}") and name[:6] in line
     assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize(
     ("factor", "says"),
     [
-        (1e15, ": with its base it gives NaN or infinity"),
+        (1e15, ": ... NaN or infinity"),
         (float("nan"), f"/{ADAPTER_WEIGHTS}: base_model."),
     ],
 )
@@ -253,7 +254,7 @@ def test_an_adapter_whose_outputs_are_not_finite_is_not_merged(
     weights = {key: value * factor for key, value in load_file(folder / ADAPTER_WEIGHTS).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     assert main([str(folder), f"{tmp_path}/merged"]) == EXIT_INPUT
-    assert f"{folder}{says}" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming(f"{folder}{says}")
     assert not (tmp_path / "merged").exists()
 
 
@@ -314,7 +315,7 @@ def test_an_adapter_on_stored_codes_is_merged_into_their_values(
     capsys.readouterr()
     assert main([adapter, f"{tmp_path}/merged", "--dtype", "fp32"]) == EXIT_DONE
     printed = capsys.readouterr().out
-    assert f"merged into the int8 codes of {int8} in float32" in printed
+    assert printed == naming(f"int8 codes of {int8} ... float32")
     assert len(LINE.findall(printed)) == 3 and all(float(found) < 1e-4 for found, _ in LINE.findall(printed))
     auto_class = {"reward": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}.get(name)
     _, info = (auto_class or AutoModelForCausalLM).from_pretrained(tmp_path / "merged", output_loading_info=True)
@@ -324,10 +325,10 @@ def test_an_adapter_on_stored_codes_is_merged_into_their_values(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{adapter}"], "--folders: got 1, expected two: rlhf merge ADAPTER OUTPUT"),
+        (["{adapter}"], "--folders ... 1 ... two ... rlhf merge ADAPTER OUTPUT"),
         (["{base}", "out"], "holds no adapter"),
         (["{adapter}", "{base}"], "exists; name a new folder"),
-        (["{adapter}", "--output", "out"], "--output: unknown flag; here it is --folders, the words before any flag"),
+        (["{adapter}", "--output", "out"], "--output ... --folders ... before any flag"),
     ],
 )
 def test_what_cannot_be_merged_is_one_line(
@@ -335,4 +336,4 @@ def test_what_cannot_be_merged_is_one_line(
 ) -> None:
     assert main([word.format(base=base, adapter=adapter) for word in words]) == EXIT_INPUT
     error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
+    assert error == naming(message) and "\n" not in error

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from support.launch_stub import write_program
+from support.messages import naming
 from support.source_tree import ROOT
 from transformers import AutoConfig
 
@@ -50,14 +51,14 @@ def test_each_card_has_its_cheapest_way_and_the_configuration_is_read_once(monke
 @pytest.mark.parametrize(
     "words, line",
     [
-        (["--cards", "RTX9999"], "error: --target RTX9999: RTX9999: known are "),
-        (["--target", "1xH100"], "error: --target: got it with a plan of many cards; give --cards"),
+        (["--cards", "RTX9999"], "error: --target RTX9999 ... known are"),
+        (["--target", "1xH100"], "error: --target ... --cards"),
     ],
 )
 def test_wrong_words_are_refused_in_one_line(capsys, words, line):
     assert main(["plan", *SMALL, *words]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(line)
+    assert error == naming(line)
 
 
 def test_help_says_what_is_cheapest_and_what_else_it_takes(capsys):

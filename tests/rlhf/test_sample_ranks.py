@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.in_process import undone_afterwards
+from support.messages import naming
 from support.scripted_model import save, tiny_config
 from transformers import LlamaForCausalLM
 
@@ -57,7 +58,7 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
         return capsys.readouterr().err
 
     of_rank(1, "--seed", 5)  # the part of an earlier command
-    assert "3 rows of 3 prompts written" in of_rank(0, "--overwrite") and not Path("two.jsonl").exists()
+    assert "3 rows of 3 prompts" in of_rank(0, "--overwrite") and not Path("two.jsonl").exists()
     part = Path("two.jsonl.part-1-of-2")
     lines = part.read_bytes().splitlines(keepends=True)
     assert [json.loads(line)["number"] for line in lines] == [1, 3, 5]
@@ -68,16 +69,16 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     of_rank(1, "--overwrite")
     assert not Path("two.jsonl").exists(), "the other part is torn"
     shown = of_rank(0)
-    assert "resuming after prompt 3 of 5" in shown and "two.jsonl: 5 rows of 2 ranks" in shown
+    assert shown == naming("after prompt 3 of 5") and shown == naming("two.jsonl: 5 rows ... 2 ranks")
     both = rows_of("two.jsonl")
     assert both == [row | {"answers": [close_to(one) for one in row["answers"]]} for row in alone]
     assert sorted(path.name for path in Path().glob("*two.jsonl*part*")) == []
     monkeypatch.setattr("pipeline.inference.answers.load_chat_model", None)
     for rank in (0, 1):
         of_rank(rank)
-    assert "started with seed 1234, now 5" in of_rank(0, "--seed", 5, code=2)
+    assert of_rank(0, "--seed", 5, code=2) == naming("seed 1234, now 5")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "started with ranks 2, now 3" in of_rank(2, code=2)
+    assert of_rank(2, code=2) == naming("ranks 2, now 3")
 
 
 def test_parts_are_joined_by_one_process_at_a_time(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.launch_stub import TINY, make_model, started, train
+from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flag_table import flat_items
@@ -71,11 +72,11 @@ def test_stage_3_starts_from_the_named_model_where_no_stage_1_is(words, flags):
     plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
     section = plan.chosen[0].stage.section
     assert [values(plan)[flag] for flag in flags] == [model] * len(flags)
-    assert f"{section} starts from {model} itself: there is no output/sft" in list(start_lines(plan))
+    assert naming(f"{section} ... {model} ... no output/sft") in list(start_lines(plan))
     make_model(Path("output/sft"))
     plan = planned("--step", "3", "--actor-model", "qwen2.5-0.5b", *words)
     assert [values(plan)[flag] for flag in flags] == ["output/sft"] * len(flags)
-    assert f"{section} starts from output/sft, which stage 1 trained" in list(start_lines(plan))
+    assert naming(f"{section} ... output/sft ... stage 1") in list(start_lines(plan))
     assert preset(plan) == "small.yaml"
 
 
@@ -98,7 +99,7 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
     words = ("--step", "3", "--method", "grpo", *RULE)
     done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
-    assert "note: ppo starts from output/demo/base itself: there is no output/sft\n" in done.stdout
+    assert done.stdout == naming("ppo ... output/demo/base ... no output/sft")
     (ranks,) = started(tmp_path)
     assert ranks[ranks.index("--actor-model-name-or-path") + 1] == "output/demo/base"
     unnamed = train(tmp_path / "other", *words)
@@ -191,4 +192,4 @@ def test_a_dry_run_notes_a_warm_up_as_long_as_the_run_of_every_stage(tmp_path, m
     for warmup, noted in (("5", ["sft", "reward", "ppo"]), ("4", [])):
         assert main([*words.split(), warmup]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert re.findall(r"note: (\w+): --num-warmup-steps 5: the run has 5 steps, so that", said) == noted
+        assert re.findall(r"note: (\w+): --num-warmup-steps 5: the run has 5 steps", said) == noted

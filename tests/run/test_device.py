@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launch_stub import write_program
+from support.messages import naming
 from support.two_ranks import run_two_ranks
 
 from pipeline import dist
@@ -121,9 +122,9 @@ def test_the_first_rank_measures_once_and_adds_what_the_ranks_exchange(gpu, monk
     first = stored_constants()
     assert first and first.nccl == 512 * 2**20 and first.link_gb_per_s > 0 and first.tflops == 792.0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("all-reduce of 0.0625 GiB over 2 ranks: ") and lines[1].endswith("devices.json")
-    said = "NVIDIA H200, measured 2026-11-22: 792 TFLOP/s, 4.28 TB/s, 55 GB/s from the host, 0.49 GiB of CUDA's own;"
-    assert lines[1].startswith(said)
+    assert lines[0] == naming("all-reduce ... 0.0625 GiB ... 2 ranks") and lines[1].endswith("devices.json")
+    said = naming("NVIDIA H200 ... 2026-11-22: 792 TFLOP/s, 4.28 TB/s, 55 GB/s ... 0.49 GiB")
+    assert lines[1] == said
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two machines: nothing of this machine's links is known
     assert measure_device.main() == 0 and stored_constants() == first and calls.measured == 1
     constants_file().unlink()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
@@ -96,17 +97,17 @@ def test_a_mark_without_a_whole_record_lets_the_last_checkpoint_decide(tmp_path,
 
 
 OTHERS = {
-    "a setting": ({"learning_rate": 0.5}, "--learning-rate: got 0.5, the finished run has 1e-05"),
-    "how it is saved": ({"save_dtype": "bf16"}, "--save-dtype: got 'bf16', the finished run has 'auto'"),
-    "a weight": ({"data_path": "{}/rows.jsonl:0.5"}, "--data-path: the content of {}/rows.jsonl:0.5 is not what "),
-    "evaluation rows": ({"eval_data_path": "{}/rows.jsonl"}, "--eval-data-path: the content of {}/rows.jsonl is not "),
+    "a setting": ({"learning_rate": 0.5}, "--learning-rate ... 0.5 ... finished run ... 1e-05"),
+    "how it is saved": ({"save_dtype": "bf16"}, "--save-dtype ... 'bf16' ... finished run ... 'auto'"),
+    "a weight": ({"data_path": "{}/rows.jsonl:0.5"}, "--data-path ... {}/rows.jsonl:0.5"),
+    "evaluation rows": ({"eval_data_path": "{}/rows.jsonl"}, "--eval-data-path ... {}/rows.jsonl"),
     "a hub id": (
         {"model_name_or_path": "org/x"},
-        "--model-name-or-path: the content of org/x is not what the finished",
+        "--model-name-or-path ... org/x ... finished",
     ),
-    "batches": ({"per_device_train_batch_size": 2}, "rows of an optimizer step: got 2, the finished run has 16"),
-    "epochs": ({"num_train_epochs": 3}, "--num-train-epochs: got 3, the finished run has 1"),
-    "fewer steps": ({"max_steps": 2}, "--max-steps: got 2, the finished run has 5 steps"),
+    "batches": ({"per_device_train_batch_size": 2}, "rows of an optimizer step ... 2 ... finished run ... 16"),
+    "epochs": ({"num_train_epochs": 3}, "--num-train-epochs ... 3 ... finished run ... 1"),
+    "fewer steps": ({"max_steps": 2}, "--max-steps ... 2 ... finished run ... 5 steps"),
 }
 
 
@@ -116,15 +117,15 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
     run = finish(tmp_path)
     filled = {flag: str(value).format(tmp_path) for flag, value in changes.items()}
     found, hint = differences(run, sft(tmp_path, **filled))
-    assert found.startswith(line.format(tmp_path))
-    assert "another run is finished here; another --output-dir keeps it, --overwrite starts over" in hint
+    assert found == naming(line.format(tmp_path))
+    assert hint == naming("--output-dir ... --overwrite")
     assert ("--max-steps above 5" in hint) == (name in ("epochs", "fewer steps")), "more steps do not mend a setting"
 
 
 def test_whole_epochs_are_more_than_a_run_that_was_stopped_by_max_steps(tmp_path):
     run = finish(tmp_path, max_steps=5)
     assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), SFT, ranks=1), "the steps decide"
-    assert differences(run, sft(tmp_path))[0] == "--max-steps: got 0 (whole epochs), the finished run has 5 steps"
+    assert differences(run, sft(tmp_path))[0] == naming("--max-steps ... 0 (whole epochs) ... 5 steps")
 
 
 def test_changed_content_under_the_same_path_is_a_difference(tmp_path):
@@ -145,7 +146,7 @@ def test_of_several_sources_the_changed_one_is_named(tmp_path):
     before = input_contents(config)
     (tmp_path / "more.jsonl").write_text('{"prompt": "x", "response": "z"}\n')
     (line,) = changed_contents(config, before, input_contents(config), "the checkpoint")
-    assert line == f"--data-path: the content of {tmp_path}/more.jsonl is not what the checkpoint was made of"
+    assert line == naming(f"--data-path ... {tmp_path}/more.jsonl ... checkpoint")
 
 
 def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
@@ -163,10 +164,10 @@ def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"learning_rate": 0.5}, "--learning-rate: got 0.5, the checkpoint has 1e-05"),
+        ({"learning_rate": 0.5}, "--learning-rate ... 0.5 ... checkpoint ... 1e-05"),
         (
             {"per_device_train_batch_size": 2},
-            "rows of an optimizer step: got 2, the checkpoint has 16 (--train-batch-size)",
+            "rows of an optimizer step ... 2 ... checkpoint ... 16 (--train-batch-size)",
         ),
     ],
     ids=["a setting", "batches"],
@@ -175,7 +176,9 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp
     run = finish(tmp_path) if done else tmp_path / "runs"
     folder = save_checkpoint(run, sft(tmp_path))
     found, hint = differences(run, sft(tmp_path, max_steps=6, **changes))
-    assert found == line and hint.startswith(f"{folder}: ") and "--overwrite" in hint and "--force-resume" in hint
+    assert (
+        found == naming(line) and hint.startswith(f"{folder}: ") and "--overwrite" in hint and "--force-resume" in hint
+    )
     assert not is_finished(run, sft(tmp_path, max_steps=6), SFT, ranks=1)
     for way in ("overwrite", "force_resume"):
         assert not is_finished(run, sft(tmp_path, max_steps=6, **changes, **{way: "true"}), SFT, ranks=1)
@@ -188,7 +191,7 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_p
     folder = save_checkpoint(tmp_path / "runs", sft(tmp_path), step=270)
     flags = {"resume": folder} if named else {}
     (line,) = differences(tmp_path / "runs", sft(tmp_path, max_steps=100, **flags))
-    assert line.startswith(f"--max-steps 100: {folder} is of step 270 already; give a larger number, or ")
+    assert line == naming(f"--max-steps 100 ... {folder} ... step 270 ... larger number")
     assert f"`rlhf export {folder} --output FOLDER`" in line
     for more in (270, 271, 0):
         assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=more, **flags), SFT, ranks=1)
@@ -200,7 +203,7 @@ def test_the_checkpoint_that_is_named_is_compared(tmp_path):
     save_checkpoint(run, sft(tmp_path))
     named = save_checkpoint(other, sft(tmp_path, seed=7))
     (line, _) = differences(run, sft(tmp_path, resume=named))
-    assert line == "--seed: got 1234, the checkpoint has 7"
+    assert line == naming("--seed ... 1234 ... checkpoint ... 7")
     assert not is_finished(run, sft(tmp_path, seed=7, resume=named), SFT, ranks=1)
 
 
@@ -245,8 +248,8 @@ def test_settings_that_decide_what_is_learned_must_be_the_same(tmp_path):
     with pytest.raises(InputError) as refused:
         check_same_settings(tmp_path, values_by_rule(before, "same"), values_by_rule(other, "same"))
     lines = str(refused.value).splitlines()
-    assert lines[0] == "--learning-rate: got 0.01, the checkpoint has 1e-05"
-    assert lines[1] == "--lora-dim: got 4, the checkpoint has 0"
+    assert lines[0] == naming("--learning-rate ... 0.01 ... checkpoint ... 1e-05")
+    assert lines[1] == naming("--lora-dim ... 4 ... checkpoint ... 0")
     assert "--overwrite" in lines[2]
 
 
@@ -272,9 +275,9 @@ def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
     older["generation_engine"] = "eager"  # compared in an older version, and no longer
     check_same_settings(tmp_path, older, values_by_rule(config, "same"), defaults=defaults_of(config))
     other = config.replace(ppo=config.ppo.replace(kl_coef=0.5).model_dump())
-    with pytest.raises(InputError, match="--kl-coef: got 0.5, the checkpoint has 0.1"):
+    with pytest.raises(InputError, match=naming("--kl-coef ... 0.5 ... checkpoint ... 0.1")):
         check_same_settings(tmp_path, older, values_by_rule(other, "same"), defaults=defaults_of(other))
-    with pytest.raises(InputError, match="--gone: got None, the checkpoint has 3"):
+    with pytest.raises(InputError, match=naming("--gone ... None ... checkpoint ... 3")):
         check_same_settings(tmp_path, older | {"gone": 3}, values_by_rule(config, "same"), defaults=defaults_of(config))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.messages import naming
 
 from pipeline.files import write_json
 from pipeline.reporting.tables import number
@@ -103,9 +104,9 @@ def test_a_difference_below_its_error_is_none(tmp_path):
         )
         found[name] = verdict(run)
     assert {name: one.kind for name, one in found.items()} == {name: name for name in found}
-    assert found["same"].words == "no difference that 16 rows can show" and found["same"].worse == ""
+    assert found["same"].words == naming("no difference ... 16 rows") and found["same"].worse == ""
     assert found["better"].words == "better than at the start"
-    assert found["worse"].words == "WORSE than at the start: held-out eval_objective/scores"
+    assert found["worse"].words == naming("WORSE ... held-out eval_objective/scores")
     first, last = before.mean(), before.mean() - 0.0002
     assert found["same"].figures == f"held-out eval_objective/scores {first:.4g} -> {last:.4g} (16 responses)"
 
@@ -158,9 +159,9 @@ def test_a_run_that_keeps_its_best_model_is_judged_by_that(tmp_path):
     assert (kept.first, kept.last, kept.verdict) == (0.5, 1.0, "better")
     (last,) = compared(make_run(tmp_path / "b", "eval_accuracy", values), ["eval_accuracy"])
     assert (last.first, last.last, last.verdict) == (0.5, 0.25, "same")
-    assert "differs by more than the held-out rows can show" in beside_last(tmp_path / "a", "eval_accuracy", 10)
+    assert beside_last(tmp_path / "a", "eval_accuracy", 10) == naming("by more than ... rows can show")
     make_run(tmp_path / "a", "eval_accuracy", values[:3], keep_best=True)
-    assert "differs by no more than the held-out rows can show" in beside_last(tmp_path / "a", "eval_accuracy", 10)
+    assert beside_last(tmp_path / "a", "eval_accuracy", 10) == naming("by no more than ... rows can show")
     assert beside_last(tmp_path / "a", "eval_accuracy", 20) == "", "it is the last one"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import forks
+from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice
@@ -71,9 +72,7 @@ def test_an_env_json_that_no_run_wrote_makes_no_folder_ours(tmp_path, monkeypatc
     before = own_files(folder)
     assert main(["--model-name-or-path", "x", "--data-path", "y", "--run-dir", "mine", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (
-        "error: --run-dir: mine holds an env.json without stage and versions of a run; name a new or empty folder"
-    )
+    assert line == naming("error: --run-dir ... mine ... env.json ... new or empty folder")
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
 
@@ -85,9 +84,7 @@ def test_a_lock_or_a_heartbeat_makes_no_folder_ours(tmp_path, mark, file):
     assert refusal(folder) == []
     (folder / file).touch()
     (line,) = refusal(folder)
-    assert (
-        line == f"--run-dir: {folder} holds other files ({file}) and no env.json of a run; name a new or empty folder"
-    )
+    assert line == naming(f"--run-dir ... {folder} ... ({file}) ... no env.json ... new or empty folder")
 
 
 @pytest.mark.parametrize("name", ["log", "log.txt", "outcome", "deepspeed"])
@@ -200,10 +197,7 @@ def test_a_foreign_training_config_makes_no_model_folder_ours(tmp_path, text):
     (tmp_path / OURS).write_text(text)
     with pytest.raises(InputError) as refused:
         check_replaceable(tmp_path)
-    assert str(refused.value) == (
-        f"--output-dir: {tmp_path} holds a {OURS} that no run wrote; a model folder is replaced as a whole: "
-        "name one that is new or empty"
-    )
+    assert str(refused.value) == naming(f"--output-dir ... {tmp_path} ... {OURS} ... no run wrote ... new or empty")
 
 
 @pytest.mark.parametrize(

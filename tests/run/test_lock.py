@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from support.messages import naming
 
 from pipeline.errors import EnvironmentFault
 from pipeline.processes import time_limit
@@ -43,7 +44,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "run.lock")
     with (
         time_limit(5),
-        pytest.raises(EnvironmentFault, match=r"run.lock: not a file that can be locked"),
+        pytest.raises(EnvironmentFault, match=naming("run.lock ... not a file")),
         locked(tmp_path),
     ):
         pass
@@ -51,7 +52,7 @@ def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path):
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path):
     with hold(tmp_path / "run") as holder:
-        said = f"pid {holder.pid} on {HOST} runs in this folder"
+        said = naming(f"pid {holder.pid} on {HOST}")
         with pytest.raises(EnvironmentFault, match=said), locked(tmp_path / "run"):
             pass
         holder.communicate()
@@ -65,7 +66,7 @@ def test_one_run_at_a_time_writes_a_model_folder_whatever_its_run_folder(tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "actor")
     with hold(tmp_path / "one", tmp_path / "critic", tmp_path / "actor") as holder:
         for name in ("critic", "actor", "link"):
-            said = f"{tmp_path / name}: pid {holder.pid} on {HOST} runs in this folder; .* name another --output-dir"
+            said = naming(f"{tmp_path / name}: pid {holder.pid} on {HOST} ... another --output-dir")
             with pytest.raises(EnvironmentFault, match=said), locked(tmp_path / "two", [tmp_path / name]):
                 pass
         with locked(tmp_path / "two", [tmp_path / "other"]):
@@ -83,7 +84,7 @@ def test_a_stage_without_a_launcher_is_refused_the_models_of_another_run(tmp_pat
         ending = call(stage, stage_words(stage, folder, out, run_dir=tmp_path / "two"))
         holder.communicate()
     assert ending.code == 3 and not ending.loaded and len(ending.errors) == 1, ending.stderr
-    assert f"{out / model}: pid {holder.pid} on {HOST} runs in this folder" in ending.errors[0]
+    assert ending.errors[0] == naming(f"{out / model}: pid {holder.pid} on {HOST}")
 
 
 def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):
@@ -91,7 +92,7 @@ def test_a_dead_runs_lock_is_taken_over_in_one_line(tmp_path, capfd):
         holder.kill()
     with locked(tmp_path, [tmp_path / "sft"]):
         pass
-    assert capfd.readouterr().err == f"{tmp_path}: taking over from pid {holder.pid} on {HOST}, which is gone\n"
+    assert capfd.readouterr().err == naming(f"{tmp_path} ... pid {holder.pid} on {HOST} ... gone")
     with locked(tmp_path):
         pass
     assert capfd.readouterr().err == "", "a run that ended by itself leaves nothing to take over"
@@ -131,7 +132,10 @@ def test_text_that_is_no_holder(tmp_path):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFault, match="cannot write there: Not a directory"), locked(tmp_path / "file" / "x"):
+    with (
+        pytest.raises(EnvironmentFault, match=naming("cannot write ... Not a directory")),
+        locked(tmp_path / "file" / "x"),
+    ):
         pass
 
 

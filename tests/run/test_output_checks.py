@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
@@ -73,7 +74,7 @@ def test_an_output_that_is_an_input_is_refused(tmp_path, monkeypatch, name):
     (tmp_path / "out" / OURS).write_text("{}")
     stage, words, named = CASES[name]
     (line,) = problems({stage: words})
-    assert f"this run would write over {named}; name another folder" in line
+    assert line == naming(f"write over {named} ... another folder")
 
 
 @pytest.mark.parametrize("stage", CLASSES)
@@ -87,32 +88,30 @@ def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tm
     usual = {"sft": "", "reward": "", "ppo": "--actor-model-name-or-path output/sft"}
     assert problems(usual, named_by_section=True) == []
     (line,) = problems(usual | {"sft": "--model-name-or-path output/actor"}, named_by_section=True)
-    assert line.startswith("--ppo.output-dir: this run would write over output/actor (--sft.model-name-or-path)")
+    assert line == naming("--ppo.output-dir ... output/actor (--sft.model-name-or-path)")
     (line,) = problems(usual | {"reward": "--output-dir output/sft --run-dir x"}, named_by_section=True)
-    assert line.startswith("--reward.output-dir: this run would write over output/sft (--sft.output-dir)")
+    assert line == naming("--reward.output-dir ... output/sft (--sft.output-dir)")
     lines = problems(usual | {"reward": "--output-dir output/sft/reward --run-dir output/sft/x"}, named_by_section=True)
     assert lines == [
-        f"--sft.output-dir: this run would write over output/sft/{name} (--reward.{flag}); name another folder"
+        naming(f"--sft.output-dir ... output/sft/{name} (--reward.{flag}) ... another folder")
         for name, flag in (("reward", "output-dir"), ("x", "run-dir"))
     ]
     (line,) = problems(usual | {"reward": "--run-dir output/runs/sft"}, named_by_section=True)
-    assert line.startswith("--reward.run-dir: this run would write over output/runs/sft (--sft.run-dir)")
+    assert line == naming("--reward.run-dir ... output/runs/sft (--sft.run-dir)")
 
 
 def test_a_run_folder_of_another_stage_is_refused_finished_or_not(tmp_path):
     (tmp_path / "env.json").write_text(json.dumps({"stage": "reward", "versions": {}}))
     for more in ("", " --overwrite"):
         (line,) = problems({"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {tmp_path}{more}"})
-        assert line == f"--run-dir: {tmp_path} holds a run of reward, this is sft; name another folder"
+        assert line == naming(f"--run-dir ... {tmp_path} ... a run of reward ... sft ... another folder")
 
 
 def test_the_model_of_another_run_is_replaced_only_on_request(tmp_path):
     folder = model(tmp_path / "sft")
     words = f"--output-dir {folder} --run-dir {tmp_path / 'other'}"
     (line,) = problems({"sft": words})
-    assert line.startswith(f"--output-dir: {folder} holds the model of another run") and line.endswith(
-        "; give another --output-dir, or --overwrite to replace it"
-    )
+    assert line == naming(f"--output-dir ... {folder} ... another run ... another --output-dir ... --overwrite")
     assert problems({"sft": f"{words} --overwrite"}) == []
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "env.json").write_text(json.dumps({"stage": "sft", "versions": {}}))
@@ -129,8 +128,8 @@ def test_the_policy_of_another_method_is_replaced_only_on_request(tmp_path, made
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "env.json").write_text(json.dumps({"stage": name, "versions": {}}))
     (line,) = problems({now: words})
-    assert line.startswith(f"--output-dir: {folder} holds a model of {made}, this is {now}") and line.endswith(
-        "; give another --output-dir, or --overwrite to replace it"
+    assert line == naming(
+        f"--output-dir ... {folder} ... a model of {made} ... {now} ... another --output-dir ... --overwrite"
     )
     assert problems({now: f"{words} --overwrite"}) == []
     (folder / OURS).write_text(json.dumps({"stage": now, "data": {}}))
@@ -141,7 +140,7 @@ def test_a_folder_of_other_files_is_refused_by_the_flag_that_names_it(tmp_path):
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "thesis.txt").write_text("x")
     (line,) = problems({"ppo": f"--output-dir {tmp_path}"}, named_by_section=True)
-    assert line.startswith(f"--ppo.output-dir: {tmp_path / 'actor'} holds other files (thesis.txt)")
+    assert line == naming(f"--ppo.output-dir ... {tmp_path / 'actor'} ... (thesis.txt)")
 
 
 @pytest.mark.parametrize("more", ["", " --overwrite"])
@@ -153,8 +152,7 @@ def test_a_run_folder_of_other_files_is_refused(tmp_path, name, more):
     (folder / name).touch()
     (line,) = problems({"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {folder}{more}"}, named_by_section=True)
     first = min(path.name for path in folder.iterdir())
-    found = f"other files ({first}) and no env.json of a run"
-    assert line == f"--sft.run-dir: {folder} holds {found}; name a new or empty folder"
+    assert line == naming(f"--sft.run-dir ... {folder} ... ({first}) ... no env.json ... new or empty folder")
 
 
 def test_a_run_folder_is_new_or_empty_or_that_of_a_run(tmp_path, monkeypatch):
@@ -181,7 +179,7 @@ def test_a_stage_by_hand_leaves_a_model_that_is_named_as_its_run_folder(tmp_path
     config = model(tmp_path / "model") / "config.json"
     config.write_text('{"model_type": "opt"}')
     assert sft_main("--model-name-or-path x --data-path y --run-dir model --overwrite".split()) == 2
-    assert "--run-dir: model holds other files (config.json)" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming("--run-dir: model ... (config.json)")
     assert config.read_text() == '{"model_type": "opt"}'
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
@@ -141,7 +142,7 @@ def test_a_run_from_before_goes_on_with_its_values(section, words, before, kind)
 def test_a_value_that_is_given_is_compared_with_that_of_the_run():
     save("dpo", RANK["dpo"], lora_learning_rate=OLD_RATE)
     resolved = read("dpo", f"{RANK['dpo']} --lora-learning-rate 1e-5")
-    with pytest.raises(InputError, match="--lora-learning-rate: got 1e-05, the checkpoint has 0.0005"):
+    with pytest.raises(InputError, match=naming("--lora-learning-rate ... 1e-05 ... checkpoint ... 0.0005")):
         check_resumed(*checkpoint_state(Path("run"), "auto"), resolved.config, None)
 
 
@@ -163,9 +164,9 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
-    assert unfinished_answers(folder) == "the first rollout logs how many reach that"
+    assert unfinished_answers(folder) == naming("first rollout logs how many")
     lines = [{"step": 0, "eval_completions/truncated_fraction": 0.9}, {"step": 1, "loss": 2.0}]
     lines += [{"step": step, "completions/truncated_fraction": share} for step, share in ((1, 0.568), (2, 0.1))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256}}))
-    assert unfinished_answers(folder) == "57% of the last run's first ones reached its limit, 256"
+    assert unfinished_answers(folder) == naming("57% ... limit, 256")

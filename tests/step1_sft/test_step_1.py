@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
 from support.in_process import error_lines, undone_afterwards
+from support.messages import naming
 from support.model_card import files_that_name, read_card, rows_of, run_example, sections
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,7 +104,7 @@ def test_rows_are_shown_once_and_kept(trained: Trained, ranks: int) -> None:
     tokens = document["tokens"]
     assert 0 < tokens["median"] <= tokens["p95"] <= tokens["longest"] <= tokens["limit"] == 96
     printed, log = trained.ended[ranks].stderr, (trained.run(ranks) / "log.txt").read_text(encoding="utf-8")
-    assert document["lines"][0] == "sft rows: 64 to train on, 8 held out, of 72 given"
+    assert document["lines"][0] == naming("sft rows: 64 to train on ... 8 held out, of 72")
     assert all(printed.count(f"{line}\n") == 1 for line in document["lines"])
     assert "\x1b" not in log and "\r" not in log
     for number, sample in zip((1, 22, 43), document["samples"], strict=True):
@@ -130,7 +131,7 @@ def test_outputs_inside_the_folder_of_the_data(tmp_path: Path) -> None:
     assert first.code == 2 and "128 positions" in first.stderr
     for ended in others:
         assert ended.code == 0 and "sft rows: 64 to train on, 8 held out" in ended.stderr, ended.stderr
-        assert f"{data}/out/runs/sft: not read as data, because a run wrote it" in ended.stderr
+        assert ended.stderr == naming(f"{data}/out/runs/sft ... a run wrote it")
     assert [line["step"] for line in read_metrics(data / "out/runs/sft") if "loss" in line] == [1, 2]
 
 
@@ -218,7 +219,7 @@ def test_a_finished_run_is_left_alone_until_overwritten(trained: Trained) -> Non
     before = (trained.run() / "metrics.jsonl").read_text(), (trained.model() / "model.safetensors").read_bytes()
     again = run_command("step1_sft", command, folder=trained.folder)
     assert again.code == 0
-    assert f"finished after {NUM_STEPS} steps; nothing to do" in again.stderr
+    assert again.stderr == naming(f"{NUM_STEPS} steps ... nothing to do")
     assert (trained.run() / "metrics.jsonl").read_text() == before[0]
     over = run_command("step1_sft", [*command, "--overwrite"], folder=trained.folder)
     assert over.code == 0
@@ -250,7 +251,7 @@ def test_the_start_model_is_kept_where_no_step_is_better(
     ruinous = {"learning_rate": 1.0, "max_steps": 2, "keep_best": "true", "eval_interval": 1}
     with undone_afterwards():
         assert main(list(map(str, words(trained.folder, "kept/sft", 8, **ruinous)))) == 0
-    assert "--keep-best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+    assert capfd.readouterr().err == naming("--keep-best ... step 0 ... eval_loss")
     kept, start = (load_file(trained.folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)
 
@@ -301,6 +302,6 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path, monkeypatch, ca
     for steps in (1, 2):
         with undone_afterwards():
             assert main(list(map(str, words(folder, "kept/sft", 8, **ruinous, max_steps=steps)))) == 0
-        assert "--keep-best: the saved model is that of step 0, eval_loss " in capfd.readouterr().err
+        assert capfd.readouterr().err == naming("--keep-best ... step 0 ... eval_loss")
     kept, start = (load_file(folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)

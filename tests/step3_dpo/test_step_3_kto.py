@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
 from support.in_process import error_lines, undone_afterwards
+from support.messages import naming
 from support.preference_runs import BETA, pairs_of, response_log_prob, words
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -197,17 +198,17 @@ def test_step_1_takes_the_rows_with_a_true_label(trained: Trained) -> None:
     ended = run_command("step1_sft", given, folder=trained.folder)
     assert ended.code == 0, ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "labelled false" in line]
-    assert line.strip().startswith("rows: 32 dropped: response is labelled false (first: labels.jsonl:"), ended.stderr
+    assert line == naming("rows: 32 dropped ... labelled false (first: labels.jsonl:"), ended.stderr
 
 
 ROWS = {
     "a label that is no boolean": ({"completion": "Me.", "label": 1}, "bad.jsonl:1, got 1"),
     "an empty response": (
         {"completion": None, "label": True},
-        "no labelled response: columns chosen and rejected are needed, or a response and label",
+        "no labelled response ... chosen and rejected ... label",
     ),
-    "no label": ({"completion": "Me."}, "a response and label (true or false)"),
-    "no response": ({"label": True}, "and label (true or false) (first: bad.jsonl:1, got 'prompt', 'label')"),
+    "no label": ({"completion": "Me."}, "label (true or false)"),
+    "no response": ({"label": True}, "label (true or false) ... (first: bad.jsonl:1, got 'prompt', 'label')"),
 }
 
 
@@ -219,7 +220,7 @@ def test_bad_labels_are_one_line_and_exit_2(name: str, trained: Trained, tmp_pat
     with undone_afterwards():
         assert main([*map(str, kto_words(trained.folder, "bad", data_path="bad.jsonl"))]) == 2
     lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and named in lines[0] and "bad.jsonl" in lines[0], lines
+    assert len(lines) == 1 and lines[0] == naming(named) and "bad.jsonl" in lines[0], lines
 
 
 @torch.no_grad()

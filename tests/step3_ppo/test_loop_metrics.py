@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import naming
 from support.ppo_loop import loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import TEMPERATURE, text_step
@@ -299,5 +300,5 @@ def test_the_first_rollout_logs_how_many_answers_were_unfinished(world, trained_
         loop.iterate()
         loop.iterate()
     assert [line for line in caplog.messages if "first rollout" in line] == [
-        "first rollout: 2 of 3 answers reached the limit of 8 tokens before their end (--max-answer-seq-len)"
+        naming("2 of 3 answers ... 8 tokens ... --max-answer-seq-len")
     ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.command_run import run_command
 from support.in_process import undone_afterwards
+from support.messages import naming
 from support.pages import blocks
 from support.reward_rows import rows_of
 from support.source_tree import ROOT
@@ -62,17 +63,17 @@ def late_error(log_probs):
     return -log_probs
 """
 REFUSED = {
-    "needs": r"it needs 'rewards'; the arguments are log_probs, old_log_probs, advantages, response_mask, policy_clip",
-    "only": "its parameter 'log_probs' cannot be given by name",
-    "missing": "the file has no function 'missing', only ppo, capped_by_length",
+    "needs": "'rewards'; .* log_probs, old_log_probs, advantages, response_mask, policy_clip",
+    "only": "'log_probs' cannot be given",
+    "missing": "'missing', only ppo, capped_by_length",
     "raises": r"ValueError: no luck \(losses.py:\d+\)",
     "leaves": r"SystemExit: 3 \(losses.py:\d+\)",
-    "mean": r"returned Tensor \[\], expected a tensor \[2, 2\]",
-    "short": r"returned Tensor \[2, 1\], expected a tensor \[2, 2\]",
-    "detached": r"returned Tensor \[2, 2\], expected a tensor \[2, 2\] with a gradient",
-    "nothing": r"returned NoneType \[\], expected a tensor",
+    "mean": r"Tensor \[\], .* \[2, 2\]",
+    "short": r"Tensor \[2, 1\], .* \[2, 2\]",
+    "detached": r"Tensor \[2, 2\], .* with a gradient",
+    "nothing": "NoneType .* a tensor",
     "other_leaf": "RuntimeError: .* differentiated Tensor .* not have been used",
-    "nan": "of log-probabilities from -2 to -0.5 its loss is nan",
+    "nan": "from -2 to -0.5 .* nan",
 }
 
 
@@ -93,14 +94,14 @@ def test_a_wrong_function_is_told_in_one_line_with_its_file(file: Path, name: st
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        ("clippd", "--policy-loss clippd: names no function of a file; clipped or cispo or FILE.py:NAME is right"),
+        ("clippd", "--policy-loss clippd ... clipped or cispo or FILE.py:NAME"),
         ("losses.py", "--policy-loss losses.py: names no function"),
-        ("los.py:ppo", r"los.py cannot be read \(No such file or directory\); did you mean losses.py"),
+        ("los.py:ppo", "los.py cannot be read (No such file or directory) ... losses.py"),
     ],
 )
 def test_a_text_that_names_no_function(file: Path, monkeypatch: pytest.MonkeyPatch, value: str, found: str) -> None:
     monkeypatch.chdir(file.parent)
-    with pytest.raises(InputError, match=re.escape(found) if "\\" not in found else found):
+    with pytest.raises(InputError, match=naming(found)):
         parse(
             PPOConfig,
             ["--actor-model", "a", "--critic-model", "c", "--data-path", "d", "--policy-loss", value],
@@ -111,7 +112,7 @@ def test_a_text_that_names_no_function(file: Path, monkeypatch: pytest.MonkeyPat
 def test_a_flag_that_the_function_does_not_take_is_refused(file: Path) -> None:
     flags: dict[str, Any] = {"policy_loss": f"{file}:ppo", "policy_clip": 0.1}
     assert load_loss(PPOCoefficients(**flags)) is not None
-    with pytest.raises(InputError, match="it has no argument dual_clip, which --dual-clip gives; leave the flag out"):
+    with pytest.raises(InputError, match=naming("no argument dual_clip ... --dual-clip")):
         load_loss(PPOCoefficients(**flags, dual_clip=3.0))
 
 
@@ -174,7 +175,7 @@ def test_the_page_names_each_argument() -> None:
 
 
 def test_an_error_in_a_run_is_one_line_and_one_of_memory_is_not(file: Path) -> None:
-    with pytest.raises(InputError, match=rf"^--policy-loss {file}:late_error: RuntimeError: too long \(losses.py:\d+"):
+    with pytest.raises(InputError, match=naming(f"--policy-loss {file}:late_error ... too long (losses.py:")):
         objective_loss(f"{file}:late_error")
     file.write_text("def full(log_probs):\n    if log_probs.shape[1] > 2: raise MemoryError\n    return -log_probs\n")
     with pytest.raises(MemoryError):
@@ -247,9 +248,7 @@ def test_a_run_with_a_changed_file_is_not_resumed(folder, file, tmp_path, capsys
         capsys.readouterr()
         assert trained(folder, out, policy_loss=loss) == 2
         (line, *_) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert re.fullmatch(
-            f"error: {title}: got content [0-9a-f]{{12}}, the checkpoint has content [0-9a-f]{{12}}", line
-        )
+        assert re.fullmatch(f"error: {title}: .* [0-9a-f]{{12}}, .* [0-9a-f]{{12}}", line)
         changed.write_text(before)
     assert trained(folder, out, policy_loss=loss) == 0
     assert json.loads((out / "runs/ppo/metrics.jsonl").read_text().splitlines()[-1])["step"] == 4

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.messages import naming
 from support.tiny_models import random_rows
 
 from pipeline.configuration.flags import parse
@@ -23,7 +24,7 @@ from step3_ppo.config import PPOConfig
 def test_a_step_without_a_trained_token_is_an_error():
     counts = {"num_rows": 4, "num_tokens": 20, "num_trained": 0, "num_squares": 100}
     empty = Step(number=7, micro_batch_size=4, micro_batches=[], rows=[], **counts)
-    with pytest.raises(InputError, match="step 8: .* 4 rows has a trained token"):
+    with pytest.raises(InputError, match=naming("step 8 ... 4 rows ... trained token")):
         training.accumulate_gradients(None, empty, training.State(step=7), None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.in_process import undone_afterwards
+from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
@@ -131,7 +132,7 @@ def test_a_wrong_value_ends_the_run_with_2_and_all_saved(folder, tmp_path, capsy
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"name": "format_match", "args": {"patern": "a"}}, "no setting 'patern'; did you mean pattern?"),
+        ({"name": "format_match", "args": {"patern": "a"}}, "'patern' ... pattern?"),
         ({"name": "regex_match", "args": {"pattern": "("}}, "missing ), unterminated subpattern"),
         ({"name": "overlong"}, "needs max_length"),
     ],
@@ -139,7 +140,7 @@ def test_a_wrong_value_ends_the_run_with_2_and_all_saved(folder, tmp_path, capsy
 def test_wrong_settings_of_the_box_are_told_before_the_start(folder, tmp_path, capsys, entry, reason):
     assert trained(folder, tmp_path, "length", json.dumps(entry)) == 2
     (line,) = errors(capsys)
-    assert line.startswith(f"error: --reward-function {entry['name']}: ") and reason in line
+    assert line.startswith(f"error: --reward-function {entry['name']}: ") and line == naming(reason)
     assert not (tmp_path / "runs/ppo/checkpoints").exists()
 
 
@@ -245,7 +246,7 @@ def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, ca
         (folder / "scale.py").write_text("SIGN = -1")
         capsys.readouterr()
         assert trained(folder, tmp_path, "length", max_steps=2) == 2
-        assert any(line.startswith("error: scale.py of reward function length: got ") for line in errors(capsys))
+        assert naming("error: scale.py ... reward function length") in errors(capsys)
         saved = tmp_path / "runs/ppo/checkpoints/step-1"
         state = json.loads((saved / "state.json").read_text())
         del state["columns"]["scale.py of reward function length"]
@@ -256,8 +257,8 @@ def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, ca
         assert trained(folder, tmp_path, "length", max_steps=2) == 0
     finally:
         (folder / "scale.py").write_text("SIGN = 1")
-    line = "scale.py of reward function length: their content is not in the checkpoint, and taken as it is now"
-    assert line in capsys.readouterr().err
+    line = naming("scale.py ... reward function length ... not in the checkpoint")
+    assert capsys.readouterr().err == line
 
 
 def test_a_secret_among_the_args_of_a_function_is_written_nowhere(folder, tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.in_process import error_lines, undone_afterwards
+from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
@@ -97,7 +98,7 @@ def test_older_flags_that_are_given_by_hand_make_the_rollouts_that_they_made(tmp
     responses = prompts * (4 if "samples" in words else 1)
     line = on(ranks, words).config.rollout_size(ranks).line
     assert "; from --per-device-generation-batch-size " in line
-    assert line.endswith(f", which --rollout-batch-size {responses} can replace")
+    assert line == naming(f"--rollout-batch-size {responses} can replace")
     names = words.replace("--", "").split()
     file = tmp_path / "mine.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in zip(names[::2], names[1::2], strict=True)))
@@ -111,7 +112,7 @@ def test_batches_of_prompts_are_compared_with_the_rows_of_a_step_that_are_given(
     assert counts(1, f"--train-batch-size 8 --generation-batches 2 {GENERATED} 4") == (8, 4, 1)
     assert counts(2, f"--train-batch-size 8 --generation-batches 3 {GENERATED} 4") == (24, 4, 3)
     assert counts(1, "--train-batch-size 32 --generation-batches 2 --old-log-probs sampler") == (32, 16, 1)
-    with pytest.raises(InputError, match="no multiple of an optimizer step's 12; .* or --rollout-batch-size 12 "):
+    with pytest.raises(InputError, match=naming("step's 12 ... --rollout-batch-size 12")):
         on(1, f"--train-batch-size 12 --generation-batches 2 {GENERATED} 4")
     assert on(None, f"--train-batch-size 12 --generation-batches 2 {GENERATED} 4"), "ranks are not known yet"
 
@@ -144,69 +145,65 @@ def test_the_last_word_of_two_layers_holds(tmp_path):
         (
             2,
             "--rollout-batch-size 100",
-            "--rollout-batch-size: got 100, expected a multiple of an optimizer step's 32 rows and of "
-            "--num-samples-per-prompt 1 x 2 ranks; the nearest: --rollout-batch-size 96 or --rollout-batch-size 128",
+            "--rollout-batch-size ... 100 ... 32 rows ... --num-samples-per-prompt 1 x 2 ranks ... "
+            "--rollout-batch-size 96 or --rollout-batch-size 128",
         ),
         (
             2,
             "--rollout-batch-size 20 --num-samples-per-prompt 8 --per-device-train-batch-size 2",
-            "--rollout-batch-size: got 20, expected a multiple of an optimizer step's 4 rows and of "
-            "--num-samples-per-prompt 8 x 2 ranks; the nearest: --rollout-batch-size 16 or --rollout-batch-size 32",
+            "--rollout-batch-size ... 20 ... 4 rows ... --num-samples-per-prompt 8 x 2 ranks ... "
+            "--rollout-batch-size 16 or --rollout-batch-size 32",
         ),
         (
             3,
             "--rollout-batch-size 32 --per-device-train-batch-size 16",
-            "--rollout-batch-size: got 32, expected a multiple of an optimizer step's 48 rows and of "
-            "--num-samples-per-prompt 1 x 3 ranks; the nearest: --rollout-batch-size 48",
+            "--rollout-batch-size ... 32 ... 48 rows ... --num-samples-per-prompt 1 x 3 ranks ... "
+            "--rollout-batch-size 48",
         ),
         (
             1,
             "--rollout-batch-size 64 --old-log-probs sampler",
-            "--old-log-probs: sampler needs one optimizer step per rollout, got 4; use trainer, or set --ppo-epochs "
-            "1 and --rollout-batch-size 16 to take all rows of a rollout in one step",
+            "--old-log-probs: sampler ... 4 ... trainer ... --ppo-epochs 1 and --rollout-batch-size 16",
         ),
         (
             1,
             f"{GENERATED} 64 --old-log-probs sampler",
-            "--old-log-probs: sampler needs one optimizer step per rollout, got 4; use trainer, or set --ppo-epochs "
-            "1 and --gradient-accumulation-steps to take all rows of a rollout in one step",
+            "--old-log-probs: sampler ... 4 ... trainer ... --ppo-epochs 1 and --gradient-accumulation-steps",
         ),
         (
             1,
             f"{GENERATED} 20",
-            "--per-device-generation-batch-size: a rollout has 20 rows a device (--per-device-generation-batch-size 20 "
-            "x --generation-batches 1 x --num-samples-per-prompt 1), no multiple of an optimizer step's 16; the "
-            "nearest that fit are --per-device-generation-batch-size 16, or --rollout-batch-size 16 without "
-            "--generation-batches",
+            "20 rows a device (--per-device-generation-batch-size 20 ... step's 16 ... "
+            "--per-device-generation-batch-size 16 ... --rollout-batch-size 16 without --generation-batches",
         ),
         (
             1,
             "--rollout-batch-size 64 --generation-batches 2",
-            "--generation-batches 2: with --rollout-batch-size 64; give one of them",
+            "--generation-batches 2 ... --rollout-batch-size 64",
         ),
     ],
 )
 def test_a_size_that_does_not_divide_is_refused_in_the_words_of_the_flag_that_was_given(ranks, words, line):
     with pytest.raises(InputError) as error:
         on(ranks, words)
-    assert str(error.value) == line
+    assert str(error.value) == naming(line)
 
 
 @pytest.mark.parametrize(
     ("words", "right"),
     [
-        ("--rollout-batch-size 100", "; the nearest: --ppo.rollout-batch-size 96 or --ppo.rollout-batch-size 112"),
+        ("--rollout-batch-size 100", "--ppo.rollout-batch-size 96 or --ppo.rollout-batch-size 112"),
         (
             "--per-device-generation-batch-size 20",
-            " that fit are --ppo.per-device-generation-batch-size 16, or --ppo.rollout-batch-size 16 without "
-            "--ppo.generation-batches",
+            "--ppo.per-device-generation-batch-size 16 ... "
+            "--ppo.rollout-batch-size 16 without --ppo.generation-batches",
         ),
     ],
 )
 def test_every_flag_that_an_error_of_a_stage_proposes_can_be_typed(words, right):
     with pytest.raises(InputError) as error:
         on(1, words)
-    assert as_override(str(error.value), "ppo").endswith(right)
+    assert as_override(str(error.value), "ppo") == naming(right)
 
 
 def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, capsys, monkeypatch):
@@ -214,7 +211,7 @@ def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, ca
     with undone_afterwards():
         assert main(["--rollout-batch-size", "17"]) == 2
     (line,) = error_lines(capsys.readouterr().err)
-    assert line.startswith("error: --rollout-batch-size: got 17, expected a multiple of an optimizer step's 16 rows")
+    assert line == naming("error: --rollout-batch-size ... 17 ... step's 16 rows")
 
 
 # --- a run that goes on ---
@@ -250,7 +247,7 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     found = read_flags(STAGE, words)
     assert found.config.sampling.rollout_batch_size == 32
-    note = f"--rollout-batch-size 32 in place of 0 (default), as {checkpoint} has it, of a version without this flag"
+    note = naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}")
     assert with_ranks(found, 2).notes == (note,)
     config = with_ranks(found, 2).config
     assert config.rollout_size(2).prompts == 32 and config.rollout_size(2).steps == 4
@@ -258,13 +255,13 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout-batch-size 16", 16)):
         given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
         assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
-    with pytest.raises(InputError, match="prompts of a rollout: got 16, the checkpoint has 32"):
+    with pytest.raises(InputError, match=naming("prompts of a rollout ... 16 ... checkpoint ... 32")):
         is_finished(checkpoint.parents[1], given.config, STAGE, ranks=2)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 0}})
     for ranks in (1, 2):
         kept = with_ranks(read_flags(STAGE, [*words, *f"{GENERATED} 3".split()]), ranks)
         assert kept.config.rollout_size(ranks).prompts == 32, "fewer at once, on any number of ranks"
-        assert kept.notes == (f"--rollout-batch-size 32 in place of 0 (default), as {checkpoint} has it",)
+        assert kept.notes == (naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}"),)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 32}})
     assert read_flags(STAGE, words).config.sampling.rollout_batch_size == 0, "a version that has the flag: as any other"
 
@@ -283,7 +280,7 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
     assert (began.sampling.generation_batches, goes_on.sampling.rollout_batch_size) == (1, 8)
     with caplog.at_level(logging.WARNING):
         log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
-    told = ["resumed with other settings: actor_zero_stage 0 -> 1; numbers are equal up to rounding"] if changes else []
+    told = [naming("actor_zero_stage 0 -> 1 ... up to rounding")] if changes else []
     assert caplog.messages == told
 
 
@@ -318,7 +315,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
         made_older(parts / "runs/ppo/checkpoints" / name)
     capsys.readouterr()
     assert trained(folder, parts, 10, "--rollout-batch-size 8") == 2
-    assert "prompts of a rollout: got 8, the checkpoint has 16" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming("prompts of a rollout ... 8 ... checkpoint ... 16")
     assert trained(folder, parts, 7, "--rollout-batch-size 16") == 0, "the same product passes"
     made_older(parts / "runs/ppo/checkpoints/step-7")
     assert trained(folder, parts, 10) == 0, "step 7 is within a rollout"
@@ -331,7 +328,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
     assert trained(folder, tmp_path / "new", 2, "--rollout-batch-size 16") == 0
     capsys.readouterr()
     assert trained(folder, tmp_path / "new", 4) == 2, "a version that has the flag: the same flags"
-    assert "prompts of a rollout: got 4, the checkpoint has 16" in capsys.readouterr().err
+    assert capsys.readouterr().err == naming("prompts of a rollout ... 4 ... checkpoint ... 16")
 
 
 def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch):

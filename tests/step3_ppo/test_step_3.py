@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_run import Ended, files_of, run_command
 from support.in_process import error_lines, undone_afterwards
+from support.messages import naming
 from support.model_card import files_that_name, read_card, run_example
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -223,8 +224,8 @@ def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, mon
     changes = {**flags, "critic_warmup_steps": steps, "enable_ema": "false"}
     with undone_afterwards():
         assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 2
-    said = f"--critic-warmup-steps: got {steps}, and the run has {steps} steps: none would train the policy"
-    assert said in capsys.readouterr().err
+    said = naming(f"--critic-warmup-steps ... {steps} ... {steps} steps")
+    assert capsys.readouterr().err == said
 
 
 def test_the_models_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -273,7 +274,7 @@ COMPLAINTS = {
     ),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
-    "sampler's log-probs": ({"old_log_probs": "sampler"}, "one optimizer step per rollout, got 4"),
+    "sampler's log-probs": ({"old_log_probs": "sampler"}, "--old-log-probs ... sampler ... 4"),
     "no such actor": ({"actor_model_name_or_path": "./absent"}, "absent"),
     "offload of a plain reference": (
         {"offload_reference_model": "true", "actor_zero_stage": 0},
@@ -291,4 +292,4 @@ def test_bad_input_is_one_line_and_exit_2(
     with undone_afterwards():
         assert main([*map(str, words(bad_files, "bad-out", 1, **changes))]) == 2
     lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+    assert len(lines) == 1 and lines[0].startswith("error: ") and lines[0] == naming(named), lines

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from input_calls import Ending, call, stage_words
 from support.marks import slow
+from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 from transformers import AutoTokenizer
 
@@ -93,10 +94,10 @@ def test_settings_and_the_rule_of_resumed_runs() -> None:
     del saved["settings"]["stop_strings"]  # as an earlier version wrote it
     assert list(other_settings(saved, plain, "same", ranks=1, holder="the checkpoint")) == []
     (line,) = other_settings(saved, stopping, "same", ranks=1, holder="the checkpoint")
-    assert line == "--stop-strings: got ['\\n\\nHuman:', '</s>'], the checkpoint has []"
+    assert line == naming(r"--stop-strings ... ['\n\nHuman:', '</s>'] ... checkpoint ... []")
 
 
 def test_an_empty_string_is_refused(folder: Path, tmp_path: Path) -> None:
     ending, _ = run(folder, tmp_path, stop_strings=["a", ""])
     assert ending.code == 2 and len(ending.errors) == 1
-    assert ending.errors[0].startswith("error: --stop-strings: got '' (command line): ")
+    assert ending.errors[0] == naming("error: --stop-strings ... '' (command line)")

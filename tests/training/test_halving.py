@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
+from support.messages import naming
 from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
@@ -300,10 +301,9 @@ def test_one_row_that_does_not_fit_ends_the_run_in_one_line(folder, tmp_path, ca
         assert run("sft", folder, tmp_path, 5) == 3
     assert failed == [5, 3, 2, 1]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line == (
-        "error: phase train: out of memory: 2.00 GiB asked for, 44.69 MiB free of 79.11 GiB on the device, with "
-        "--per-device-train-batch-size 1; lower --max-seq-len, or give --gradient-checkpointing, or shard the models "
-        "with --zero-stage"
+    assert line == naming(
+        "error: phase train: out of memory ... 2.00 GiB ... 44.69 MiB free of 79.11 GiB",
+        "--per-device-train-batch-size 1 ... --max-seq-len ... --gradient-checkpointing ... --zero-stage",
     )
 
 
@@ -324,7 +324,7 @@ def test_a_job_that_was_started_again_has_the_halved_micro_batch(folder, plain, 
     """What another job's ranks ran out of memory with, as their supervisor says it to those of this one."""
     monkeypatch.setenv(HALVED, halved_as_text({"train": [4, 2]}))
     assert run(stage, folder, tmp_path, 4, 2) == 0
-    assert "since memory ran out: --per-device-train-batch-size 2 instead of 4\n" in capsys.readouterr().err
+    assert "--per-device-train-batch-size 2 instead of 4\n" in capsys.readouterr().err
     assert set(metrics(tmp_path, stage, "micro_batch_size")) == {2}
     for model in ("actor", "critic") if stage == "ppo" else (stage,):
         assert apart(tmp_path / model, plain(stage) / model) == 0
@@ -368,7 +368,7 @@ def test_a_resumed_run_goes_on_with_the_halved_micro_batch_unless_the_flag_is_ch
         assert run("sft", folder, tmp_path, 4, 2, max_steps=1) == 0
     with out_of_memory(2, of=CausalLM, times=99) as failed:
         assert run("sft", folder, tmp_path, 4, 2, max_steps=2) == 0
-    assert "since memory ran out: --per-device-train-batch-size 2 instead of 4\n" in capsys.readouterr().err
+    assert "--per-device-train-batch-size 2 instead of 4\n" in capsys.readouterr().err
     assert run("sft", folder, tmp_path, 8, 1, max_steps=3) == 0
     assert "memory ran out" not in capsys.readouterr().err
     assert failed == [] and metrics(tmp_path, "sft", "micro_batch_size") == [2, 2, 8]

@@ -258,7 +258,7 @@ def test_a_recorder_says_it_with_the_flags_of_the_stage_and_goes_on_from_what_is
         recorder.end_progress()
 
     record(range(1, 3), -1, 0.02)
-    assert caplog.text.count("health: ") == 1 and caplog.text.count("an audit of the metrics, not a verdict") == 1
+    assert caplog.text.count("health: ") == 1 and caplog.text.count("an audit of the metrics") == 1
     caplog.clear()
     record(range(3, 5), 2, 0.09)
     assert caplog.text.count("by 0.020 in the first rollout") == 1
@@ -277,5 +277,5 @@ def test_a_recorder_that_goes_on_compares_with_the_very_first_evaluation(tmp_pat
     recorder = Recorder(run, RunConfig(monitors=[]), start_step=6, total_steps=99, metrics=METRICS, shown=SHOWN)
     recorder.show_samples(9, [row | {"prompt": "p", "response": "r", "finished": True} for row in answers(9, **long)])
     recorder.end_progress()
-    assert caplog.text.count("answers grow from 20 to 40 tokens") == is_first_there
+    assert caplog.text.count("from 20 to 40 tokens") == is_first_there
     assert caplog.text.count("the reward pays for length") == is_first_there

@@ -33,8 +33,8 @@ MASKS_OF_PADDING = ("bloom", "openai-gpt", "reformer")
 def enable_packed_attention(wrapped: nn.Module, *, device: torch.device) -> bool:
     """Make a transformers model read bounds as its mask, if its attention and the device can; return True if so.
 
-    It needs one of PACKED_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get the
-    dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
+    It needs one of PACKED_TYPES in 16 bits under sdpa, and a CUDA device with torch's flash kernel. Other models get
+    the dense mask from `packed_mask`, and PPO's rows pass through them with their padding.
     """
     model = base_model(wrapped)
     config = model.config
