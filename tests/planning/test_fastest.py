@@ -359,8 +359,7 @@ def test_weights_are_partitioned_of_models_that_do_not_fit_whole(section, models
 
 def test_on_one_gpu_mixes_of_stages_2_and_3_are_tried_after_0_and_each_with_its_buckets(models):
     planner, resolved = stage_planner(PPO, given(PPO, models, zero_stage=None), gpu(4 * GIB), {})
-    names = auto_flags(resolved)
-    options = stages_to_try(planner, resolved, names)
+    options = stages_to_try(planner, resolved, names := auto_flags(resolved))
     stages = [(one["actor_zero_stage"], one["critic_zero_stage"]) for one in options]
     assert stages == [(2, 2), (0, 0), (3, 2), (2, 3), (3, 3)]
     sizes = [smallest(planner, resolved, names, one).resolved.config.deepspeed.reduce_bucket_size for one in options]
@@ -368,13 +367,12 @@ def test_on_one_gpu_mixes_of_stages_2_and_3_are_tried_after_0_and_each_with_its_
 
 
 def test_a_chosen_stage_0_is_said(models):
-    """Stage 2 takes 2 bytes a weight more on one GPU: the memory is between the two."""
+    # Stage 2 takes 2 bytes a weight more on one GPU.
     planner, resolved = stage_planner(SFT, given(SFT, models, zero_stage=None), gpu(8 * GIB), {})
-    names = auto_flags(resolved)
-    peaks = [smallest(planner, resolved, names, {"zero_stage": stage}).plan.reserved()[1] for stage in (0, 2)]
+    plans = [smallest(planner, resolved, auto_flags(resolved), {"zero_stage": stage}).plan for stage in (0, 2)]
+    peaks = [plan.reserved()[1] for plan in plans]
     assert peaks[0] < peaks[1]
-    planner, resolved = stage_planner(SFT, given(SFT, models, zero_stage=None), gpu(sum(peaks) / 2), {})
-    choice = fastest(planner, resolved)
+    choice = fastest(*stage_planner(SFT, given(SFT, models, zero_stage=None), gpu(sum(peaks) / 2), {}))
     assert "--zero-stage 0" in choice.line and not choice.lacks
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.in_process import undone_afterwards
-from support.marks import slow_but
 from support.messages import naming
 from support.scripted_model import save, tiny_config
 from support.tiny_t5 import make_t5_folder
@@ -219,7 +218,7 @@ def test_answers_are_scored_and_written_while_others_are_sampled(folder, model, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", slow_but(["answers"], ["answers", "pairs"]))
+@pytest.mark.parametrize("layout", ["answers", "pairs"])
 def test_a_file_that_is_cut_anywhere_is_gone_on_with(folder, model, capsys, layout):
     flags = ("-n", 3, "--reward", "f.py:length", "--as", layout, "--batch-size", 2, "--output", "a.jsonl")
     rows, _ = sampled(capsys, model, *flags)
@@ -293,9 +292,6 @@ def test_another_model_is_refused_and_a_reward_file_that_has_changed(folder, mod
     assert "started with model " in sampled(capsys, other, *flags, code=2)[1]
     Path("f.py").write_text(CODE + "\n")
     assert "started with reward_function " in sampled(capsys, model, *flags, code=2)[1]
-
-
-# ---- rows of steps 1 and 2 ----
 
 
 def test_rows_of_steps_1_and_2_are_read_by_their_readers(folder, model, capsys):
