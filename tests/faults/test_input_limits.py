@@ -170,7 +170,7 @@ def test_no_command_takes_more_tokens_than_a_model_has_positions(command: str, f
             **changes,
         ),
     )
-    assert ending.code == 2 and len(ending.errors) == 1 and says.format(path) in ending.errors[0], ending.stderr
+    assert ending.code == 2 and len(ending.errors) == 1 and ending.errors[0] == naming(says.format(path)), ending.stderr
 
 
 @pytest.mark.parametrize("model", ["judge", "dynamic"])

@@ -363,4 +363,4 @@ def test_streamed_weights_that_cannot_be_had_are_refused(name, folder, tmp_path,
     with undone_afterwards():
         assert main([str(word) for word in words]) == 2
     actual = [line for line in error_lines(capfd.readouterr().err) if not line.startswith("generation: ")]
-    assert actual == [f"error: --rollout-weights streamed: {complaint}"]
+    assert actual == [naming(f"error: --rollout-weights streamed: ... {complaint}")]

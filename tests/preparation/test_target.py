@@ -57,9 +57,8 @@ def test_a_page_without_a_time_says_what_is_missing(planned, tmp_path):
         assert f" times: {said}" in short or " times are rough, " in short
         return said
 
-    what = "target file ... data sheet"
-    assert time_of("name: Mine") == naming(f"tb_per_s and tflops ... {what}")
-    assert time_of("tflops: 9") == naming(f"tb_per_s ... {what}")
+    assert time_of("name: Mine") == naming("tb_per_s and tflops ... target file ... data sheet")
+    assert time_of("tflops: 9") == naming("tb_per_s ... target file ... data sheet")
     assert time_of("name: CPU") == "not planned for a CPU"
     assert time_of("name: L4").startswith("train ")
     assert time_of("name: T4").startswith("not planned in fp32: ")
