@@ -78,7 +78,7 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "loss/positive_nll": Metric(
         "negative log-likelihood of right responses, in the mean of --loss-aggregation over them, times "
-        "positive_nll_coef; 0 where none is",
+        "--positive-nll-coef; 0 where none is",
         title="loss of right responses",
     ),
     "loss/value": Metric("value loss per response token", "squared score", title="value loss"),

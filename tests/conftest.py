@@ -45,8 +45,8 @@ LONG = (
 )  # fmt: skip
 
 
-# (file, test marked `few`) -> its cases that `make test` runs.
-FEW: dict[tuple[Path, str], list[str]] = {}
+# Test marked `few` -> its cases that `make test` runs.
+FEW: dict[str, list[str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,10 +57,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark slow the cases of a test after the first n that have no other mark: `@pytest.mark.few(n)`."""
     if (few := item.get_closest_marker("few")) is None or item.get_closest_marker("slow"):
         return
-    taken = FEW.setdefault((item.path, item.name.partition("[")[0]), [])
-    if len(taken) == few.args[0]:
+    taken = FEW.setdefault(item.nodeid.partition("[")[0], [])
+    if item.name not in taken and len(taken) == few.args[0]:
         item.add_marker(pytest.mark.slow)
-    elif not item.get_closest_marker("faults"):
+    elif item.name not in taken and not item.get_closest_marker("faults"):
         taken.append(item.name)
 
 

@@ -332,7 +332,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     notes = [*overrides(user, table, {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed})]
     if unread:
         is_open = any(name not in said and origins[name] == DEFAULT for name in stage_flags)
-        where = f"{' and '.join(map(str, sorted(stages)))}{', unless the plan chooses another' if is_open else ''}"
+        where = f"{' and '.join(map(str, sorted(stages)))}{'; on GPUs the plan may choose another' if is_open else ''}"
         notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {where}")
     return config, [f"{path}: {line}" for line in notes]
 

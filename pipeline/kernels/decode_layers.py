@@ -203,7 +203,6 @@ def gated(joined: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up (M, F) (Shazeer 2020, SwiGLU, GEGLU).
 
     joined: gate and up side by side, (M, 2 F) contiguous.
-
     activation: relu, silu, gelu or gelu_tanh.
     """
     rows, width = len(joined), joined.shape[1] // 2

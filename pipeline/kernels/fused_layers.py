@@ -2,8 +2,8 @@
 
 The parts are norms, ReLUs, the gates of MLPs, rotary positions, and LoRA layers. `fuse_layers` changes the class of a
 layer; weights and their names stay, so checkpoints, peft and DeepSpeed see the same model. A fused layer computes as
-the original does in three cases:
-- on a CPU;
+the original does:
+- on a CPU, and under autocast;
 - with inputs of mixed types;
 - with small outputs, except for LoRA layers.
 

@@ -185,7 +185,7 @@ class Job:
         return bool(self._watch.running_locally()) or (self._remote is not None and follows)
 
     def is_straggling(self) -> bool:
-        """Return True if a rank stopped long ago and others wait for them in a collective, which blocks signals."""
+        """Return True if a rank stopped long ago and others wait for it in a collective, which blocks signals."""
         codes = {state.outcome.code for state in self._watch.ranks.values()}
         if errors.EXIT_STOPPED not in codes or not self._watch.running_locally():
             return False

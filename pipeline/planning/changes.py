@@ -97,9 +97,8 @@ def partitioned(stage: int) -> ChangeOf:
 
 
 def states_in_8_bits(values: Values, target: Target) -> dict[str, Any]:
-    """Store the moments in 8 bits, at ZeRO stage 2 at most, if bitsandbytes is installed. Offload needs fp32."""
-    stages = {name: 2 for name in named(values, STAGE) if values[name] == 3}
-    return {"optimizer_states": "8bit"} | stages if find_spec("bitsandbytes") else {}
+    """Store the moments in 8 bits if bitsandbytes is installed; offload and ZeRO stage 3 need fp32."""
+    return {"optimizer_states": "8bit"} if find_spec("bitsandbytes") else {}
 
 
 def offload_states_during_rollout(values: Values, target: Target) -> dict[str, Any]:

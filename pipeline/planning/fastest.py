@@ -139,7 +139,7 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
 
     On several GPUs that is 2, then 3 for ever more of the models.
     On one GPU, stage 3 partitions nothing, but it gathers one layer at a time. Stage 0 takes 2 bytes a trained weight
-    less than 2 in a step, and is slower. There they are tried in the order 2, 0, 3.
+    less than 2 in a step, and is slower. There they are tried in the order 2, 0, then 3 for ever more of the models.
     In stage 3 of the pipeline the actor, which also samples, comes before the critic.
     """
     ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]

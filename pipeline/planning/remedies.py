@@ -45,7 +45,7 @@ class Change:
 
     def __str__(self) -> str:
         (on_device, on_host), (expected, _) = self.freed, self.plan.reserved()
-        freed = [f"{size(on_device)} ({expected / GIB:.1f} GiB still needed)"] if on_device > 0 else []
+        freed = [f"{size(on_device)} (peak then {expected / GIB:.1f} GiB)"] if on_device > 0 else []
         freed += [f"{size(on_host)} of the host"] if on_host > 0 else []
         freed = freed or ["nothing by itself"]
         return f"{shlex.join(flag_words(self.flags))}: frees {' and '.join(freed)}; cost: {self.option.cost}"

@@ -265,7 +265,7 @@ def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "where"),
-    [((), "0, unless the plan chooses another"), (("--zero-stage", "0"), "0"), (("--zero-stage", "2"), "")],
+    [((), "0; on GPUs the plan may choose another"), (("--zero-stage", "0"), "0"), (("--zero-stage", "2"), "")],
 )
 def test_a_key_without_effect_at_the_default_stage_may_have_one_at_the_stage_that_a_plan_chooses(
     tmp_path, words, where

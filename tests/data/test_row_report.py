@@ -1,4 +1,4 @@
-"""Where rows went, as a run says it, against files whose rows were written for each fate."""
+"""Where rows went, as a run says it, against files whose rows were written for each outcome."""
 
 import json
 import logging

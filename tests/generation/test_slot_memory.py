@@ -162,7 +162,7 @@ def test_responses_that_lost_their_slots_start_again_before_those_that_wait(monk
     with caplog.at_level(logging.INFO, logger="pipeline.generation.scheduler"):
         prompts = random_prompts((3, 5, 1, 2, 2))
         generate(gen, prompts, **request, ended=lambda response: ended.append(response.request.number))
-    assert caplog.text == naming("2 slots, not 3 ... 1 responses start again")
+    assert naming("2 slots, not 3 ... 1 responses start again") in caplog.text.splitlines()
     assert [sorted(ended[:2]), sorted(ended[2:4]), ended[4:]] == [[0, 1], [2, 3], [4]]
 
 

@@ -28,7 +28,7 @@ def test_ppo_samples_from_the_quantised_weights_that_it_trains_on(
     both = {f"{model}_{name}": value for model in ("actor", "critic") for name, value in flags.items()}
     first, second = run_stage("ppo", folder, "out", dtype=dtype, **both)
     log = log_of("ppo", folder, "out")
-    assert (log == naming("fell back from fused ... nf4")) == (kind == "nf4")
+    assert (naming("fell back from fused ... nf4") in log.splitlines()) == (kind == "nf4")
     assert f"generation: {'static' if kind == 'nf4' else 'fused'} backend" in log
     assert first["policy/sampler_error"] < tolerance and first["policy/first_ratio_error"] == 0.0
     assert first["objective/kl"] == pytest.approx(0.0, abs=tolerance) and second["policy/approx_kl"] > 0

@@ -73,7 +73,6 @@ def is_adapter_alone(folder: Path) -> bool:
     return (folder / "adapter_model.safetensors").is_file() and not list(folder.glob("model*.safetensors"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", NF4])
 def test_step_1_leaves_an_adapter_alone_that_is_resumed_exactly(kind: str, folder: Path, tmp_path: Path) -> None:
     common = {"gradient_checkpointing": "true", "zero_stage": 1, "max_steps": 4, "lora_learning_rate": 0.05}

@@ -36,7 +36,6 @@ def test_rollouts_are_worth_comparing(found: Found) -> None:
         assert case["first"]["responses"] != case["second"]["responses"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama"], ["opt", "opt-350m", "llama"]))
 def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, name: str) -> None:
     for rank in found[2]:

@@ -21,7 +21,6 @@ from pipeline.planning.changes import (
     optimizer_offload,
     shared_rollout,
     smaller_micro_batch,
-    states_in_8_bits,
 )
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, verdict_lines
 from pipeline.planning.remedies import Change, Remedies, Remedy, helps, remedy
@@ -30,7 +29,7 @@ from step1_sft.config import SFTConfig
 
 WORDS = "--model-name-or-path 125m --per-device-train-batch-size 8 --dtype bf16"
 FITS = "    then it takes "
-CHANGE = re.compile(r"(--.*): frees ([\d.]+) [GM]iB \(([\d.]+) GiB still needed\)")
+CHANGE = re.compile(r"(--.*): frees ([\d.]+) [GM]iB \(peak then ([\d.]+) GiB\)")
 
 
 def planned(
@@ -123,9 +122,9 @@ def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, mea
 @pytest.mark.parametrize(
     "gained, on_host, said",
     [
-        (3 * GIB, 0, "3.0 GiB (5.5 GiB still needed)"),
-        (GIB // 32, 0, "32 MiB (5.5 GiB still needed)"),
-        (GIB, 2 * GIB, "1.0 GiB (5.5 GiB still needed) ... 2.0 GiB of the host"),
+        (3 * GIB, 0, "3.0 GiB (peak then 5.5 GiB)"),
+        (GIB // 32, 0, "32 MiB (peak then 5.5 GiB)"),
+        (GIB, 2 * GIB, "1.0 GiB (peak then 5.5 GiB) ... 2.0 GiB of the host"),
         (-GIB, GIB // 2, "0.5 GiB of the host"),
     ],
 )
@@ -133,12 +132,6 @@ def test_a_line_says_what_a_change_gives_back_of_a_gpu_and_of_the_host(gained, o
     plan = SimpleNamespace(reserved=lambda: (5.5 * GIB, 6 * GIB))
     change = Change(OTHER[1], {"lora_dim": 16}, None, plan, (gained, on_host))
     assert str(change) == naming(f"--lora-dim 16 ... {said}; ... adapters")
-
-
-def test_moments_in_8_bits_are_tried_at_stage_2_where_stage_3_was_chosen(monkeypatch):
-    monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: name)
-    stages = {"actor_zero_stage": 3, "critic_zero_stage": 2}
-    assert states_in_8_bits(stages, Target("GPU", GIB)) == {"optimizer_states": "8bit", "actor_zero_stage": 2}
 
 
 def test_a_change_that_gives_back_less_than_a_hundredth_of_what_is_missing_is_left_out():

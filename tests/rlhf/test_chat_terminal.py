@@ -99,7 +99,6 @@ def test_talking_in_a_terminal(endless, in_terminal):
     assert terminal.exit_code() == 0
 
 
-@pytest.mark.slow
 def test_what_a_model_says_cannot_steer_the_terminal(speaking, in_terminal):
     terminal = in_terminal("--path", speaking, "--temperature", "0")
     terminal.wait_for("> ")

@@ -134,8 +134,8 @@ def test_values_of_tokens_and_failures(folder, capsys):
         ["0", "0", "0"],
         ["0", "1", "2"],
     ]
-    assert errors == naming("note: failing ... ValueError: seven (f.py:15) ... 1 of 2")
-    assert errors == naming("note: slow ... 0.3 s ... 2 of 2")
+    assert naming("note: failing ... ValueError: seven (f.py:15) ... 1 of 2") in errors.splitlines()
+    assert naming("note: slow ... 0.3 s ... 2 of 2") in errors.splitlines()
     assert "Traceback" not in errors
     wholly = naming("error: --reward-function ... slow ... 2 of the last 2 ... (2 timed out) ... 0.3 s")
     assert errors.splitlines()[-1] == wholly, "the table is printed, and nothing worked"

@@ -99,7 +99,7 @@ def test_the_command_runs_from_the_named_model_and_says_so(tmp_path):
     words = ("--step", "3", "--method", "grpo", *RULE)
     done = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0,0")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == naming("ppo ... output/demo/base ... no output/sft")
+    assert naming("ppo ... output/demo/base ... no output/sft") in done.stdout.splitlines()
     (ranks,) = started(tmp_path)
     assert ranks[ranks.index("--actor-model-name-or-path") + 1] == "output/demo/base"
     unnamed = train(tmp_path / "other", *words)

@@ -208,5 +208,5 @@ def test_a_run_that_learns_nothing_is_told_of(folder, tmp_path):
     said = [line for line in done.stderr.splitlines() if line.startswith("health: ")]
     assert done.code == 0 and len(said) == 1
     assert said[0] == naming("a quarter of the run ... --learning-rate")
-    assert done.stderr == naming("an audit ... not a verdict")
+    assert naming("an audit ... not a verdict") in done.stderr.splitlines()
     assert f"WARNING pipeline.training.health {said[0]}" in (tmp_path / "runs/sft/log.txt").read_text(encoding="utf-8")

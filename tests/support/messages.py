@@ -4,16 +4,18 @@ import re
 
 
 class naming(str):
-    """Equal to each text that has these parts in this order on one line, as whole words.
+    """Equal to each line that has these parts in this order, as whole words, numbers and paths.
 
     `naming("--steps ... got 0 ... 1 or more")` has three parts, as `naming("--steps", "got 0", "1 or more")` has. It
-    is also the pattern of them, for `pytest.raises(match=...)`.
+    is also the pattern of them, for `pytest.raises(match=...)`, which several lines may match.
     """
 
     parts: list[str]
 
     def __new__(cls, *parts: str) -> "naming":
         split = [part.strip() for part in " ... ".join(parts).split(" ... ")]
+        if not all(split):
+            raise ValueError(f"{parts}: a part is empty")
         # Atomic groups take the first place of each part, so that no failure takes long.
         made = super().__new__(cls, "(?m)^" + "".join(f"(?>.*?{whole(part)})" for part in split))
         made.parts = split
@@ -23,13 +25,18 @@ class naming(str):
         return f"naming({', '.join(map(repr, self.parts))})"
 
     def __eq__(self, text: object) -> bool:
-        return isinstance(text, str) and re.search(self, text) is not None
+        return isinstance(text, str) and len(text.splitlines()) == 1 and re.search(self, text) is not None
+
+    def __ne__(self, text: object) -> bool:
+        return not self == text
 
     __hash__ = str.__hash__
 
 
 def whole(part: str) -> str:
-    """Return the pattern of a part: `--steps 1` is neither in `--steps 10` nor in `--steps 1.5`."""
+    """Return the pattern of a part: `--steps 1` is in none of `--steps 10`, `--steps 1.5`, `--steps 1,000`."""
     before = r"(?<![\w-])" if re.match(r"[\w-]", part) else ""
-    behind = r"(?![\w-]|\.\d)" if re.search(r"\w$", part) else ""
+    before += r"(?<!\d[.,])" if re.match(r"\d", part) else ""
+    behind = r"(?![\w-]|[.,]\d)" if re.search(r"\w$", part) else ""
+    behind += r"(?!/\w|\.\w)" if "/" in part else ""
     return before + re.sub(r"[][.^$*+?{}|()\\]", r"\\\g<0>", part) + behind
