@@ -1,7 +1,7 @@
 """Plan of `rlhf train`: words, checked configuration and folders of each stage, before anything starts."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -193,6 +193,8 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
         errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
         own = without_flag(own, "preset")
     config, given = TrainConfig(), frozenset[str]()
+    if lines := list(misplaced(config_file)):
+        return stages_alone(own), given, [*errors, *lines]
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
         say(*(f"note: {line}" for line in resolved.notes))
@@ -201,6 +203,15 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     except InputError as error:
         errors += str(error).splitlines()
     return stages_alone(own) if errors else config, given, errors
+
+
+def misplaced(config_file: str) -> Iterator[str]:
+    """Yield an error line for each flag in the file's section of `rlhf train` itself that is a flag of stages."""
+    known, stages = Names(TrainConfig).known, {kind.section: Names(kind.config) for kind in STAGES}
+    for name in read_yaml(config_file, TRAIN, SECTIONS)[0] if config_file and has_sections(config_file) else ():
+        sections = [s for s, names in stages.items() if name in names.known or name in names.other_tools]
+        if name not in known and sections:
+            yield f"{config_file}: {TRAIN}: {name}: a flag of stages; put it under {' or '.join(sections)}"
 
 
 def plan_stage(

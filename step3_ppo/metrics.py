@@ -54,8 +54,8 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of responses whose off-policy weights are all 0; absent with --old-log-probs sampler", "share", "policy"
     ),
     "policy/clipfrac": Metric(
-        "share of tokens to which the policy loss gives no gradient: their ratio is beyond the clip range or above "
-        "dual_clip; of cispo share of those whose ratio is above ratio_cap, which keep theirs",
+        "share of tokens without a gradient of the policy loss, because their ratio is beyond the clip range or above "
+        "--dual-clip (cispo: share of tokens with a ratio above --ratio-cap); 0 in a rollout's first optimizer step",
         "share",
         "policy",
         better=0,

@@ -51,7 +51,7 @@ FLAGS = {
     "assistant_only_loss": ("train_turns", "all or the last of a conversation's assistant turns"),
     "center_rewards_coefficient": ("centering_coef", "the reward model"),
     "reward_weights": ("reward_function", "behind each name: `rewards.py:short:0.5`"),
-    "steps_per_generation": ("rollout_batch_size", "responses of a rollout over all GPUs"),
+    "steps_per_generation": ("rollout_batch_size", "this many steps times `--train-batch-size`"),
     "num_iterations": ("ppo_epochs", "passes over one rollout"),
     "epsilon_high": ("policy_clip_high", "clip range above 1"),
     "delta": ("dual_clip", "ratio above which a token of negative advantage has no gradient"),
@@ -69,7 +69,8 @@ SAME = (
 # Remarks that replace the first words of a flag's meaning.
 REMARKS = {
     "auto_find_batch_size": "the largest micro-batch that fits, measured",
-    "beta": "in DPO, IPO and KTO it is `--beta` here too",
+    "beta": "weight of the KL penalty of GRPO; in DPO, IPO and KTO it is `--beta` here too",
+    "generation_batch_size": "responses of a rollout over all GPUs",
     "dataset_name": "hub ids, files or folders",
     "eval_steps": "steps between evaluations; 0: before and after training",
     "learning_rate": "in stages 1 and 2 and in DPO: `--learning-rate`",
@@ -79,12 +80,12 @@ REMARKS = {
     "max_new_tokens": "of SFT's evaluation; of a rollout",
     "report_to": "`tensorboard`, `csv`, `wandb`",
     "resume_from_checkpoint": "`auto` without the flag: the newest valid checkpoint",
-    "generation_batch_size": "prompts that one GPU samples at once; of a rollout: `--rollout-batch-size`",
 }
 LONGEST = 90  # characters of a remark
 NO_FLAG = {
     "use_vllm": "the training weights sample: `--generation-engine`",
     "trust_remote_code": "code from the hub is never run",
+    "whiten_rewards": "rewards are not whitened; advantages are: `--whiten-advantages`",
     "optim": "AdamW; `--optimizer-states 8bit` rounds its moments",
     "fsdp": "DeepSpeed's ZeRO: `--actor-zero-stage`",
     "use_liger_kernel": "the project's own kernels, on GPUs",

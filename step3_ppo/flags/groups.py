@@ -55,6 +55,7 @@ class SamplingConfig(Group):
         ge=0,
         on_resume="rounding",
         instead_of="generation_batches",
+        other_tools="generation_batch_size",
         refused={
             "per_device_mini_train_batch_size": "--per-device-train-batch-size is that of training here: use it, and "
             "--rollout-batch-size for rollouts"
@@ -67,7 +68,6 @@ class SamplingConfig(Group):
         ge=1,
         on_resume="rounding",
         auto=True,
-        other_tools="generation_batch_size",
     )
     generation_batches: int = flag(
         0,
@@ -189,7 +189,9 @@ class PPOCoefficients(Group):
         needs="a critic",
     )
     whiten_advantages: bool = flag(
-        True, "Normalise advantages to mean 0 and variance 1 over all ranks", other_tools="whiten_rewards"
+        True,
+        "Normalise advantages to mean 0 and variance 1 over all ranks",
+        refused={"whiten_rewards": "rewards are not whitened; --whiten-advantages is of advantages"},
     )
     scale_by_group: bool = flag(
         True, "grpo: divide by the standard deviation of the prompt's rewards; false: not (Dr. GRPO)"

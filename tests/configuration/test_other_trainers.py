@@ -91,6 +91,24 @@ def test_a_name_without_a_counterpart_is_answered_with_why_not(name, tmp_path):
     assert normalise(reason) in normalise(line)
 
 
+def test_a_flag_of_stages_in_the_files_section_of_train_is_sent_to_theirs(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("train: {step: 1, lr: 1e-5, data_path: rows.jsonl, beta: 1, no_flag: 2}\n")
+    assert refused("--config", str(file)) == [
+        naming(f"{file}: train: lr: ... under sft or reward or ppo or dpo"),
+        naming(f"{file}: train: data_path: ... under sft or reward or ppo or dpo"),
+        naming(f"{file}: train: beta: ... under ppo or dpo"),
+    ]
+    file.write_text("train: {step: 1, no_flag: 2}\n")
+    assert refused("--config", str(file)) == [naming(f"{file} ... no_flag: unknown flag")]
+
+
+def test_rewards_are_not_whitened_and_a_batch_of_generation_is_that_of_a_rollout():
+    ppo = next(stage for stage in STAGES if stage.section == "ppo")
+    assert answers(ppo, "--whiten-rewards", "true") == [naming("--whiten-rewards ... --whiten-advantages")]
+    assert answers(ppo, "--generation-batch-size", "8") == [naming("--generation-batch-size ... --rollout-batch-size")]
+
+
 def test_a_file_for_deepspeed_is_that_of_another_flag(tmp_path):
     parts = "deepspeed ... 'ds.json' ({}) ... boolean ... --{}deepspeed-config"
     file = tmp_path / "c.yaml"
