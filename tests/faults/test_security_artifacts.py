@@ -213,7 +213,7 @@ ARTIFACTS: dict[str, Artifact] = {
     "template that never ends": Artifact(jinja(ENDLESS), "sft", MODEL, 2, "does not end within"),
     "template that never compiles": Artifact(jinja(CONSTANT), "sft", MODEL, 2, "does not end within"),
     "template that fills the memory": Artifact(jinja(DOUBLING), "chat", "path", 2, "the chat template of"),
-    "template that says too much": Artifact(jinja(LOUD), "chat", "path", 2, "characters of"),
+    "template that says too much": Artifact(jinja(LOUD), "chat", "path", 2, "characters as"),
     "adapter that imports": Artifact(
         change(adapter(base_model_name_or_path="x", megatron_config={}, megatron_core="trap")),
         "chat", "path", 2, "adapter",

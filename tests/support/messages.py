@@ -4,10 +4,11 @@ import re
 
 
 class naming(str):
-    """Equal to each line that has these parts in this order, as whole words, numbers and paths.
+    """Equal to each text with a line that has these parts in this order, as whole words, numbers and paths.
 
     `naming("--steps ... got 0 ... 1 or more")` has three parts, as `naming("--steps", "got 0", "1 or more")` has. It
-    is also the pattern of them, for `pytest.raises(match=...)`, which several lines may match.
+    is also the pattern of them, for `pytest.raises(match=...)`. Other lines are not looked at: a test that there is but
+    one compares `text.splitlines()` with a list.
     """
 
     parts: list[str]
@@ -25,7 +26,7 @@ class naming(str):
         return f"naming({', '.join(map(repr, self.parts))})"
 
     def __eq__(self, text: object) -> bool:
-        return isinstance(text, str) and len(text.splitlines()) == 1 and re.search(self, text) is not None
+        return isinstance(text, str) and re.search(self, text) is not None
 
     def __ne__(self, text: object) -> bool:
         return not self == text
