@@ -8,14 +8,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.tiny_models import save_tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig
 
 from pipeline.engine.start_models import check_start_models
 from pipeline.models import source as source_module
 from pipeline.models import weight_files
 from pipeline.models.loading import load_language_model
 from pipeline.models.lora import STORED_INT8_ENTRY
-from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.models.source import ModelSource, has_key_value_cache, prepare_tokenizer
 from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 
@@ -83,3 +83,15 @@ def test_loading_leaves_the_configuration_as_it_is(bpe_folder: Path, tmp_path: P
     before = source.config.to_dict()
     model = load_language_model(source, dtype=torch.bfloat16)
     assert source.config.to_dict() == before and model.source_config is not source.config
+
+
+def test_a_cache_of_keys_and_values_is_found_by_either_of_its_names(monkeypatch):
+    """transformers 5.24 names it `cache`, as it names the states of models without attention."""
+
+    class Decoder:
+        def forward(self, input_ids, cache=None):
+            raise NotImplementedError
+
+    kinds = dict.fromkeys((LlamaConfig, MambaConfig), Decoder)
+    monkeypatch.setattr("pipeline.models.source.MODEL_FOR_CAUSAL_LM_MAPPING", kinds)
+    assert has_key_value_cache(LlamaConfig()) and not has_key_value_cache(MambaConfig())
