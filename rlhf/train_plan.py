@@ -186,14 +186,16 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     Raises:
         InputError: the --config file is not usable, which each stage would report again.
     """
-    if config_file and not has_sections(config_file):
+    errors, lines = list[str](), list[str]()
+    if config_file and has_sections(config_file):
+        lines += misplaced(read_yaml(config_file, TRAIN, SECTIONS)[0], config_file)
+    elif config_file:
         own = without_flag(own, "config")
-    errors = []
     if "preset" in dict(scan(own)):
         errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
         own = without_flag(own, "preset")
     config, given = TrainConfig(), frozenset[str]()
-    if lines := list(misplaced(config_file)):
+    if lines:
         return stages_alone(own), given, [*errors, *lines]
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
@@ -205,12 +207,12 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     return stages_alone(own) if errors else config, given, errors
 
 
-def misplaced(config_file: str) -> Iterator[str]:
-    """Yield an error line for each flag in the file's section of `rlhf train` itself that is a flag of stages."""
-    known, stages = Names(TrainConfig).known, {kind.section: Names(kind.config) for kind in STAGES}
-    for name in read_yaml(config_file, TRAIN, SECTIONS)[0] if config_file and has_sections(config_file) else ():
-        sections = [s for s, names in stages.items() if name in names.known or name in names.other_tools]
-        if name not in known and sections:
+def misplaced(given: Collection[str], config_file: str) -> Iterator[str]:
+    """Yield an error line for each flag of stages among those that the file gives to `rlhf train` itself."""
+    known = Names(TrainConfig).known
+    for name in (name for name in given if name not in known):
+        stages = {kind.section: Names(kind.config) for kind in STAGES}
+        if sections := [s for s, names in stages.items() if name in names.known or name in names.other_tools]:
             yield f"{config_file}: {TRAIN}: {name}: a flag of stages; put it under {' or '.join(sections)}"
 
 

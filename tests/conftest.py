@@ -55,13 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark slow the cases of a test after the first n that have no other mark: `@pytest.mark.few(n)`."""
-    if (few := item.get_closest_marker("few")) is None or item.get_closest_marker("slow"):
+    if (few := item.get_closest_marker("few")) is None or any(map(item.get_closest_marker, ("slow", "faults"))):
         return
     taken = FEW.setdefault(item.nodeid.partition("[")[0], [])
-    if item.name not in taken and len(taken) == few.args[0]:
-        item.add_marker(pytest.mark.slow)
-    elif item.name not in taken and not item.get_closest_marker("faults"):
+    if item.name in taken:
+        return
+    if len(taken) < few.args[0]:
         taken.append(item.name)
+    else:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)  # after -m has selected

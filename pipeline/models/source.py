@@ -145,9 +145,11 @@ def has_key_value_cache(config: PretrainedConfig) -> bool:
     From transformers 5.24 on its name is `cache`, which models without attention take too, for their states.
     """
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    names = inspect.signature(model_class.forward).parameters if model_class else ()
+    if not model_class:
+        return True
+    names = inspect.signature(model_class.forward).parameters
     has_attention = declared(config.get_text_config(), "num_attention_heads") is not None
-    return not model_class or "past_key_values" in names or ("cache" in names and has_attention)
+    return "past_key_values" in names or ("cache" in names and has_attention)
 
 
 def num_experts(config: PretrainedConfig) -> int:

@@ -111,10 +111,10 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory or not names:
         return None
-    stages = stages_that_fit(planner, resolved, names)
-    planned = list(candidates(planner, resolved, names, stages))
+    shared = with_buckets(planner, resolved, names, stages_that_fit(planner, resolved, names))
+    planned = list(candidates(planner, resolved, names, shared))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
-        planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
+        planned += candidates(planner, resolved, names, shared, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -163,7 +163,7 @@ def candidates(
     planner: StagePlanner,
     resolved: Resolved,
     names: Sequence[str],
-    stages: Mapping[str, int],
+    shared: Mapping[str, int],
     sizes: range | None = None,
 ) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest: with ever more recomputation, and ever fewer prompts at once.
@@ -172,11 +172,10 @@ def candidates(
     once, nothing is faster. If fewer prompts at once are slower, still fewer gain nothing.
 
     Args:
-        stages: ZeRO stages of all candidates.
+        shared: ZeRO stages and sizes of buckets, which all candidates have.
         sizes: numbers of prompts at once; None: see `prompts_at_once`.
     """
     micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
-    shared = with_buckets(planner, resolved, names, stages)
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names, sizes):

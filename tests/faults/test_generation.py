@@ -12,6 +12,7 @@ import pytest
 import torch
 from stage_runs import Story, metrics, start
 from support.forks import exit_code
+from support.marks import rare_but
 from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
@@ -49,8 +50,7 @@ def run(folder: Path, out: str, token: int, rank: str, *more: object) -> list[di
     return [line for line in lines if "completions/mean_length" in line]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", ["all", pytest.param("1", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("rank", rare_but(["all"], ["all", "1"]))
 def test_an_eos_at_once(folder, rank):
     (first, _) = run(folder, f"eos-{rank}", EOS, rank)
     if rank == "all":

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from support.decode_models import poll_often
 from support.in_process import error_lines, leave_group, undone_afterwards
-from support.marks import slow_but
 from support.messages import naming
 from support.tiny_run import make_folder, read_metrics, write_lines
 
@@ -101,7 +100,7 @@ def eager(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
+@pytest.mark.parametrize("backend", ["fused", "static"])
 def test_a_run_with_another_backend_has_the_same_numbers(backend, folder, tmp_path, eager, engines):
     assert run(folder, tmp_path / "model", generation_engine=backend) == 0
     assert_same_metrics(lines(tmp_path), eager["plain"])
@@ -129,7 +128,7 @@ def test_unmerged_adapters(folder, tmp_path, eager, engines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", slow_but(["static"], ["fused", "static"]))
+@pytest.mark.parametrize("backend", ["fused", "static"])
 def test_a_quantised_base_is_sampled_as_it_is_trained(backend, folder, tmp_path, engines):
     """The same codes are dequantised alike, for the sampler, the trainer and the reference policy."""
     assert run(folder, tmp_path / "model", generation_engine=backend, actor_quantization="int8", **LORA) == 0

@@ -10,7 +10,6 @@ import pytest
 from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
 from support.in_process import group_of_one
-from support.marks import slow_but
 from support.messages import naming
 from transformers import PretrainedConfig
 
@@ -244,7 +243,7 @@ SMALL = "--actor-model-name-or-path 125m --critic-model-name-or-path 125m"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fit", slow_but([False], [False, True]))
+@pytest.mark.parametrize("fit", [False, True])
 def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(monkeypatch, fit):
     """It is asked with whole copies, a slot of 256 + 256 tokens, and what states and CUDA's own leave of a GPU."""
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3), "2xH200")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 from support.launch_stub import ROOT, started, stub_environment, write_program
-from support.marks import slow_but
 from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 
@@ -121,7 +120,7 @@ LACKING = [(2.6, 3, "the host lacks 1.1", {}), (1.0, 64, "of 1.00 GiB", FEWER_RO
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gib", "host_gib", "lacks", "also"), slow_but(LACKING[:1], LACKING))
+@pytest.mark.parametrize(("gib", "host_gib", "lacks", "also"), LACKING)
 def test_another_training_is_named_and_taken_only_where_any_is_asked_for(tmp_path, capsys, gib, host_gib, lacks, also):
     """Of a GPU with so little memory, or a host without room for an optimizer."""
     target, flags = Target("GPU", int(gib * GIB), host_memory=host_gib * GIB), {"lora_dim": 16} | also

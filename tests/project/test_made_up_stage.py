@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support import forks
-from support.marks import slow_but
 from support.source_tree import ROOT
 from support.tiny_run import make_folder, read_metrics, write_lines
 from support.worked_examples import IGNORED, block, copied_project
@@ -66,7 +65,7 @@ WAYS = {4: ("--step", "4"), 3: ("--step", "3", "--method", "labelled")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", slow_but([4], WAYS))
+@pytest.mark.parametrize("number", WAYS)
 def test_it_is_looked_at_and_planned(tmp_path, data, number):
     project = project_with(tmp_path / "project", number)
     done = train(project, data, *WAYS[number], "--explain", max_steps=2)
