@@ -114,6 +114,14 @@ def forgotten_models() -> Iterator[None]:
             cached.cache_clear()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def search_path() -> Iterator[None]:
+    """Restore `sys.path`: a user's file that a test loads adds its folder, which may hold a `launch` of its own."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data and tokenizers that RLHF_TEST_DATA names."""
