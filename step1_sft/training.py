@@ -22,7 +22,7 @@ from pipeline.errors import InputError
 from pipeline.models.forward.packed_attention import enable_packed_attention
 from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
-from pipeline.training.course import Course
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble, log_best
 from step1_sft.config import SFTConfig
@@ -56,30 +56,30 @@ def train(run: Run, config: SFTConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     sft = build(run, config)
-    state, course = sft.resume(State, METRICS, SHOWN)
+    state, control = sft.resume(State, METRICS, SHOWN)
     steps = PrefetchedSteps(sft.loader, end=sft.total_steps, device=run.world.device)
-    with course.resumable(state, lambda: sft.content(state)), steps:
+    with control.resumable(state, lambda: sft.content(state)), steps:
         while True:
-            with course.halving.when_out_of_memory(state):
+            with control.halving.when_out_of_memory(state):
                 is_done = state.step >= sft.total_steps
-                if is_done or course.evaluation_is_due(state):
-                    evaluate_held_out(sft, state, course)
+                if is_done or control.evaluation_is_due(state):
+                    evaluate_held_out(sft, state, control)
                 if is_done:
                     break
-                course.stop_if_requested()
-                if course.save_is_due(state):
-                    course.save(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
+                control.stop_if_requested()
+                if control.save_is_due(state):
+                    control.save(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 
-                course.begin("train")
+                control.begin("train")
                 step = steps.step(state.step)
-                loss = accumulate_gradients(sft, step, state, course)
+                loss = accumulate_gradients(sft, step, state, control)
                 stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[sft.engine])
-                sft.log_step(step, state, course, loss=loss / step.num_trained, num_head_tokens=step.num_trained)
+                sft.log_step(step, state, control, loss=loss / step.num_trained, head_tokens=step.num_trained)
                 if not stepped:
                     sft.note_skipped(step, state)
-    course.finish(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
+    control.finish(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 
 
 def build(run: Run, config: SFTConfig) -> SFT:
@@ -109,7 +109,7 @@ def check_encoder_inputs(data: StageData) -> None:
             )
 
 
-def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course) -> float:
+def accumulate_gradients(sft: SFT, step: Step[Any], state: State, control: RunControl) -> float:
     """Sum the gradients of a step; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
@@ -121,16 +121,16 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, course: Course
     def loss_of(batch: SFTBatch | Seq2SeqBatch) -> torch.Tensor:
         return token_sum_loss(*forward_log_probs(sft.engine, batch, packed=sft.config.data.packing))
 
-    return sft.sum_gradients(step, state, course, loss_of=loss_of, count=step.num_trained)
+    return sft.sum_gradients(step, state, control, loss_of=loss_of, count=step.num_trained)
 
 
-def evaluate_held_out(sft: SFT, state: State, course: Course) -> None:
+def evaluate_held_out(sft: SFT, state: State, control: RunControl) -> None:
     """Evaluate on the held-out rows, at most once a step; with `--keep-best`, save the best model so far."""
     if state.evaluated == state.step:
         return
-    with sft.evaluation(state, course) as batches:
+    with sft.evaluation(state, control) as batches:
         measured, rows = measure(sft, batches)
-    course.recorder.write_evaluation(state.step, measured, rows)
+    control.recorder.write_evaluation(state.step, measured, rows)
     state.evaluated = state.step
     loss = measured.get("eval_loss")
     if not sft.config.keep_best or loss is None or not math.isfinite(loss):

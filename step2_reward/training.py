@@ -17,7 +17,7 @@ from pipeline.engine.build import value_model_engine
 from pipeline.models.reward_model import score_head_fields
 from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
-from pipeline.training.course import Course
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble, log_best
 from step2_reward.config import RewardConfig
@@ -58,31 +58,31 @@ def train(run: Run, config: RewardConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     reward = build(run, config)
-    state, course = reward.resume(State, METRICS, SHOWN)
+    state, control = reward.resume(State, METRICS, SHOWN)
     steps = PrefetchedSteps(reward.loader, end=reward.total_steps, device=run.world.device)
-    with course.resumable(state, lambda: reward.content(state)), steps:
+    with control.resumable(state, lambda: reward.content(state)), steps:
         while True:
-            with course.halving.when_out_of_memory(state):
+            with control.halving.when_out_of_memory(state):
                 is_done = state.step >= reward.total_steps
                 # A saved model holds the constants that normalise its scores, so they are measured before each save.
-                if is_done or course.evaluation_is_due(state) or course.save_is_due(state):
-                    evaluate(reward, state, course)
+                if is_done or control.evaluation_is_due(state) or control.save_is_due(state):
+                    evaluate(reward, state, control)
                 if is_done:
                     break
-                course.stop_if_requested()
-                if course.save_is_due(state):
-                    course.save(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
+                control.stop_if_requested()
+                if control.save_is_due(state):
+                    control.save(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
-                course.begin("train")
+                control.begin("train")
                 step = steps.step(state.step)
-                loss = accumulate_gradients(reward, step, state, course)
+                loss = accumulate_gradients(reward, step, state, control)
                 stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[reward.engine])
-                reward.log_step(step, state, course, loss=loss / step.num_rows)
+                reward.log_step(step, state, control, loss=loss / step.num_rows)
                 if not stepped:
                     reward.note_skipped(step, state)
-    course.finish(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
+    control.finish(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
 
 def build(run: Run, config: RewardConfig) -> Reward:
@@ -93,7 +93,7 @@ def build(run: Run, config: RewardConfig) -> Reward:
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 
 
-def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, course: Course) -> float:
+def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, control: RunControl) -> float:
     """Sum the gradients of a step; returns the loss, summed over the pairs of all ranks.
 
     Raises:
@@ -106,10 +106,10 @@ def accumulate_gradients(reward: Reward, step: Step[PairBatch], state: State, co
         values = reward.engine(batch.input_ids, batch.attention_mask, batch.position_ids, right_padded=True)
         return batch_loss(values, batch, per_token=per_token, centering_coef=reward.config.centering_coef)
 
-    return reward.sum_gradients(step, state, course, loss_of=loss_of, count=step.num_rows)
+    return reward.sum_gradients(step, state, control, loss_of=loss_of, count=step.num_rows)
 
 
-def evaluate(reward: Reward, state: State, course: Course) -> None:
+def evaluate(reward: Reward, state: State, control: RunControl) -> None:
     """Score the held-out pairs, at most once a step; with `--keep-best`, save the most accurate model so far.
 
     If no pair is held out, the last training pairs give the constants of a saved model, and no metrics.
@@ -117,8 +117,8 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
     if state.evaluated == state.step:
         return
     per_token, centering_coef = reward.config.reward_loss == "per_token", reward.config.centering_coef
-    saves = state.step >= reward.total_steps or course.save_is_due(state)
-    with reward.evaluation(state, course) as held_out:
+    saves = state.step >= reward.total_steps or control.save_is_due(state)
+    with reward.evaluation(state, control) as held_out:
         batches = held_out or (last_training_pairs(reward, state) if saves else [])
         scores = score_pairs(
             reward.engine, batches, reward.run.world.device, per_token=per_token, centering_coef=centering_coef
@@ -132,7 +132,7 @@ def evaluate(reward: Reward, state: State, course: Course) -> None:
         log.warning("no pair is held out: the mean and std of scores come from the last %s", state.score_pairs)
         return
     measured = summary(scores)
-    course.recorder.write_evaluation(
+    control.recorder.write_evaluation(
         state.step, measured, {name: values.tolist() for name, values in of_pairs(scores).items()}
     )
     accuracy = measured.get("eval_accuracy")

@@ -13,7 +13,7 @@ from pipeline.engine.build import compute_dtype
 from pipeline.heartbeat import beat
 from pipeline.models.loading import DTYPES
 from pipeline.run.run import Run
-from pipeline.training.course import Course
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters
 from pipeline.training.supervised import Supervised, collated
 from step3_dpo.batches import Mismatches, ResponseBatch, response_log_probs, single_responses
@@ -51,7 +51,7 @@ def loss_of(config: DPOConfig, ratios: Tensor, batch: ResponseBatch, z0: float) 
 
 @torch.no_grad()
 def z0_of_step(
-    dpo: DPO, mismatches: Mismatches | None, step: Step[ResponseBatch], state: Counters, course: Course
+    dpo: DPO, mismatches: Mismatches | None, step: Step[ResponseBatch], state: Counters, control: RunControl
 ) -> float:
     """Return z0 of all rows of an optimizer step under the policy before the step; 0 unless the method is KTO.
 
@@ -61,7 +61,7 @@ def z0_of_step(
     if mismatches is None:
         return 0.0
     rows = mismatches.epochs[step.number // dpo.loader.steps_per_epoch]
-    size = course.halving.batch_size(state, "train", dpo.config.optimizer.per_device_train_batch_size)
+    size = control.halving.batch_size(state, "train", dpo.config.optimizer.per_device_train_batch_size)
     numbers: list[int | None] = [*step.rows]
     numbers += [None] * (dpo.loader.rows_per_step // dpo.run.world.size - len(numbers))
     parts = (numbers[start : start + size] for start in range(0, len(numbers), size))
@@ -78,7 +78,7 @@ def z0_of_step(
         dpo.engine.module.train()
 
 
-def z0_of_evaluation(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> float:
+def z0_of_evaluation(dpo: DPO, mismatches: Mismatches | None, state: Counters, control: RunControl) -> float:
     """Return z0 of the rows of an evaluation over all ranks; 0 unless the method is KTO. A collective."""
     if mismatches is None:
         return 0.0
@@ -86,7 +86,7 @@ def z0_of_evaluation(dpo: DPO, mismatches: Mismatches | None, state: Counters, c
     batches = evaluation_batches(
         mismatches.eval,
         partial(single_responses, pad_id=dpo.tokenizer.pad_token_id),
-        batch_size=course.halving.batch_size(state, "evaluate", size),
+        batch_size=control.halving.batch_size(state, "evaluate", size),
         max_rows=evaluated_rows(dpo.run.resolved, len(mismatches.eval), world.size),
         world_size=world.size,
         rank=world.rank,

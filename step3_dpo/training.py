@@ -18,7 +18,7 @@ from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_dev
 from pipeline.engine.build import language_model_engine
 from pipeline.preparation.start import start_supervised
 from pipeline.run.run import Run
-from pipeline.training.course import Course
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import assemble
 from step3_dpo.batches import Mismatches, ResponseBatch, pair_responses, single_responses
@@ -36,33 +36,33 @@ def train(run: Run, config: DPOConfig) -> None:
         DivergedError: too many steps in a row were not finite.
     """
     dpo, mismatches = build(run, config)
-    state, course = dpo.resume(Counters, METRICS, SHOWN)
+    state, control = dpo.resume(Counters, METRICS, SHOWN)
     steps = PrefetchedSteps(dpo.loader, end=dpo.total_steps, device=run.world.device)
-    with course.resumable(state, lambda: dpo.content(state)), steps:
+    with control.resumable(state, lambda: dpo.content(state)), steps:
         while True:
-            with course.halving.when_out_of_memory(state):
+            with control.halving.when_out_of_memory(state):
                 is_done = state.step >= dpo.total_steps
-                if is_done or course.evaluation_is_due(state):
-                    evaluate(dpo, mismatches, state, course)
+                if is_done or control.evaluation_is_due(state):
+                    evaluate(dpo, mismatches, state, control)
                 if is_done:
                     break
-                course.stop_if_requested()
-                if course.save_is_due(state):
-                    course.save(state, dpo.content(state), lambda: save(dpo, state))
+                control.stop_if_requested()
+                if control.save_is_due(state):
+                    control.save(state, dpo.content(state), lambda: save(dpo, state))
 
-                course.begin("train")
+                control.begin("train")
                 step = steps.step(state.step)
-                z0 = z0_of_step(dpo, mismatches, step, state, course)
-                loss = accumulate_gradients(dpo, step, state, course, z0)
+                z0 = z0_of_step(dpo, mismatches, step, state, control)
+                loss = accumulate_gradients(dpo, step, state, control, z0)
                 stepped = step_together([dpo.engine], dpo.rate(state.step), loss=loss)
                 state.num_tokens += step.num_tokens
                 state.count_step(stepped=stepped, engines=[dpo.engine])
                 shown = {} if mismatches is None else {"z0": z0}
                 loss /= step.num_rows
-                dpo.log_step(step, state, course, loss=loss, num_head_tokens=step.num_trained, **shown)
+                dpo.log_step(step, state, control, loss=loss, head_tokens=step.num_trained, **shown)
                 if not stepped:
                     dpo.note_skipped(step, state)
-    course.finish(state, dpo.content(state), lambda: save(dpo, state))
+    control.finish(state, dpo.content(state), lambda: save(dpo, state))
 
 
 def build(run: Run, config: DPOConfig) -> tuple[DPO, Mismatches | None]:
@@ -117,7 +117,7 @@ def rows_of_epochs(run: Run, config: DPOConfig, num_rows: int) -> list[list[int]
     return [order[: (steps - start) * rows].tolist() for order, start in zip(orders, starts, strict=True)]
 
 
-def accumulate_gradients(dpo: DPO, step: Step[ResponseBatch], state: Counters, course: Course, z0: float) -> float:
+def accumulate_gradients(dpo: DPO, step: Step[ResponseBatch], state: Counters, control: RunControl, z0: float) -> float:
     """Sum the gradients of a step; returns the loss, summed over the pairs or responses of all ranks.
 
     Raises:
@@ -127,19 +127,19 @@ def accumulate_gradients(dpo: DPO, step: Step[ResponseBatch], state: Counters, c
     def loss(batch: ResponseBatch) -> Tensor:
         return loss_of(dpo.config, log_ratios(dpo, batch), batch, z0)
 
-    return dpo.sum_gradients(step, state, course, loss_of=loss, count=step.num_rows)
+    return dpo.sum_gradients(step, state, control, loss_of=loss, count=step.num_rows)
 
 
 @torch.no_grad()
-def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: Course) -> None:
+def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, control: RunControl) -> None:
     """Evaluate on the held-out rows, at most once a step. A collective."""
     if state.evaluated == state.step:
         return
     device = dpo.run.world.device
     sums, parts = torch.zeros(9, dtype=torch.float64, device=device), list[Tensor]()
     eps = eps_of(dpo.run)
-    with dpo.evaluation(state, course) as batches:
-        z0 = z0_of_evaluation(dpo, mismatches, state, course)
+    with dpo.evaluation(state, control) as batches:
+        z0 = z0_of_evaluation(dpo, mismatches, state, control)
         for make in batches:
             batch = to_device(make(), device)
             batch_sums, rows = measured(dpo.config, log_ratios(dpo, batch), batch, z0, eps)
@@ -162,7 +162,7 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, course: C
     # KTO's margin is a difference of two means; with these weights it is one mean over all responses.
     margins *= torch.where(is_chosen > 0, num_rows / max(num_chosen, 1), num_rows / max(num_rejected, 1))
     of_rows = {"eval_accuracy": won.tolist(), "eval_margin": margins.tolist()}
-    course.recorder.write_evaluation(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)
+    control.recorder.write_evaluation(state.step, {f"eval_{name}": value for name, value in values.items()}, of_rows)
 
 
 def save(dpo: DPO, state: Counters) -> None:

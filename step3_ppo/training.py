@@ -19,8 +19,8 @@ from pipeline.generation.rollouts import RandomKey
 from pipeline.heartbeat import beat
 from pipeline.models.flops import training_mfu
 from pipeline.run.run import Run, take_folder
-from pipeline.training.course import Course
 from pipeline.training.micro_batches import MicroBatch, micro_batches, row_indices, scoring_batches
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import note_skipped_step
 from step3_ppo.build import build, resume
 from step3_ppo.config import PPOConfig
@@ -55,40 +55,41 @@ def train(run: Run, config: PPOConfig) -> None:
     ppo, resumed = build(run, config)
     state, rollout = resume(ppo, resumed)  # rollout: None, or the one whose updates were interrupted
     take_folder(run)
-    course = make_course(ppo, resumed_step=state.step if resumed else None)
-    with ppo.functions or nullcontext(), course.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
+    control = make_control(ppo, resumed_step=state.step if resumed else None)
+    with ppo.functions or nullcontext(), control.resumable(state, lambda: checkpoint_content(ppo, state, rollout)):
         while True:
-            with course.halving.when_out_of_memory(state):
+            with control.halving.when_out_of_memory(state):
                 is_done = ppo.schedule.is_done(step=state.step, position=ppo.position(state))
-                if is_done or course.evaluation_is_due(state):
-                    evaluate(ppo, state, course)
+                if is_done or control.evaluation_is_due(state):
+                    evaluate(ppo, state, control)
                 if is_done:
                     break
-                course.stop_if_requested()
-                if course.save_is_due(state):
-                    course.save(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
+                control.stop_if_requested()
+                if control.save_is_due(state):
+                    control.save(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
 
                 if rollout is None or state.update == 0:
                     with optimizer_states_on_host(ppo.idle_optimizers):
-                        responses = sample(ppo, state, course)  # 1. to the next prompts, the same on every rank
-                        scores = score(ppo, responses, state, course)  # 2. log-probabilities, values
-                        model_scores = score_rewards(ppo, responses, ppo.prompts.train, state, course)  # 3. raw scores
-                        rollout = reward(ppo, responses, scores, model_scores, state=state, course=course)  # 4. KL, GAE
+                        responses = sample(ppo, state, control)  # 1. to the next prompts, the same on every rank
+                        scores = score(ppo, responses, state, control)  # 2. log-probabilities, values
+                        model_scores = score_rewards(ppo, responses, ppo.prompts.train, state, control)  # 3. raw scores
+                        # 4. KL, GAE
+                        rollout = reward(ppo, responses, scores, model_scores, state=state, control=control)
 
-                update = step_objectives(ppo, rollout, state, course)  # 5. all that learn step, or none
+                update = step_objectives(ppo, rollout, state, control)  # 5. all that learn step, or none
                 if update is not None:
-                    log_update(ppo, rollout, update, state, course)
+                    log_update(ppo, rollout, update, state, control)
                 state.update += 1
                 if state.update == len(rollout.minibatches.steps) or moved_too_far(ppo, update):
                     adapt_kl(ppo, rollout, state)  # 6. the KL coefficient follows its target
                     state.finish_rollout()
                     rollout = None
-    course.finish(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
+    control.finish(state, checkpoint_content(ppo, state, rollout), lambda: save(ppo, state))
 
 
-def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
+def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
     """Return the object that handles metrics, checkpoints and stop requests of this run."""
-    return Course(
+    return RunControl(
         ppo.run,
         ppo.fingerprint,
         resumed_step=resumed_step,
@@ -107,21 +108,21 @@ def make_course(ppo: PPO, *, resumed_step: int | None) -> Course:
 # --- the steps of the loop ------------------------------------------------------------------------------------------
 
 
-def sample(ppo: PPO, state: State, course: Course) -> Responses:
+def sample(ppo: PPO, state: State, control: RunControl) -> Responses:
     """Sample responses to the next prompts. A collective.
 
     Raises:
         Interrupted: the run is to stop, or a reward function failed too often; the rollout is dropped.
     """
-    course.begin("generate")
+    control.begin("generate")
     beat("generate", state.step)
-    size = course.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
+    size = control.halving.batch_size(state, "generate", ppo.schedule.prompts_at_once)
     responses = ppo.sample(state, batch_size=size)
     log_unfinished(responses, rollout=state.rollout, limit=ppo.config.sampling.max_answer_seq_len)
     return responses
 
 
-def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Scores:
+def score(ppo: PPO, responses: Responses, state: State, control: RunControl) -> Scores:
     """Run policy, reference and critic over the responses. A collective.
 
     The policy's pass has exactly the shapes of the first epoch's updates. With `--old-log-probs sampler` it is left
@@ -130,28 +131,28 @@ def score(ppo: PPO, responses: Responses, state: State, course: Course) -> Score
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
     """
-    course.begin("score")
+    control.begin("score")
     beat("score", state.step)
     policy: tuple[Tensor, Tensor | None] = (responses.sampler_log_probs, None)
     if ppo.config.ppo.old_log_probs != "sampler":
-        size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
-        policy = score_policy(ppo, responses, state, course, size)
+        size = control.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
+        policy = score_policy(ppo, responses, state, control, size)
         ppo.hybrid.note_update()  # the pass has the shapes of an update
-    return score_others(ppo, responses, policy, state, course)
+    return score_others(ppo, responses, policy, state, control)
 
 
-def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, course: Course) -> Tensor:
+def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, control: RunControl) -> Tensor:
     """Return the (N, R) raw scores of the R reward models for responses to `rows`; part of scoring. A collective.
 
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
     """
-    batches, between = scoring_parts(ppo, responses, state, course)
+    batches, between = scoring_parts(ppo, responses, state, control)
     return reward_model_scores(ppo.models, responses, batches, rows=rows, between=between)
 
 
 def reward(
-    ppo: PPO, responses: Responses, scores: Scores, model_scores: Tensor, *, state: State, course: Course
+    ppo: PPO, responses: Responses, scores: Scores, model_scores: Tensor, *, state: State, control: RunControl
 ) -> Collected:
     """Turn scores into rewards and advantages, and return the rollout that is ready for updates with its metrics."""
     if any(one.takes_first for one in ppo.models.rewards):
@@ -161,27 +162,27 @@ def reward(
     metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
     metrics |= group_metrics(rewarded, state.tally_of_rollout("sampled"), group_size=k)
     num_tokens = int((responses.attention_mask & responses.valid.unsqueeze(1)).sum())
-    generate_s = course.recorder.seconds("generate")
+    generate_s = control.recorder.seconds("generate")
     metrics |= {"objective/kl_coef": state.kl_coef} if ppo.models.has_reference else {}
     metrics |= {
         "time/generate_s": generate_s,
-        "time/score_s": course.recorder.seconds("score"),
+        "time/score_s": control.recorder.seconds("score"),
         "generate_tokens_per_s": int(responses.response_mask.sum()) / generate_s,
         "epoch": ppo.position(state, of_next=True) / ppo.schedule.positions_per_epoch,
         "num_tokens": state.num_tokens + num_tokens,
     }
-    course.begin("train")  # from here on optimizer states are on the device again; their memory is not scoring's
+    control.begin("train")  # from here on optimizer states are on the device again; their memory is not scoring's
     return Collected(replace(responses, scored=None), rewarded.experience, metrics, ppo.minibatches(responses, state))
 
 
-def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) -> Update | None:
+def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunControl) -> Update | None:
     """Take the optimizer step of the rollout's next minibatch; None if all its rows are padding. A collective.
 
     Raises:
         Interrupted: the run is to stop; the gradients are dropped.
     """
     beat("train", state.step)
-    micro_batch_size = course.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
+    micro_batch_size = control.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
     if rollout.minibatches.size != micro_batch_size:  # halved since the first update; old log-probabilities stay
         rollout.minibatches = ppo.minibatches(rollout.responses, state)
     batches = rollout.minibatches.steps[state.update]
@@ -189,7 +190,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     if not size.num_rows:
         # An epoch's last rollout may end in padding. A step on it would move the weights by AdamW's momentum alone.
         return None
-    course.begin("train")
+    control.begin("train")
     if not size.num_trained:
         return Update(batches, size)
     objectives = ppo.objectives(state, size)
@@ -203,7 +204,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
         batches,
         num_tokens=size.num_trained,
         rate_factor=ppo.rate(state.step),
-        stopping=course.stopping,
+        stopping=control.stopping,
     )
     ppo.hybrid.note_update()
     if stepped and ppo.average is not None:
@@ -211,7 +212,7 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, course: Course) 
     return Update(batches, size, objectives, metrics, stepped)
 
 
-def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, course: Course) -> None:
+def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, control: RunControl) -> None:
     """Count an optimizer step and write its metrics; the first step of a rollout also writes the rollout's metrics.
 
     Raises:
@@ -224,7 +225,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         metrics |= rollout.metrics
     learnt = update.size.num_trained or not ppo.config.ppo.replace_equal_groups
     state.count_step(stepped=update.stepped, is_bad=bool(learnt), engines=ppo.models.trained.values())
-    seconds = course.recorder.seconds("train")
+    seconds = control.recorder.seconds("train")
     metrics |= {
         "policy/first_ratio_error": math.nan if state.first_ratio_error is None else state.first_ratio_error,
         "time/train_s": seconds,
@@ -234,7 +235,7 @@ def log_update(ppo: PPO, rollout: Collected, update: Update, state: State, cours
         world = ppo.run.world
         metrics |= training_mfu(update.flops, seconds=seconds, world_size=world.size, device=world.device)
     total = seconds + (metrics["time/generate_s"] + metrics["time/score_s"] if first else 0.0)
-    course.log(state, metrics, seconds=total, num_tokens=update.num_tokens, num_rows=update.size.num_rows)
+    control.log(state, metrics, seconds=total, num_tokens=update.num_tokens, num_rows=update.size.num_rows)
     if not update.stepped and learnt:
         note_skipped(ppo, rollout, update, state)
     elif not update.stepped:
@@ -270,24 +271,24 @@ def adapt_kl(ppo: PPO, rollout: Collected, state: State) -> None:
         )
 
 
-def evaluate(ppo: PPO, state: State, course: Course) -> None:
+def evaluate(ppo: PPO, state: State, control: RunControl) -> None:
     """Sample and score held-out prompts, at most once a step, with the same random numbers each time. A collective.
 
     Raises:
         Interrupted: the run is to stop.
     """
     rows, requested = ppo.prompts.eval, ppo.config.optimizer.per_device_eval_batch_size
-    count = course.rows_of_evaluation(len(rows))
+    count = control.rows_of_evaluation(len(rows))
     if state.evaluated == state.step or not count:
         return
-    size = course.halving.batch_size(state, "evaluate", requested)
+    size = control.halving.batch_size(state, "evaluate", requested)
     k = ppo.config.rewards.eval_samples_per_prompt
     sampler = ppo.sampler(rows, state, num_samples=k, batch_size=max(1, size // k))
     with optimizer_states_on_host(ppo.idle_optimizers):
         responses = sampler.sample(list(range(count)), RandomKey(ppo.config.run.seed, "eval"))
-        policy = score_policy(ppo, responses, state, course, size, rows_per_step=len(responses.sequences))
-        scores = score_others(ppo, responses, policy, state, course)
-        model_scores = score_rewards(ppo, responses, rows, state, course)
+        policy = score_policy(ppo, responses, state, control, size, rows_per_step=len(responses.sequences))
+        scores = score_others(ppo, responses, policy, state, control)
+        model_scores = score_rewards(ppo, responses, rows, state, control)
         rewarded = ppo.rewarded(responses, scores, model_scores, state, group_size=1)
         metrics = rollout_metrics(responses, scores, rewarded, ppo.config.ppo)
         metrics |= pass_metrics(responses, rewarded, ppo.function_weights, group_size=k)
@@ -296,8 +297,8 @@ def evaluate(ppo: PPO, state: State, course: Course) -> None:
             path, tokenizer = ppo.run.folder / "samples.jsonl", ppo.models.tokenizer
             rows = append_samples(path, step=state.step, responses=responses, rewarded=rewarded, tokenizer=tokenizer)
         metrics = evaluation_metrics(metrics, num_rows=int(responses.valid.sum()))
-        course.recorder.write_evaluation(state.step, metrics, row_values(responses, rewarded, num_prompts=count))
-        course.recorder.show_samples(state.step, rows)
+        control.recorder.write_evaluation(state.step, metrics, row_values(responses, rewarded, num_prompts=count))
+        control.recorder.show_samples(state.step, rows)
         ppo.models.release_gathered()
     state.evaluated = state.step
 
@@ -311,7 +312,7 @@ def save(ppo: PPO, state: State) -> None:
 
 
 def score_policy(
-    ppo: PPO, responses: Responses, state: State, course: Course, size: int, *, rows_per_step: int = 0
+    ppo: PPO, responses: Responses, state: State, control: RunControl, size: int, *, rows_per_step: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Run the policy over the responses in micro-batches of `size` rows, like those of the first epoch's updates.
 
@@ -321,21 +322,21 @@ def score_policy(
     rows, rows_per_step = range(len(lengths)), rows_per_step or ppo.schedule.rows_per_step
     steps = micro_batches(rows, lengths, rows_per_step=rows_per_step, world=ppo.run.world, size=size)
     batches, temperature = [batch for step in steps for batch in step], ppo.config.sampling.temperature
-    between = partial(between_batches, state, course)
+    between = partial(between_batches, state, control)
     return policy_log_probs(ppo.models, responses, batches, temperature=temperature, between=between)
 
 
 def score_others(
-    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], state: State, course: Course
+    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], state: State, control: RunControl
 ) -> Scores:
     """Run reference and critic over the responses. A collective; raises Interrupted."""
-    batches, between = scoring_parts(ppo, responses, state, course)
+    batches, between = scoring_parts(ppo, responses, state, control)
     temperature = ppo.config.sampling.temperature
     return score_responses(ppo.models, responses, batches, policy, temperature=temperature, between=between)
 
 
 def scoring_parts(
-    ppo: PPO, responses: Responses, state: State, course: Course
+    ppo: PPO, responses: Responses, state: State, control: RunControl
 ) -> tuple[list[MicroBatch], Callable[[], None]]:
     """Return this rank's micro-batches of scoring, and a function to call between two of them.
 
@@ -343,11 +344,11 @@ def scoring_parts(
     """
     beat("score", state.step)
     lengths = responses.lengths(packs=ppo.models.pack_rows)
-    tokens = course.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
-    return scoring_batches(lengths, world=ppo.run.world, tokens=tokens), partial(between_batches, state, course)
+    tokens = control.halving.batch_size(state, "score", SCORING_TOKENS, smallest=max(lengths.whole))
+    return scoring_batches(lengths, world=ppo.run.world, tokens=tokens), partial(between_batches, state, control)
 
 
-def between_batches(state: State, course: Course) -> None:
+def between_batches(state: State, control: RunControl) -> None:
     """Send a heartbeat, and raise Interrupted if the run is to stop."""
     beat("score", state.step)
-    course.stopping.within_step()
+    control.stopping.within_step()

@@ -27,9 +27,9 @@ from pipeline.models.flops import TrainingWork, training_mfu, training_work
 from pipeline.random_numbers import seed_dropout
 from pipeline.run.evaluations import beside_last
 from pipeline.run.run import Run, take_folder
-from pipeline.training.course import Course
 from pipeline.training.halving import take_halved
 from pipeline.training.metrics import Metric
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, note_skipped_step, rate_factor
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class Supervised(Generic[C, B]):
     total_steps: int
     rate: Callable[[int], float]
 
-    def resume(self, state_type: type[S], metrics: Mapping[str, Metric], shown: Sequence[str]) -> tuple[S, Course]:
-        """Return the state of the newest checkpoint, else that of the start; and the course of the run from there.
+    def resume(self, state_type: type[S], metrics: Mapping[str, Metric], shown: Sequence[str]) -> tuple[S, RunControl]:
+        """Return the state of the newest checkpoint, else that of the start; and the control of the run from there.
 
         Args:
             metrics: what the stage declares.
@@ -84,7 +84,7 @@ class Supervised(Generic[C, B]):
         state = state_type(**resumed.state) if resumed else state_type()
         take_halved(state, self.config)
         take_folder(self.run)
-        return state, Course(
+        return state, RunControl(
             self.run,
             fingerprint,
             resumed_step=state.step if resumed else None,
@@ -96,7 +96,7 @@ class Supervised(Generic[C, B]):
         )
 
     def sum_gradients(
-        self, step: Step[B], state: Counters, course: Course, *, loss_of: Callable[[B], torch.Tensor], count: int
+        self, step: Step[B], state: Counters, control: RunControl, *, loss_of: Callable[[B], torch.Tensor], count: int
     ) -> float:
         """Sum the gradients of a step's micro-batches; returns the loss, summed over all ranks.
 
@@ -108,12 +108,12 @@ class Supervised(Generic[C, B]):
             Interrupted: there is a stop request; the gradients are dropped, and the state is that before the step.
         """
         world, engine, requested = self.run.world, self.engine, self.config.optimizer.per_device_train_batch_size
-        batches = self.loader.resized(step, course.halving.batch_size(state, "train", requested)).micro_batches
+        batches = self.loader.resized(step, control.halving.batch_size(state, "train", requested)).micro_batches
         loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
         seed_dropout(self.config.run.seed, step=state.step, rank=world.rank)
         for index, cpu_batch in enumerate(batches):
             beat("train", state.step)
-            course.stopping.within_step([engine])
+            control.stopping.within_step([engine])
             loss = loss_of(to_device(cpu_batch, world.device))
             # DeepSpeed averages over ranks; here the sum over all ranks is divided by the global count.
             engine.backward(loss * (world.size / count), last=index + 1 == len(batches))
@@ -122,10 +122,10 @@ class Supervised(Generic[C, B]):
         return dist.sum_over_ranks(loss_sum).item()
 
     @contextmanager
-    def evaluation(self, state: Counters, course: Course) -> Iterator[list[Callable[[], B]]]:
+    def evaluation(self, state: Counters, control: RunControl) -> Iterator[list[Callable[[], B]]]:
         """Yield this rank's held-out batches as functions that collate them; the model is in evaluation mode inside."""
         beat("evaluate", state.step)
-        size = course.halving.batch_size(state, "evaluate", self.config.optimizer.per_device_eval_batch_size)
+        size = control.halving.batch_size(state, "evaluate", self.config.optimizer.per_device_eval_batch_size)
         self.engine.module.eval()
         try:
             yield [partial(collated, make, state.step) for make in self.held_out(size)]
@@ -137,13 +137,12 @@ class Supervised(Generic[C, B]):
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
     def log_step(
-        self, step: Step[B], state: Counters, course: Course, *, loss: float, num_head_tokens: int = 0, **more: float
+        self, step: Step[B], state: Counters, control: RunControl, *, loss: float, head_tokens: int = 0, **more: float
     ) -> None:
-        """Write the metrics of an optimizer step, and `more`. num_head_tokens: see `TrainingWork.flops`."""
-        flops = self.work.flops(
-            num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=num_head_tokens
-        )
-        seconds, world = course.recorder.seconds("train"), self.run.world
+        """Write the metrics of an optimizer step, and `more`. head_tokens: see `TrainingWork.flops`."""
+        sizes = {"num_tokens": step.num_tokens, "num_squares": step.num_squares}
+        flops = self.work.flops(**sizes, num_head_tokens=head_tokens)
+        seconds, world = control.recorder.seconds("train"), self.run.world
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,
             "grad_norm": self.engine.last_gradient_norm,
@@ -153,7 +152,7 @@ class Supervised(Generic[C, B]):
             "skipped_updates": state.skipped_updates,
             **more,
         }
-        course.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
+        control.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
 
     def note_skipped(self, step: Step[Any], state: Counters) -> None:
         """Log the rows of a skipped step. Raises DivergedError after too many skipped steps in a row."""

@@ -79,7 +79,7 @@ def test_a_stage_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, pl
 
 
 def test_a_rollout_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    def lacking(ppo: object, state: SimpleNamespace, course: object) -> None:
+    def lacking(ppo: object, state: SimpleNamespace, control: object) -> None:
         beat("generate", 0)
         lacks_device_memory()
 

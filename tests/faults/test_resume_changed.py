@@ -184,7 +184,7 @@ def test_an_end_that_was_cut_off_repeats_nothing(folder):
 @pytest.mark.slow
 @EACH_STAGE
 def test_an_older_step_is_resumed_by_name(folder, stage):
-    """What was newer is kept beside, and not taken for this course of the run; the next start goes on with this one."""
+    """What was newer is kept beside, and not taken for this run; the next start goes on with this one."""
     story = story_of(stage, folder, STEPS)
     run_dir = folder / "run" / "runs" / stage
     checkpoints = run_dir / "checkpoints"

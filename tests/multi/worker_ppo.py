@@ -86,8 +86,8 @@ def rollouts(
     state = loop.state
     return {
         "rollouts": found,
-        "metrics": {name: loop.course.column(name) for name in LOGGED},
-        "first_ratio_error": loop.course.column("policy/first_ratio_error"),
+        "metrics": {name: loop.control.column(name) for name in LOGGED},
+        "first_ratio_error": loop.control.column("policy/first_ratio_error"),
         "actor": seen[0][0] if len(seen[0]) == 2 else {},
         "critic": seen[0][-1],
         "state": [state.step, state.rollout, state.kl_coef, state.num_tokens, state.skipped_updates],
@@ -116,7 +116,7 @@ def two_rewards(inputs: Path, stage: int) -> dict[str, Any]:
         found.append(rollout_findings(loop, collected) | {"guesses": [guesses[prompt] for prompt in prompts]})
         loop.update(collected)
     loop.evaluate()
-    return {"rollouts": found, "eval": loop.course.evaluations[0]}
+    return {"rollouts": found, "eval": loop.control.evaluations[0]}
 
 
 def plain_scores(inputs: Path) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def bad_gradient(inputs: Path, stage: int, engine: str, words: Words = ()) -> di
     average = {name: value.clone() for name, value in loop.ppo.average.averages.items()}
 
     def update() -> tuple[dict[str, float], bool]:
-        update = training.step_objectives(loop.ppo, collected, state, loop.course)
+        update = training.step_objectives(loop.ppo, collected, state, loop.control)
         assert update is not None
         state.count_step(stepped=update.stepped, engines=loop.ppo.models.trained.values())
         return update.metrics, update.stepped
@@ -241,10 +241,10 @@ def resumed(inputs: Path, stage: int, words: Words = ()) -> dict[str, Any]:
     saver.finish()
     second = make_loop(run, first.ppo.config)
     second.iterate()
-    steps = len(second.course.steps)
+    steps = len(second.control.steps)
     return {
-        "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for _, values in whole.course.steps[-steps:]],
-        "resumed": [[values.get(name, 0.0) for name in LOGGED] for _, values in second.course.steps],
+        "uninterrupted": [[values.get(name, 0.0) for name in LOGGED] for _, values in whole.control.steps[-steps:]],
+        "resumed": [[values.get(name, 0.0) for name in LOGGED] for _, values in second.control.steps],
         "states": [whole.state.kl_coef, second.state.kl_coef],
         "averages": [whole.ppo.average.averages, second.ppo.average.averages],
         "weights": [weights(whole.ppo.models.actor), weights(second.ppo.models.actor)],
@@ -264,7 +264,7 @@ def uneven(inputs: Path, stage: int) -> dict[str, Any]:
     return {
         "longest": max(len(response) for response in found.responses),
         "first": torch.stack([response[0] for response in found.responses]),
-        "losses": loop.course.column("loss/policy"),
+        "losses": loop.control.column("loss/policy"),
     }
 
 
@@ -272,7 +272,7 @@ def evaluated(inputs: Path, stage: int) -> dict[str, Any]:
     """The metrics of held-out prompts, whose number does not divide."""
     loop = setup(inputs, 2 // dist.world_size(), stage=stage)
     loop.evaluate()
-    return loop.course.evaluations[0]
+    return loop.control.evaluations[0]
 
 
 def some_held_out(inputs: Path) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def some_held_out(inputs: Path) -> dict[str, Any]:
     for limit in (1, 2, 0):
         loop = setup(inputs, 2 // dist.world_size(), ("--eval-iters", limit))
         loop.evaluate()
-        (found[str(limit)],) = loop.course.evaluations
+        (found[str(limit)],) = loop.control.evaluations
     return found
 
 
@@ -311,7 +311,7 @@ def with_functions(inputs: Path) -> dict[str, Any]:
         loop.evaluate()
     dist.meet()
     samples = (loop.ppo.run.folder / "samples.jsonl").read_text().splitlines()
-    return found | {"eval": loop.course.evaluations[0], "rows": loop.course.row_values[0], "samples": samples}
+    return found | {"eval": loop.control.evaluations[0], "rows": loop.control.row_values[0], "samples": samples}
 
 
 def shape_cases(size: int) -> dict[str, Any]:

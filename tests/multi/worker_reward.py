@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 from stages import make_run, training_rows, watched_steps
-from support.bare_course import bare_course
+from support.bare_control import bare_control
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
@@ -33,7 +33,7 @@ PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 def take_step(reward: training.Reward, step: Step[PairBatch], state: training.State) -> float:
     """One pass of the loop's body; the loss of a pair."""
-    loss = training.accumulate_gradients(reward, step, state, bare_course(reward.run, reward.engine))
+    loss = training.accumulate_gradients(reward, step, state, bare_control(reward.run, reward.engine))
     stepped = training.step_together([reward.engine], reward.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[reward.engine])
     return loss / step.num_rows

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero import partition_parameters
 from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
-from support.bare_course import bare_course
+from support.bare_control import bare_control
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
@@ -36,7 +36,7 @@ PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) -> float:
     """One pass of the loop's body; the loss of a trained token."""
-    loss = training.accumulate_gradients(sft, step, state, bare_course(sft.run, sft.engine))
+    loss = training.accumulate_gradients(sft, step, state, bare_control(sft.run, sft.engine))
     stepped = training.step_together([sft.engine], sft.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[sft.engine])
     if not stepped:
@@ -198,8 +198,8 @@ def checkpointed(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     state = training.State()
     for _ in range(2):
         take_step(sft, sft.loader.step(state.step), state)
-    _, course = sft.resume(training.State, training.METRICS, training.SHOWN)
-    course.save(state, sft.content(state), lambda: training.save(sft, state))
+    _, control = sft.resume(training.State, training.METRICS, training.SHOWN)
+    control.save(state, sft.content(state), lambda: training.save(sft, state))
     fresh = replace(
         sft,
         engine=training.language_model_engine(

@@ -52,7 +52,7 @@ def test_the_body_of_the_loop_is_one_context_that_halves_batches(stage):
     """No step of the algorithm has its own: what runs out of memory ends the turn, which begins again."""
     (context,) = loop_of(stage).body
     assert isinstance(context, ast.With)
-    assert ast.unparse(context.items[0].context_expr) == "course.halving.when_out_of_memory(state)"
+    assert ast.unparse(context.items[0].context_expr) == "control.halving.when_out_of_memory(state)"
     tree = tree_of(ROOT / stage / "training.py")
     steps = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in WITHOUT_CLOSURES]
     assert steps and all(list(functions(step)) == [step] for step in steps)
@@ -81,8 +81,8 @@ def test_four_files_lead_from_train_to_the_clipped_loss():
     assert "policy_loss" in {node.name for node in functions(tree_of(ROOT / "step3_ppo" / "mathematics" / "losses.py"))}
 
 
-def test_the_course_of_a_run_holds_no_loop_and_knows_no_model():
-    tree = tree_of(ROOT / "pipeline/training/course.py")
+def test_the_control_of_a_run_holds_no_loop_and_knows_no_model():
+    tree = tree_of(ROOT / "pipeline/training/run_control.py")
     loops = (ast.For, ast.While, ast.comprehension)
     assert not any(isinstance(node, loops) for node in ast.walk(tree))
     assert not any(isinstance(node, ast.Attribute) and node.attr in ("module", "backward") for node in ast.walk(tree))

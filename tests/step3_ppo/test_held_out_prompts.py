@@ -76,7 +76,7 @@ def test_an_evaluation_has_so_many_rows_at_once(world, opt, tmp_path, monkeypatc
     actor = loop.ppo.models.actor.module
     actor.register_forward_pre_hook(lambda module, args, kwargs: scored.append(args[0]), with_kwargs=True)
     loop.evaluate()
-    assert loop.course.evaluations[0]["eval_rows"] == 5 * samples
+    assert loop.control.evaluations[0]["eval_rows"] == 5 * samples
     assert sampled == [prompts_at_once * samples]
     longest = max(ids.shape[1] for ids in scored)
     assert sum(map(len, scored)) >= 5 * samples
@@ -103,7 +103,7 @@ def test_the_kl_penalty_of_rewards_has_the_coefficient_in_force(world, trained_f
         loop.state.kl_coef, loop.state.evaluated = kl_coef, -1
         rollout = loop.collect()
         loop.evaluate()
-        found.append(rollout.metrics | loop.course.evaluations[-1])
+        found.append(rollout.metrics | loop.control.evaluations[-1])
     assert found[1]["objective/kl_coef"] == 4.0
     for prefix in ("", "eval_"):
         kl = found[0][f"{prefix}objective/kl"]

@@ -34,7 +34,7 @@ def test_the_first_ratio_is_one_in_every_rollout(world, trained_folders, tmp_pat
         assert steps[0]["policy/ratio_mean"] == 1.0 and steps[-1]["policy/ratio_max"] > 1.0001
         assert steps[0]["policy/sampler_error"] < 1e-4
         assert "objective/kl" in steps[0] and "objective/kl" not in steps[1]
-    assert loop.state.step == 8 and loop.course.steps[-1][0] == 8
+    assert loop.state.step == 8 and loop.control.steps[-1][0] == 8
 
 
 def test_responses_end_at_every_id_that_generation_config_names(world, trained_folders, tmp_path):
@@ -96,7 +96,7 @@ def test_a_sampler_of_other_weights_is_found_out(world, trained_folders, tmp_pat
         for parameter in loop.ppo.models.actor.module.parameters():
             parameter.mul_(1.05)
     loop.update(collected)
-    assert loop.course.steps[0][1]["policy/first_ratio_error"] > 1e-2
+    assert loop.control.steps[0][1]["policy/first_ratio_error"] > 1e-2
 
 
 def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tmp_path):
@@ -110,7 +110,7 @@ def test_a_restored_rollout_trains_as_the_sampled_one(world, trained_folders, tm
     evaluations = []
     for loop in (kept, restored):
         loop.evaluate()
-        evaluations += loop.course.evaluations
+        evaluations += loop.control.evaluations
     assert evaluations[0] == evaluations[1] and "eval_objective/entropy" in evaluations[0]
 
 
@@ -162,7 +162,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
     with pytest.raises(DivergedError, match="2 steps in a row"):
         loop.update(replace(collected, experience=spoiled))
     assert (loop.state.step, loop.state.skipped_updates) == (2, 2)
-    assert loop.course.steps[0][1]["skipped_updates"] == 1
+    assert loop.control.steps[0][1]["skipped_updates"] == 1
     assert equal_weights(weights(loop.ppo.models.actor), before)
     loop.state.update = 0
     loop.iterate()
@@ -178,7 +178,7 @@ def test_the_average_does_not_move_in_a_step_that_was_skipped(world, trained_fol
         return {name: value.clone() for name, value in loop.ppo.average.averages.items()}
 
     def step(rollout: Collected) -> bool:
-        return training.step_objectives(loop.ppo, rollout, loop.state, loop.course).stepped
+        return training.step_objectives(loop.ppo, rollout, loop.state, loop.control).stepped
 
     before, rollout = averages(), loop.collect()
     spoiled = rollout.experience.map(lambda tensor: tensor if tensor.dtype == torch.bool else tensor * math.nan)
@@ -231,7 +231,7 @@ def test_a_model_that_does_not_learn_in_a_step_keeps_no_gathered_weights(world, 
     for name, engine in loop.ppo.models.trained.items():
         monkeypatch.setattr(engine, "release_gathered", partial(released.append, name))
     for step in range(2):
-        update = training.step_objectives(loop.ppo, rollout, loop.state, loop.course)
+        update = training.step_objectives(loop.ppo, rollout, loop.state, loop.control)
         assert [objective.role for objective in update.objectives] == (["actor"] if step else []) + ["critic"]
         loop.state.step += 1
         loop.state.update += 1
@@ -262,10 +262,10 @@ def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
     before = weights(loop.ppo.models.actor)
     loop.evaluate()
     loop.evaluate()  # the same step: nothing to do
-    assert len(loop.course.evaluations) == 1
+    assert len(loop.control.evaluations) == 1
     loop.state.evaluated = -1
     loop.evaluate()
-    first, second = loop.course.evaluations
+    first, second = loop.control.evaluations
     assert first == second and "eval_objective/scores" in first
     assert equal_weights(weights(loop.ppo.models.actor), before)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -283,7 +283,7 @@ def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_fo
     after = weights(loop.ppo.models.actor)
     assert {name for name in after if not after[name].equal(before[name])} <= {n for n in after if "lora_" in n}
     assert abs(loop.collect().metrics["objective/kl"]) > 1e-4
-    assert loop.course.steps[0][1]["policy/first_ratio_error"] == 0.0
+    assert loop.control.steps[0][1]["policy/first_ratio_error"] == 0.0
 
 
 def test_early_stop_by_hand():
@@ -302,8 +302,8 @@ def test_each_rollout_has_a_ratio_error_of_its_own(world, trained_folders, tmp_p
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, **SAMPLER))
     off, sampled = (0.25, 0.5, 0.125), training.sample
 
-    def sample(ppo, state, course):
-        responses = sampled(ppo, state, course)
+    def sample(ppo, state, control):
+        responses = sampled(ppo, state, control)
         return replace(responses, sampler_log_probs=responses.sampler_log_probs + off[state.rollout])
 
     monkeypatch.setattr(training, "sample", sample)

@@ -74,9 +74,9 @@ def test_a_first_update_without_a_reward_has_no_ratio(world, trained_folders, tm
     rollout = loop.collect()
     mask = rollout.experience.response_mask.clone()
     mask[:2] = False  # the rows of the first of two updates
-    before = len(loop.course.steps)
+    before = len(loop.control.steps)
     loop.update(replace(rollout, experience=replace(rollout.experience, response_mask=mask)))
-    errors = [values["policy/first_ratio_error"] for _, values in loop.course.steps[before:]]
+    errors = [values["policy/first_ratio_error"] for _, values in loop.control.steps[before:]]
     assert len(errors) == 2 and all(map(math.isnan, errors)), "not the error of the rollout before"
     assert loop.state.skipped_updates == 1
 
@@ -109,9 +109,9 @@ def test_rates_and_mfu_count_the_real_tokens_of_each_step(world, trained_folders
         num_tokens=lengths[2], num_squares=lengths[2] ** 2, num_head_tokens=int(responses.response_lengths[2])
     )
     expected[1] += actor.flops(num_tokens=14, num_squares=6 * 6 + 3 * 3 + 5 * 5, num_head_tokens=8)
-    assert loop.course.column("mfu") == pytest.approx([flops / fast_device for flops in expected])
-    assert [rates["num_tokens"] for rates in loop.course.rates] == [sum(steps[0]), sum(steps[1]) + 14]
-    assert [rates["num_rows"] for rates in loop.course.rates] == [2, 1]
+    assert loop.control.column("mfu") == pytest.approx([flops / fast_device for flops in expected])
+    assert [rates["num_tokens"] for rates in loop.control.rates] == [sum(steps[0]), sum(steps[1]) + 14]
+    assert [rates["num_rows"] for rates in loop.control.rates] == [2, 1]
 
 
 def test_the_adaptive_coefficient_counts_the_sequences_whose_kl_was_seen(world, trained_folders, tmp_path):
@@ -157,7 +157,7 @@ def test_metrics_of_masked_rewards_are_not_numbers(world, trained_folders, tmp_p
     training.adapt_kl(loop.ppo, rollout, loop.state)
     assert loop.state.kl_coef == 0.1, "no KL was observed"
     loop.evaluate()
-    (evaluation,) = loop.course.evaluations
+    (evaluation,) = loop.control.evaluations
     assert evaluation.pop("eval_rows") == evaluation.pop("eval_rows_masked") == len(loop.ppo.prompts.eval)
     assert "eval_objective/score_clipfrac" in evaluation and all(map(math.isnan, evaluation.values()))
     samples = (tmp_path / "samples.jsonl").read_text().splitlines()
@@ -180,12 +180,12 @@ def test_an_evaluation_is_of_the_rows_that_were_asked_for(world, trained_folders
     loop.evaluate()
     loop.state.step, missing[:] = 1, [0, 3]
     loop.evaluate()
-    first, last = loop.course.evaluations
+    first, last = loop.control.evaluations
     assert first["eval_rows"] == last["eval_rows"] == 5
     assert (first["eval_rows_masked"], last["eval_rows_masked"]) == (1, 2)
-    whole, part = ([math.isnan(x) for x in rows["eval_objective/scores"]] for rows in loop.course.row_values)
+    whole, part = ([math.isnan(x) for x in rows["eval_objective/scores"]] for rows in loop.control.row_values)
     assert (whole, part) == ([False, True, False, False, False], [True, False, False, True, False])
-    for values, rows in zip(loop.course.evaluations, loop.course.row_values, strict=True):
+    for values, rows in zip(loop.control.evaluations, loop.control.row_values, strict=True):
         for name in ("eval_objective/scores", "eval_completions/truncated_fraction"):
             assert values[name] == pytest.approx(sum(x for x in rows[name] if x == x) / sum(rows["weight"]))
 
@@ -212,13 +212,13 @@ def test_a_policy_whose_weights_became_nan_ends_the_run_as_diverged(world, train
         next(loop.ppo.models.actor.module.parameters())[:] = math.nan
     with pytest.raises(DivergedError, match="2 steps in a row"):
         loop.iterate()
-    assert loop.state.skipped_updates == 2 and loop.course.steps[0][1]["rows_masked"] == 4
+    assert loop.state.skipped_updates == 2 and loop.control.steps[0][1]["rows_masked"] == 4
 
 
 def findings(loop) -> set[str]:
     """The rules of health that find something in the steps of a loop."""
     history = History(total_steps=100)
-    for step, values in loop.course.steps:
+    for step, values in loop.control.steps:
         history.add(step, values)
     return {rule.name for rule in RULES if rule(history)}
 
@@ -256,12 +256,12 @@ def test_the_values_of_sampling_are_logged_at_the_start(world, trained_folders, 
 
 def test_the_terminal_shows_approx_kl_only_where_it_moves_and_the_lambda_that_lengths_give(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(training, "Course", lambda *args, shown, **settings: seen.append(shown))
+    monkeypatch.setattr(training, "RunControl", lambda *args, shown, **settings: seen.append(shown))
     for steps in (1, 2):
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
         models, rows = SimpleNamespace(named=dict), SimpleNamespace(counts=Counts())
         config = SimpleNamespace(ppo=PPOCoefficients(lambda_alpha=0.05 if steps == 1 else 0.0))
-        training.make_course(
+        training.make_control(
             SimpleNamespace(
                 run=None,
                 config=config,

@@ -40,8 +40,8 @@ def test_padding_of_the_first_rollout_is_not_in_the_constants(world, trained_fol
     """Its rows have scores too: those of the first prompt's responses, sampled once more."""
     config = ppo_config(without_constants(trained_folders, tmp_path))
     loop = loop_on_random_prompts(world, tmp_path, config, num_prompts=3)
-    responses = training.sample(loop.ppo, loop.state, loop.course)
-    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    responses = training.sample(loop.ppo, loop.state, loop.control)
+    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.control)
     (fitted,) = loop.ppo.terms(responses, judged, loop.state, group_size=1).models
     rollout = loop.collect()
     scores = loop.judged[:3, 0].double().numpy()
@@ -61,7 +61,7 @@ def test_a_reward_model_without_constants_gets_those_of_the_first_rollout(world,
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     own = np.array([row["score"] for row in samples])
     shaped = ((own - own.mean()) / own.std()).clip(-5, 5) - [1.0 * (not row["finished"]) for row in samples]
-    assert loop.course.evaluations[0]["eval_objective/rlhf_reward"] == pytest.approx(shaped.mean(), abs=2e-3)
+    assert loop.control.evaluations[0]["eval_objective/rlhf_reward"] == pytest.approx(shaped.mean(), abs=2e-3)
     assert loop.state.score_constants is None, "an evaluation before the first rollout is on a scale of its own"
     with caplog.at_level(logging.INFO):
         found = loop.iterate()

@@ -77,7 +77,7 @@ def test_a_run_learns_from_the_weighted_sum_of_a_reward_model_and_a_function(wor
     loop.evaluate()
     assert set(second.guesses[4:]) == {9.0, 10.0, 11.0}, "held-out responses go with the columns of their own prompts"
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open(encoding="utf-8")]
-    found = loop.course.evaluations[-1]["eval_objective/scores"]
+    found = loop.control.evaluations[-1]["eval_objective/scores"]
     assert sum(sample["score"] for sample in samples) / 3 == pytest.approx(found, abs=1e-4)
 
 
@@ -96,7 +96,7 @@ def test_a_masked_row_is_no_part_of_the_mean_that_is_trained_on(world, trained_f
     rollout = loop.collect()
     mask, responses = rollout.experience.response_mask, rollout.responses
     assert mask.sum() < responses.response_mask.sum()
-    update = training.step_objectives(loop.ppo, rollout, loop.state, loop.course)
+    update = training.step_objectives(loop.ppo, rollout, loop.state, loop.control)
     assert update.size.num_trained == mask.sum() and update.size.num_response_tokens == responses.response_mask.sum()
     assert update.metrics["loss/policy"] == pytest.approx(-rollout.experience.advantages[mask].mean().item(), rel=1e-4)
 
@@ -111,32 +111,32 @@ def test_scores_of_another_number_than_the_rows_are_refused(world, trained_folde
 def test_scoring_is_halved_where_a_reward_lacks_memory(world, trained_folders, tmp_path):
     """What is halved is the size that was read last: that of scoring, whose micro-batches rewards judge too."""
     loop, second = loop_of(world, tmp_path, trained_folders, [1.0] * 4)
-    state, halving = loop.state, loop.course.halving
-    responses = training.sample(loop.ppo, state, loop.course)
+    state, halving = loop.state, loop.control.halving
+    responses = training.sample(loop.ppo, state, loop.control)
 
     def fail(rows: ScoredRows) -> Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
     second.score, before = fail, TokensPerGuess.score
     with halving.when_out_of_memory(state):
-        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
+        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.control)
     (size,) = (halved for phase, (_, halved) in state.halved.items() if phase == "score")
     second.score = before.__get__(second)
-    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.course)
+    judged = training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, state, loop.control)
     longest = int((responses.prompt_lengths + responses.response_lengths).max())
     assert judged.shape == (4, 2) and size >= longest and state.halved.keys() == {"score"}
 
 
 def test_a_stop_between_two_batches_of_the_judges_ends_scoring(world, trained_folders, tmp_path):
     loop, second = loop_of(world, tmp_path, trained_folders, [1.0] * 4)
-    responses = training.sample(loop.ppo, loop.state, loop.course)
+    responses = training.sample(loop.ppo, loop.state, loop.control)
 
     def stop() -> None:
         raise Interrupted
 
-    loop.course.stopping.within_step = stop
+    loop.control.stopping.within_step = stop
     with pytest.raises(Interrupted):
-        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+        training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.control)
     assert second.seen == []
 
 
@@ -146,8 +146,8 @@ def test_each_pass_releases_the_frozen_weights_that_it_read(world, trained_folde
     released = list[str]()
     for name, engine in loop.ppo.models.frozen.items():
         monkeypatch.setattr(engine, "release_gathered", partial(released.append, name))
-    responses = training.sample(loop.ppo, loop.state, loop.course)
-    training.score(loop.ppo, responses, loop.state, loop.course)
+    responses = training.sample(loop.ppo, loop.state, loop.control)
+    training.score(loop.ppo, responses, loop.state, loop.control)
     assert released == ["reference"]
-    training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.course)
+    training.score_rewards(loop.ppo, responses, loop.ppo.prompts.train, loop.state, loop.control)
     assert released == ["reference", "reward"]

@@ -46,7 +46,7 @@ def test_rewards_losses_and_weights_are_the_same_to_the_bit(world, trained_folde
         assert known.advantages.equal(plain.advantages) and known.targets.returns.equal(plain.targets.returns)
         for loop, rollout in zip((with_it, without), rollouts, strict=True):
             loop.update(loop.restored(rollout))
-    steps, plain_steps = ([values for _, values in loop.course.steps] for loop in (with_it, without))
+    steps, plain_steps = ([values for _, values in loop.control.steps] for loop in (with_it, without))
     for values, plain_values in zip(steps, plain_steps, strict=True):
         assert values.keys() - plain_values.keys() <= KL | {"loss/kl"} and not plain_values.keys() & (KL | {"loss/kl"})
         assert {name: values[name] for name in plain_values} == plain_values
@@ -58,7 +58,7 @@ def test_rewards_losses_and_weights_are_the_same_to_the_bit(world, trained_folde
 def test_an_evaluation_has_samples_without_a_divergence(world, trained_folders, tmp_path):
     loop = loop_of(world, trained_folders, tmp_path, log_kl=False)
     loop.evaluate()
-    (found,) = loop.course.evaluations
+    (found,) = loop.control.evaluations
     assert "eval_objective/scores" in found and not any("kl" in name for name in found)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all("score" in row and "kl" not in row for row in rows)

@@ -14,9 +14,9 @@ from torch import Tensor
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts
 from pipeline.run.run import Run
-from pipeline.training.course import Course
 from pipeline.training.halving import Halving
 from pipeline.training.metrics import metric_of
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Stopping
 from step3_ppo import training
 from step3_ppo.build import assemble, build, resume
@@ -28,8 +28,8 @@ from step3_ppo.rollout import make_schedule
 from step3_ppo.state import PPO, State
 
 
-class KeptMetrics(Course):
-    """A run's Course that is its own Recorder: keeps what that would write. What is due it says itself."""
+class KeptMetrics(RunControl):
+    """A run's RunControl that is its own Recorder: keeps what that would write. What is due it says itself."""
 
     def __init__(self, stopping: Stopping, run: Run) -> None:
         self.stopping, self._run, self._config = stopping, run, run.resolved.config.run
@@ -71,23 +71,23 @@ class PPOLoop:
 
     ppo: PPO
     state: State
-    course: Any
+    control: Any
     scores: Scores = field(init=False)
     judged: Tensor = field(init=False)
 
     def collect(self) -> Collected:
         """Sample, score and reward a rollout."""
-        responses = training.sample(self.ppo, self.state, self.course)
-        self.scores = training.score(self.ppo, responses, self.state, self.course)
-        self.judged = training.score_rewards(self.ppo, responses, self.ppo.prompts.train, self.state, self.course)
-        return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, course=self.course)
+        responses = training.sample(self.ppo, self.state, self.control)
+        self.scores = training.score(self.ppo, responses, self.state, self.control)
+        self.judged = training.score_rewards(self.ppo, responses, self.ppo.prompts.train, self.state, self.control)
+        return training.reward(self.ppo, responses, self.scores, self.judged, state=self.state, control=self.control)
 
     def update(self, rollout: Collected) -> None:
         """Take the steps that the rollout has left."""
         while True:
-            update = training.step_objectives(self.ppo, rollout, self.state, self.course)
+            update = training.step_objectives(self.ppo, rollout, self.state, self.control)
             if update is not None:
-                training.log_update(self.ppo, rollout, update, self.state, self.course)
+                training.log_update(self.ppo, rollout, update, self.state, self.control)
             self.state.update += 1
             if self.state.update == len(rollout.minibatches.steps) or training.moved_too_far(self.ppo, update):
                 training.adapt_kl(self.ppo, rollout, self.state)
@@ -96,12 +96,12 @@ class PPOLoop:
 
     def iterate(self) -> list[dict[str, float]]:
         """One rollout and its updates; the metrics of its steps."""
-        before = len(self.course.steps)
+        before = len(self.control.steps)
         self.update(self.collect())
-        return [values for _, values in self.course.steps[before:]]
+        return [values for _, values in self.control.steps[before:]]
 
     def evaluate(self) -> None:
-        training.evaluate(self.ppo, self.state, self.course)
+        training.evaluate(self.ppo, self.state, self.control)
 
     def restored(self, rollout: Collected) -> Collected:
         """The rollout as a checkpoint would give it back."""

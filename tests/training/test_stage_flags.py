@@ -281,7 +281,7 @@ def test_a_warm_up_as_long_as_the_run_is_noted(stage: str, folder: Path, tmp_pat
     def end(*_: object, **__: object) -> None:
         raise EnvironmentFault("banner shown")
 
-    monkeypatch.setattr("pipeline.training.course.Recorder", end)
+    monkeypatch.setattr("pipeline.training.run_control.Recorder", end)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     words = stage_words(stage, folder, tmp_path, data_output_path=folder / "cache", max_steps=2)
     ending = call(stage, [*words, "--num-warmup-steps", 2])

@@ -157,7 +157,7 @@ with group_of_one() as world:
         del loop.ppo.models.rewards[1:]  # the new reward: these prompts have no answers
         rollout = loop.collect()
         loop.update(rollout)
-        ((_, metrics),) = loop.course.steps
+        ((_, metrics),) = loop.control.steps
         found = {name.split("/")[1]: tensor.tolist() for name, tensor in rollout.tensors().items()}
         found |= {"backend": loop.ppo.hybrid.backend, "judged": loop.judged.squeeze(1).tolist(), "metrics": metrics}
         print(json.dumps(found | changed))

@@ -25,21 +25,21 @@ LEAST = 1e-6  # of the probability that a token is not the bad answer's
 def train(run: Run, config: LabelledConfig) -> None:
     """Train on answers with a label, and leave the model in `--output-dir`."""
     parts = build(run, config)
-    state, course = parts.resume(Counters, SUPERVISED, ("loss",))
+    state, control = parts.resume(Counters, SUPERVISED, ("loss",))
     steps = PrefetchedSteps(parts.loader, end=parts.total_steps, device=run.world.device)
-    with course.resumable(state, lambda: parts.content(state)), steps:
+    with control.resumable(state, lambda: parts.content(state)), steps:
         while state.step < parts.total_steps:
-            course.stop_if_requested()
-            if course.save_is_due(state):
-                course.save(state, parts.content(state), lambda: save_model(parts, state))
-            course.begin("train")
+            control.stop_if_requested()
+            if control.save_is_due(state):
+                control.save(state, parts.content(state), lambda: save_model(parts, state))
+            control.begin("train")
             step = steps.step(state.step)
             loss = accumulate_gradients(parts, step)
             stepped = step_together([parts.engine], parts.rate(state.step), loss=loss)
             state.num_tokens += step.num_tokens
             state.count_step(stepped=stepped, engines=[parts.engine])
-            parts.log_step(step, state, course, loss=loss / step.num_trained)
-    course.finish(state, parts.content(state), lambda: save_model(parts, state))
+            parts.log_step(step, state, control, loss=loss / step.num_trained)
+    control.finish(state, parts.content(state), lambda: save_model(parts, state))
 
 
 def build(run: Run, config: LabelledConfig) -> Supervised[LabelledConfig, SFTBatch]:

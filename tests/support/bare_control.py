@@ -1,4 +1,4 @@
-"""What a step's gradients take of a run's Course, without its metrics, checkpoints and intervals."""
+"""What a step's gradients take of a run's RunControl, without its metrics, checkpoints and intervals."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,5 +9,5 @@ from pipeline.training.halving import Halving
 from pipeline.training.steps import Stopping
 
 
-def bare_course(run: Run, engine: TrainingEngine) -> Any:
+def bare_control(run: Run, engine: TrainingEngine) -> Any:
     return SimpleNamespace(stopping=Stopping(run), halving=Halving(run, [engine]))

@@ -33,7 +33,7 @@ from pipeline.training.steps import Counters, Stopping, divergence_advice
 log = logging.getLogger(__name__)
 
 
-class Course:
+class RunControl:
     """Intervals, metrics, checkpoints and the end of a run.
 
     Args:

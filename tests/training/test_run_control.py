@@ -1,4 +1,4 @@
-"""The course of a run: what is due at which step, and what a stop becomes."""
+"""The control of a run: what is due at which step, and what a stop becomes."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, InputError, Interrupted, StoppedRun, dashed
-from pipeline.training.course import Course
+from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, divergence_advice, note_skipped_step
 from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS
@@ -43,9 +43,9 @@ class Saves:
         self.finished += 1
 
 
-def make_course(
+def make_control(
     folder, *, resumed_step: int | None = None, full: bool = False, model=None, rows=None, **settings
-) -> Course:
+) -> RunControl:
     config = SFTConfig(run=RunConfig(output_dir=str(folder / "sft"), **settings), model=model or {})
     run = SimpleNamespace(
         world=World(rank=0, size=1, device=torch.device("cpu")), folder=folder, stage=STAGE,
@@ -53,50 +53,50 @@ def make_course(
         rows=rows or {},
     )  # fmt: skip
     fingerprint = RunFingerprint(settings={}, hashes={}, sizes={}, rounding={}, inputs={"data_path": ["abc:1"]})
-    course = Course(
+    control = RunControl(
         run, fingerprint, resumed_step=resumed_step, total_steps=9, metrics=METRICS, engines={}, counts=Counts()
     )
-    course._saver = Saves(full=full)
-    return course
+    control._saver = Saves(full=full)
+    return control
 
 
 def content(state: Counters) -> Content:
     return Content(state=asdict(state), engines={})
 
 
-def due(course: Course, name: str, **counters: int) -> list[int]:
+def due(control: RunControl, name: str, **counters: int) -> list[int]:
     """The steps of ten at which `evaluation_is_due` or `save_is_due` answers True."""
-    return [step for step in range(10) if getattr(course, name)(Counters(step=step, **counters))]
+    return [step for step in range(10) if getattr(control, name)(Counters(step=step, **counters))]
 
 
 def test_evaluations_are_due_at_the_interval_and_once_a_step(tmp_path):
-    course = make_course(tmp_path, eval_interval=3)
-    assert due(course, "evaluation_is_due") == [0, 3, 6, 9]
-    assert due(course, "evaluation_is_due", evaluated=6) == [0, 3, 9]
-    assert due(make_course(tmp_path, eval_interval=0), "evaluation_is_due") == [0]
+    control = make_control(tmp_path, eval_interval=3)
+    assert due(control, "evaluation_is_due") == [0, 3, 6, 9]
+    assert due(control, "evaluation_is_due", evaluated=6) == [0, 3, 9]
+    assert due(make_control(tmp_path, eval_interval=0), "evaluation_is_due") == [0]
 
 
 def test_checkpoints_are_due_at_the_interval_but_not_where_one_is(tmp_path):
-    assert due(make_course(tmp_path, save_steps=4), "save_is_due") == [4, 8], "nothing is to be saved at the start"
-    assert due(make_course(tmp_path, save_steps=4, resumed_step=4), "save_is_due") == [8]
-    assert due(make_course(tmp_path, save_steps=0), "save_is_due") == []
-    course = make_course(tmp_path, save_steps=4)
-    course.save(Counters(step=8), content(Counters(step=8)), lambda: None)
-    assert course._saver.steps == [8] and due(course, "save_is_due") == []
+    assert due(make_control(tmp_path, save_steps=4), "save_is_due") == [4, 8], "nothing is to be saved at the start"
+    assert due(make_control(tmp_path, save_steps=4, resumed_step=4), "save_is_due") == [8]
+    assert due(make_control(tmp_path, save_steps=0), "save_is_due") == []
+    control = make_control(tmp_path, save_steps=4)
+    control.save(Counters(step=8), content(Counters(step=8)), lambda: None)
+    assert control._saver.steps == [8] and due(control, "save_is_due") == []
 
 
 def test_training_goes_on_where_the_disk_is_full(tmp_path):
-    course, models = make_course(tmp_path, full=True), []
-    course.save(Counters(step=2), content(Counters(step=2)), lambda: models.append("saved"))
+    control, models = make_control(tmp_path, full=True), []
+    control.save(Counters(step=2), content(Counters(step=2)), lambda: models.append("saved"))
     assert models == ["saved"]
 
 
 def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
-    course, state = make_course(tmp_path), Counters(step=5)
-    with pytest.raises(StoppedRun, match="6 of 9"), course.resumable(state, lambda: content(state)):
+    control, state = make_control(tmp_path), Counters(step=5)
+    with pytest.raises(StoppedRun, match="6 of 9"), control.resumable(state, lambda: content(state)):
         state.step = 6
         raise Interrupted
-    assert course._saver.steps == [6] and course._saver.finished == 1
+    assert control._saver.steps == [6] and control._saver.finished == 1
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_an_interrupted_run_saves_its_state_and_is_stopped(tmp_path):
 def test_a_run_whose_steps_were_all_skipped_is_not_done(tmp_path, skipped, bad, error, words):
     """Of steps that had nothing to learn from none is bad: nothing has diverged."""
     written, is_done = [], error is None
-    course = make_course(tmp_path)
+    control = make_control(tmp_path)
     state = Counters(step=3, skipped_updates=skipped, bad_in_a_row=bad)
     with nullcontext() if is_done else pytest.raises(error, match=words):
-        course.finish(state, content(state), lambda: written.append("models"))
-    assert written == (["models"] if is_done else []) and course._saver.steps == ([3] if is_done else [])
+        control.finish(state, content(state), lambda: written.append("models"))
+    assert written == (["models"] if is_done else []) and control._saver.steps == ([3] if is_done else [])
     assert (tmp_path / "done.json").is_file() == is_done
 
 
@@ -141,51 +141,51 @@ def test_a_full_disk_ends_a_run_that_is_to_stop(tmp_path):
     """What it has learnt since the last checkpoint would be lost without a word."""
     with (
         pytest.raises(EnvironmentFault, match="no space"),
-        make_course(tmp_path, full=True).resumable(Counters(step=1), lambda: content(Counters(step=1))),
+        make_control(tmp_path, full=True).resumable(Counters(step=1), lambda: content(Counters(step=1))),
     ):
         raise Interrupted
 
 
 def test_a_stop_right_after_a_save_writes_nothing_twice(tmp_path):
     """Within the step that follows; what has been evaluated since makes another state."""
-    course, state = make_course(tmp_path), Counters(step=4)
-    course.save(state, content(state), lambda: None)
-    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+    control, state = make_control(tmp_path), Counters(step=4)
+    control.save(state, content(state), lambda: None)
+    with pytest.raises(StoppedRun), control.resumable(state, lambda: content(state)):
         raise Interrupted
-    assert course._saver.steps == [4] and course._saver.finished == 1
-    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+    assert control._saver.steps == [4] and control._saver.finished == 1
+    with pytest.raises(StoppedRun), control.resumable(state, lambda: content(state)):
         state.evaluated = 4
         raise Interrupted
-    assert course._saver.steps == [4, 4]
+    assert control._saver.steps == [4, 4]
 
 
 def test_a_save_that_the_disk_refused_is_tried_again_by_a_stop(tmp_path):
-    course, state = make_course(tmp_path, full=True), Counters(step=4)
-    course.save(state, content(state), lambda: None)
-    course._saver.full = False
-    with pytest.raises(StoppedRun), course.resumable(state, lambda: content(state)):
+    control, state = make_control(tmp_path, full=True), Counters(step=4)
+    control.save(state, content(state), lambda: None)
+    control._saver.full = False
+    with pytest.raises(StoppedRun), control.resumable(state, lambda: content(state)):
         raise Interrupted
-    assert course._saver.steps == [4]
+    assert control._saver.steps == [4]
 
 
 def test_a_run_whose_last_checkpoint_finds_no_room_is_not_done(tmp_path, caplog):
     """Its model is saved, and the command ends with the disk's own line: it does not say that training goes on."""
-    course, models = make_course(tmp_path, full=True), []
+    control, models = make_control(tmp_path, full=True), []
     with pytest.raises(EnvironmentFault, match="no space left"):
-        course.finish(Counters(step=9), content(Counters(step=9)), lambda: models.append("saved"))
+        control.finish(Counters(step=9), content(Counters(step=9)), lambda: models.append("saved"))
     assert models == ["saved"] and not (tmp_path / "done.json").exists() and "goes on" not in caplog.text
 
 
 @pytest.mark.parametrize("last", [2.0, 4.0])
 @pytest.mark.parametrize(("lora_dim", "rate"), [(0, "learning_rate"), (2, "lora_learning_rate")])
 def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog, last, lora_dim, rate):
-    course = make_course(tmp_path, model={"lora_dim": lora_dim})
+    control = make_control(tmp_path, model={"lora_dim": lora_dim})
     for step, value in ((0, 3.0), (9, last)):
         losses = [math.log(value) + n / 10 for n in range(-3, 4)]
         values = {"eval_perplexity": value, "eval_rows": 7, "num_tokens": 1_000_000 * step}
-        course.recorder.write_evaluation(step, values, {"eval_loss": losses})
+        control.recorder.write_evaluation(step, values, {"eval_loss": losses})
     with caplog.at_level(logging.INFO):
-        course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+        control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     assert re.search(r"\n  cost +.*, 9M tokens\n", caplog.text)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     text = naming("ends worse ... held-out perplexity 3 -> 4 (7 sequences)", f"lower {dashed(rate)}")
@@ -194,10 +194,10 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
 
 @pytest.mark.parametrize(("dropped", "says"), [(10, False), (11, True)])
 def test_a_run_that_dropped_most_of_its_rows_says_so_at_its_end(tmp_path, caplog, dropped, says):
-    course = make_course(
+    control = make_control(
         tmp_path, rows={"rows": {"to train on": 8, "held out": 2, "of other stages": 9, "dropped": dropped}}
     )
-    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     text = naming("8 to train on ... 2 held out, 9 of other stages (--data-split auto) ... 11 dropped, of 30")
     assert (caplog.text == text) == says
 
@@ -212,10 +212,10 @@ def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_ask
         (folder / "model.safetensors").write_bytes(bytes(1_000_000 * step))
     (tmp_path / "checkpoints" / ".step-6.old").mkdir()
     settings = {} if given is None else {"keep_checkpoints": given}
-    course = make_course(tmp_path, **settings)
-    course._run.resolved.origins.update(dict.fromkeys(settings, "command line"))
+    control = make_control(tmp_path, **settings)
+    control._run.resolved.origins.update(dict.fromkeys(settings, "command line"))
     with caplog.at_level(logging.INFO):
-        course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+        control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
     said = [line for line in caplog.messages if "checkpoints holds" in line]
     size = {1: "holds step-9, 0.00838 GiB", 2: "holds step-9, step-6, 0.014 GiB"}.get(len(kept))
@@ -223,8 +223,8 @@ def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_ask
 
 
 def test_the_mark_of_a_finished_run_says_what_it_was_made_of(tmp_path):
-    course = make_course(tmp_path, max_steps=9, num_train_epochs=2.0)
-    course.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
+    control = make_control(tmp_path, max_steps=9, num_train_epochs=2.0)
+    control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     done = json.loads((tmp_path / "done.json").read_text())
     assert (done["stage"], done["steps"], done["max_steps"], done["num_train_epochs"]) == ("sft", 9, 9, 2.0)
     assert done["inputs"] == {"data_path": ["abc:1"]} and done["sizes"] == {"rows of an optimizer step": 16}
