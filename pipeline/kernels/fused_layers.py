@@ -10,6 +10,7 @@ the original does:
 The kernels are in norm_kernels.py and gate_kernels.py; LoRA's function is in lora_linear.py.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from types import FunctionType
@@ -189,13 +190,18 @@ def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module
     return type(kind.__name__, (base, kind), {})
 
 
+def forward_with_rotary(kind: Any) -> Any:
+    """Return the function whose globals hold ROTARY: the forward pass of `kind`, or what decorators of it call."""
+    return inspect.unwrap(kind.forward, stop=lambda function: ROTARY in getattr(function, "__globals__", {}))
+
+
 @cache
 def rotary_class(kind: type[nn.Module], rotate: Callable[..., tuple[Tensor, Tensor]]) -> type[nn.Module]:
     """Return a subclass of the attention class `kind` whose forward pass calls `rotate` in place of ROTARY.
 
     The subclass copies the forward function and its globals, so that other models still call transformers' function.
     """
-    usual: Any = kind.forward
+    usual = forward_with_rotary(kind)
     names = usual.__globals__ | {ROTARY: partial(rotate, usual.__globals__[ROTARY])}
     forward = FunctionType(usual.__code__, names, closure=usual.__closure__)
     forward.__defaults__, forward.__kwdefaults__ = usual.__defaults__, usual.__kwdefaults__
@@ -215,7 +221,7 @@ def class_in_place(
         return joined_class(kind, norm)
     if kind.__name__ in GATED_MLPS and not issubclass(kind, mlp):
         return joined_class(kind, mlp) if type(module.act_fn).__name__ in GATE_ACTIVATIONS else None
-    used = getattr(kind.forward, "__globals__", {}).get(ROTARY)
+    used = getattr(forward_with_rotary(kind), "__globals__", {}).get(ROTARY)
     if kind.__name__ in ROTARY_ATTENTIONS and used is not None and not isinstance(used, partial):
         return rotary_class(kind, rotate)
     return None

@@ -102,7 +102,7 @@ def _load_logits(logits, masked, row, number, c, temperature, top_k, top_p, widt
     """Load scaled logits, -inf for tokens that cannot be drawn; reads `masked` only for a slot with top_k or top_p."""
     is_token = c < num_known
     if TRUNCATES:
-        is_truncated = (top_k > 0) | (top_p < 1.0)
+        is_truncated = ((top_k > 0) | (top_p < 1.0)).to(tl.int1)
         x = tl.load(logits + row * width + c, mask=is_token & (is_truncated == 0), other=float("-inf")).to(tl.float32)
         allowed = tl.load(masked + number.to(tl.int64) * width + c, mask=is_token & is_truncated, other=float("-inf"))
         x = tl.where(is_truncated, allowed, x / temperature)

@@ -3,6 +3,8 @@
 On a CPU the Triton kernels run in triton's interpreter; tests/gpu compares 16 bits.
 """
 
+import functools
+
 import pytest
 import torch
 from support.decode_models import DEVICE, FUSED, llama, with_lora
@@ -167,6 +169,26 @@ def test_other_models_keep_transformers_function(monkeypatch):
     assert fused(input_ids=ids, use_cache=False).logits.equal(wanted) and asked
     attention = fused.model.layers[0].self_attn
     assert type(attention).__name__ == "LlamaAttention" and isinstance(attention, modeling_llama.LlamaAttention)
+
+
+def test_positions_are_fused_below_a_decorator(monkeypatch):
+    """transformers 5.24 wraps the forward pass of attention layers: its own globals do not hold the function."""
+    before = modeling_llama.LlamaAttention.forward
+    while hasattr(before, "__wrapped__"):
+        before = before.__wrapped__
+
+    @functools.wraps(before)
+    def decorated(*args, **kwargs):
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", decorated)
+    fused, other = llama(), llama()
+    # Norms, MLPs and attention of two layers, and the last norm.
+    assert fuse_layers(fused, CUDA) == 2 * 4 + 1 and fuse_layers(fused, CUDA) == 0
+    asked = []
+    monkeypatch.setattr(fused_layers, "can_use_kernels", lambda *given: bool(asked.append(given)))
+    ids = torch.full((1, 3), 5, device=DEVICE)
+    assert fused(input_ids=ids, use_cache=False).logits.equal(other(input_ids=ids, use_cache=False).logits) and asked
 
 
 def test_an_unknown_activation_stays():
