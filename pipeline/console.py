@@ -126,18 +126,18 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def with_hyphens(words: Iterable[str]) -> list[str]:
+def with_hyphens(argv: Iterable[str]) -> list[str]:
     """Return the arguments of a command line with `-` in the names of its flags; values are unchanged."""
-    return [re.sub("^--[^=]*", lambda match: match[0].replace("_", "-"), word) for word in words]
+    return [re.sub("^--[^=]*", lambda match: match[0].replace("_", "-"), word) for word in argv]
 
 
-def shell_lines(words: Iterable[str]) -> str:
+def shell_lines(argv: Iterable[str]) -> str:
     """Return a command line wrapped to the terminal's width, with backslashes, so that a shell reads one command.
 
     A flag and its first value stay on one line.
     """
     pieces, lines = list[str](), [""]
-    for word in map(shlex.quote, with_hyphens(words)):
+    for word in map(shlex.quote, with_hyphens(argv)):
         is_value = bool(pieces) and pieces[-1].startswith("--") and " " not in pieces[-1] and not word.startswith("--")
         pieces[-1:] = [f"{pieces[-1]} {word}"] if is_value else [*pieces[-1:], word]
     for piece in pieces:

@@ -145,10 +145,10 @@ def finished_line(planned: PlannedStage) -> str:
 
 
 def header(planned: PlannedStage, config: TrainConfig) -> str:
-    words = command_of(planned, config)
+    argv = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # the printed command starts the stage
-        words = without_flag(words, name)
-    return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shell_lines(words)}"
+        argv = without_flag(argv, name)
+    return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shell_lines(argv)}"
 
 
 def with_position(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -158,13 +158,13 @@ def idle_flags(
             yield f"{dashed(f'{section}.{name}')} changes nothing: {section} is not among the stages that run"
 
 
-def split_common(words: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+def split_common(argv: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     """Split arguments without a section: those of `rlhf train` itself, and each flag of its stages with its values."""
     names = Names(TrainConfig)
     train_argv: list[str] = []
     common: list[list[str]] = []
     target = train_argv
-    for word in words:
+    for word in argv:
         if word.startswith("--"):
             target = train_argv
             if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help", "help_all"}:
@@ -314,14 +314,14 @@ def as_override(line: str, section: str) -> str:
     )
 
 
-def launcher_words(config: TrainConfig) -> list[str]:
+def launcher_argv(config: TrainConfig) -> list[str]:
     """Return the arguments of the launch script, with --launcher or --no-ssh if other hosts are not reached by ssh."""
     values = [(name, getattr(config, name)) for name in LAUNCHER_FLAGS]
-    words = [word for name, value in values if value for word in (dashed(name), str(value))]
-    words += ["--check"] if config.check else []
+    argv = [word for name, value in values if value for word in (dashed(name), str(value))]
+    argv += ["--check"] if config.check else []
     if config.launcher == "none":
-        return ["--no-ssh", "--node-rank", str(config.node_rank), *words]
-    return words if config.launcher == "ssh" else ["--launcher", config.launcher, *words]
+        return ["--no-ssh", "--node-rank", str(config.node_rank), *argv]
+    return argv if config.launcher == "ssh" else ["--launcher", config.launcher, *argv]
 
 
 def with_reward_model(config: TrainConfig) -> TrainConfig:

@@ -29,7 +29,7 @@ from rlhf.train_config import (
     idle_flags,
     inherited_flags,
     known_model,
-    launcher_words,
+    launcher_argv,
     split_common,
     split_overrides,
     stages_alone,
@@ -302,14 +302,14 @@ def path_from_here(path: Path) -> str:
 
 def command_of(planned: PlannedStage, config: TrainConfig) -> list[str]:
     """Return the words of `bash launch/<deployment>.sh [launcher flags] STEP [stage flags]`."""
-    launcher = launcher_words(config)
+    launcher = launcher_argv(config)
     script = path_from_here(launch_file(f"{config.deployment_type}.sh"))
     return ["bash", script, *launcher, word_of(planned.stage), *planned.argv]
 
 
 def request_of(config: TrainConfig) -> LaunchRequest:
     """Return what the launch script makes of the launcher's flags. Raises InputError."""
-    return parse_request(config.deployment_type, launcher_words(config))
+    return parse_request(config.deployment_type, launcher_argv(config))
 
 
 def ranks_of(plan: Plan) -> int:

@@ -176,13 +176,13 @@ class Agent:
         return changed
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the supervisor's job, from standard input or encoded in an argument; return the exit code."""
-    text = base64.urlsafe_b64decode(words[0]) if words else sys.stdin.readline()
-    agent = Agent(json.loads(text), listens=not words)
+    text = base64.urlsafe_b64decode(argv[0]) if argv else sys.stdin.readline()
+    agent = Agent(json.loads(text), listens=not argv)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the connection tells the agent that the supervisor ended
-    if words:
+    if argv:
         signal.signal(signal.SIGTERM, lambda *_: setattr(agent, "must_stop", True))
     with ExitStack() as stack:
         problems = agent.problems(stack)

@@ -171,7 +171,7 @@ def starts_by_host(request: LaunchRequest, module: str, port: int) -> dict[str, 
     for host, names in devices.items():
         starts[host] = RankStart(
             module=module,
-            words=request.words,
+            argv=request.argv,
             devices=names,
             first=first,
             num_ranks=num_ranks,

@@ -24,7 +24,7 @@ class RankStart:
     """The command and environment that the ranks of a host are started with.
 
     module: the Python module that each runs.
-    words: its flags.
+    argv: its flags.
     devices: the host's GPUs, one for each rank; on a CPU any numbers.
     first: number of the host's first rank.
     num_ranks: ranks of all hosts.
@@ -34,7 +34,7 @@ class RankStart:
     """
 
     module: str
-    words: Sequence[str]
+    argv: Sequence[str]
     devices: Sequence[str]
     first: int
     num_ranks: int
@@ -65,7 +65,7 @@ def start_ranks(
     Raises:
         InputError: the folder for their output cannot be created or written to.
     """
-    command = [sys.executable, "-u", "-m", start.module, *start.words]
+    command = [sys.executable, "-u", "-m", start.module, *start.argv]
     started, day = {}, time.strftime("%Y%m%d%H%M%S")
     for local_rank in range(len(start.devices)):
         rank, file = start.first + local_rank, output

@@ -105,7 +105,7 @@ class RemoteRanks:
         """Start the ranks of every host: of the job's module, or of another `module` without flags."""
         for host in self.hosts if self._signals.first is None else ():
             start = replace(self._starts[host.name], address=address_of(self._request, list(self._starts)))
-            host.start(replace(start, module=module, words=()) if module else start)
+            host.start(replace(start, module=module, argv=()) if module else start)
             host.heard_s = time.monotonic()
 
     def stop(self) -> None:

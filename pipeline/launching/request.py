@@ -42,7 +42,7 @@ class LaunchRequest:
     enable_each_rank_log: folder for a file of what each rank prints; empty: the console.
     check: check the hosts or measure the device, and start no stage.
     step: the number or the section of the stage; empty if none was given.
-    words: the flags of the stage.
+    argv: the flags of the stage.
     """
 
     deployment: str
@@ -60,7 +60,7 @@ class LaunchRequest:
     enable_each_rank_log: str = ""
     check: bool = False
     step: str = ""
-    words: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -77,14 +77,14 @@ class LaunchRequest:
         return not self.is_on_one_machine and self.launcher != "none"
 
 
-def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
+def parse_request(deployment: str, argv: Sequence[str]) -> LaunchRequest:
     """Read the arguments of a launch script; print a note on a flag that is given twice.
 
     Raises:
         InputError: an argument is wrong; names the flag, what it got and what it expects.
     """
     try:
-        values, unknown = launcher_parser().parse_known_args(list(words))
+        values, unknown = launcher_parser().parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         name, reason = (error.argument_name or "").partition("/")[0], error.message
         raise InputError(f"{name}: {'got no value' if reason == 'expected one argument' else reason}") from None
@@ -92,13 +92,13 @@ def parse_request(deployment: str, words: Sequence[str]) -> LaunchRequest:
         refuse_gone(unknown[0])
         raise InputError(f"{unknown[0]}: not a flag of the launcher; those of the stage follow STAGE")
     given = vars(values)
-    step, *rest = given.pop("words", None) or [""]
+    step, *rest = given.pop("argv", None) or [""]
     for word in rest:
         refuse_gone(word)
         if dashed(word.partition("=")[0][2:]) in BEFORE_STAGE:
             raise InputError(f"{word}: got after STAGE, expected before it with the other flags of the launcher")
     fields = {name: value for name, value in given.items() if name in LaunchRequest.__dataclass_fields__}
-    return LaunchRequest(deployment=deployment, step=step, words=tuple(rest), **fields)
+    return LaunchRequest(deployment=deployment, step=step, argv=tuple(rest), **fields)
 
 
 def refuse_gone(word: str) -> None:
@@ -129,7 +129,7 @@ def launcher_parser() -> argparse.ArgumentParser:
         parser.add_argument(*in_both_spellings(names), action=LastCounts, type=kind)
     for names in (*SWITCHES, *IDLE_SWITCHES):
         parser.add_argument(*in_both_spellings(names), action="store_true")
-    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
     return parser
 
 

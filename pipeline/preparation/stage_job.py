@@ -39,7 +39,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if is_of_train():
         end_with_parent(os.getppid(), signal.SIGTERM)
-    resolved = read_flags(stage, list(request.words), sections=sections)
+    resolved = read_flags(stage, list(request.argv), sections=sections)
     if resolved.config.run.starts_nothing:
         slots = None if resolved.config.run.target else ranks_by_host(request)
         dry_run_stage(stage, resolved, slots=slots)
@@ -56,7 +56,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     with locked(run_dir, outputs) if request.is_first_host else nullcontext():
         if resolved.config.run.searches:
             chosen = chosen_words(stage, resolved, request, signals)
-            request = replace(request, words=(*request.words, *chosen))
+            request = replace(request, argv=(*request.argv, *chosen))
         return supervise(stage, request, resolved, signals, early)
 
 
@@ -92,7 +92,7 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
         early = {}
         # Any checkpoint in the folder is this run's: older ones were deleted before step 1.
         resumes = any(run_dir.glob("checkpoints/*/manifest.json"))
-        request = replace(given, words=(*given.words, *(RESUME if resumes else ())))
+        request = replace(given, argv=(*given.argv, *(RESUME if resumes else ())))
         variables = {HALVED: halved_as_text(verdict.halved)}
         start = "from the last checkpoint" if resumes else "from the first step"
         cause, batches = verdict.lines[0].removeprefix("error: "), batches_in_words(verdict.halved)
@@ -110,7 +110,7 @@ def check(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Sig
         EnvironmentFault: see `check_hosts`.
     """
     if request.is_on_one_machine:
-        return wait_for_ranks(start_here(replace(request, words=()), MEASURING, os.environ), signals)
+        return wait_for_ranks(start_here(replace(request, argv=()), MEASURING, os.environ), signals)
     data, models = (values_by_rule(resolved.config, kind) for kind in ("data", "model"))
     inputs = [(name, path, "data") for name, paths in data.items() for path in paths]
     inputs += [(name, path, "model") for name, path in models.items()]

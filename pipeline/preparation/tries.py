@@ -56,7 +56,7 @@ def try_batch(
     size, run_dir = flags["per_device_train_batch_size"], folder / "run"
     halved: Halved = {}
     tried = flag_words({**TRIED, **stage.probe_overrides, "run_dir": run_dir, "output_dir": folder / "model", **flags})
-    request = replace(request, words=(*request.words, *words, *tried))
+    request = replace(request, argv=(*request.argv, *words, *tried))
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         run_dir.mkdir(parents=True)

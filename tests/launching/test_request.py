@@ -18,7 +18,7 @@ def test_the_flags_of_deepspeeds_launcher_are_read_as_one_object():
     idle = "--module --no-python --no_local_rank --no-ssh-check --force-multi -q --log-level info --check"
     assert parse_request("multi_node", [*words.split(), *idle.split(), "sft", *HARD_WORDS]) == LaunchRequest(
         deployment="multi_node", hostfile="h", exclude="a:1", num_nodes=2, num_gpus=3, master_addr="x", ssh_port=22,
-        venv_script="v", enable_each_rank_log="l", check=True, step="sft", words=HARD_WORDS,
+        venv_script="v", enable_each_rank_log="l", check=True, step="sft", argv=HARD_WORDS,
     )  # fmt: skip
 
 

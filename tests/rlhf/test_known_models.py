@@ -57,7 +57,7 @@ def test_models_that_are_known(tmp_path, monkeypatch):
             make_plan(["--actor-model", name], prog="python train.py")
         assert str(refused.value) == naming(f"--actor-model ... '{name}' ... stage 1 ... {command}")
         request = parse_request("single_node", command.split()[2:])
-        words = [str(ROOT / word) if word.endswith(".yaml") else word for word in request.words]
+        words = [str(ROOT / word) if word.endswith(".yaml") else word for word in request.argv]
         assert request.step == "1" and parse(STAGES[0].config, words, section="sft").config.run.output_dir
     for name in ("7b", "llama-9b", "tniy"):
         (tmp_path / name).mkdir()
