@@ -190,7 +190,7 @@ def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module
     return type(kind.__name__, (base, kind), {})
 
 
-def forward_with_rotary(kind: Any) -> Any:
+def forward_with_rotary(kind: type[nn.Module]) -> Any:
     """Return the function whose globals hold ROTARY: the forward pass of `kind`, or what decorators of it call."""
     return inspect.unwrap(kind.forward, stop=lambda function: ROTARY in getattr(function, "__globals__", {}))
 
