@@ -1,14 +1,16 @@
 """Describe the start models of a plan's stages and choose their GPUs, before any stage starts."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import show
 from pipeline.files import has_config, read_object
 from pipeline.launching.machine import choose_gpus
 from pipeline.run.earlier_runs import earlier_settings
 from pipeline.run.layout import done_file, environment_file
-from rlhf.train_plan import Plan, target_of
+from rlhf.train_plan import Plan, PlannedStage, target_of
 
 
 def start_lines(plan: Plan) -> Iterator[str]:
@@ -23,6 +25,18 @@ def start_lines(plan: Plan) -> Iterator[str]:
             yield f"{section} starts from {path}, which stage 1 trained"
         elif is_later and path == base and not sft_model.exists():
             yield f"{section} starts from {path} itself: there is no {sft_model}"
+        if plan.stages[1] not in plan.chosen and not environment_file(planned.run_dir).exists():
+            yield from task_lines(planned)
+
+
+def task_lines(planned: PlannedStage) -> Iterator[str]:
+    """Yield the command that shows whether a task can be learned, for a first run whose functions compare answers."""
+    values = dict(flat_items(planned.resolved.config))
+    functions, data = values.get("reward_function"), values["data_path"]
+    compares = values.get("num_samples_per_prompt", 1) > 1 and not values.get("reward_model_name_or_path")
+    if functions and compares and len(data) == 1:
+        argv = ["rlhf", "reward", *functions, "--data", data[0], "--model", planned.base]
+        yield f"note: whether this model can learn this task: {shlex.join(argv)}"
 
 
 def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:

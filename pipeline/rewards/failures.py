@@ -68,3 +68,17 @@ class FailureWindow:
         raise error(
             f"{FLAG}: {name} gave no value for {failed} of the last {total} responses ({words}): {first.message}"
         )
+
+
+def failure_notes(name: str, values: Sequence[Value]) -> list[str]:
+    """Return a note on each distinct failure of a function."""
+    kinds = Counter(value for value in values if isinstance(value, Failure))
+    return [
+        f"note: {name}: {one.kind}: {one.message}; {count} of {len(values)} responses" for one, count in kinds.items()
+    ]
+
+
+def check_any_value(name: str, values: Sequence[Value]) -> None:
+    """Raise what `FailureWindow.check` raises if a function failed for all responses."""
+    if first := first_of_failures(values):
+        FailureWindow().check(name, [counts_of(values)], first)

@@ -1,40 +1,31 @@
-"""Try reward functions on rows of a data set before training: `rlhf reward rewards.py:length --data prompts.jsonl`."""
+"""Try reward functions on rows of a data set before training: `rlhf reward rewards.py:length --data prompts.jsonl`.
+
+With a model, also the task: `rlhf reward rewards.py:right_number --data questions.jsonl --model output/sft`.
+"""
 
 import json
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
 import yaml
 
-from pipeline.configuration.flag_table import flag
 from pipeline.errors import InputError, printable, say, show
 from pipeline.rewards.box.table import BOX, settings_of
-from pipeline.rewards.failures import FailureWindow, counts_of, first_of_failures
+from pipeline.rewards.failures import check_any_value, failure_notes
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
-from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
+from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.entry import command, command_flags
 from pipeline.run.logs import StderrHandler
+from rlhf.rewards.reward_config import RewardTrialConfig
+from rlhf.rewards.task import try_task
 
 LLM_JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of the LLM judge in a printed example
 WIDTH = 40  # printed characters of a completion
-
-
-class RewardTrialConfig(WorkerFlags):
-    """Try reward functions on rows of a data set: `rlhf reward rewards.py:length --data prompts.jsonl`."""
-
-    reward_function: list[str] = flag(
-        [], "FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores", positional=True, required=True
-    )
-    data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
-    n: int = flag(20, "Number of rows to read; also -n", ge=1)
-    completion: str = flag("", "A response to score for each row, in addition to its own", kind="text")
-    num_samples_per_prompt: int = flag(4, "Responses per call, as in training; a row's are repeated", ge=1)
-    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
+NUM_ROWS = 20  # rows that are read unless -n says how many
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -45,6 +36,9 @@ def run(argv: list[str], prog: str) -> None:
     if not config.data:
         raise InputError("--data: missing; name a file with prompts, a folder or a hub id")
     functions = parse_reward_functions(config.reward_function)
+    if config.model:
+        try_task(config, functions)
+        return
     rows = responses_of(config)
     logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # functions print to stderr
     show_settings([function for function in functions if function.target in BOX and not function.args])
@@ -56,8 +50,7 @@ def run(argv: list[str], prog: str) -> None:
                for one in functions}  # fmt: skip
     print_table(functions, [row.alone(number) for row in rows for number in range(len(row.texts))], by_name)
     for name, results in by_name.items():
-        if first := first_of_failures(results):
-            FailureWindow().check(name, [counts_of(results)], first)
+        check_any_value(name, results)
 
 
 def responses_of(config: RewardTrialConfig) -> list[Responses]:
@@ -69,7 +62,7 @@ def responses_of(config: RewardTrialConfig) -> list[Responses]:
 
     column_map, counts, rows = parse_column_map(config.column_map), Counts(), list[Responses]()
     is_conversation = is_conversational(config.data)  # then all prompts are messages, as in training
-    raw = islice(read_rows(config.data), config.n)
+    raw = islice(read_rows(config.data), config.n or NUM_ROWS)
     for record in read_records(raw, counts, column_map=column_map, passes_columns=True):
         texts = list(filter(None, [record.chosen or record.rejected, config.completion]))
         if not record.messages or not texts:
@@ -111,8 +104,7 @@ def print_table(functions: Sequence[RewardFunction], rows: Sequence[Responses], 
         given = {str(value) for value in values[name] if isinstance(value, float | list)}
         if len(given) == 1 < len(values[name]):
             say(f"note: {name}: {shown(values[name][0])} for each response, so it trains nothing")
-        for failure, count in Counter(value for value in values[name] if isinstance(value, Failure)).items():
-            say(f"note: {name}: {failure.kind}: {failure.message}; {count} of {len(values[name])} responses")
+        say(*failure_notes(name, values[name]))
 
 
 def shown(value: Value) -> str:

@@ -15,7 +15,7 @@ from support.source_tree import functions, imports_in, relative, source_files, t
 
 # --- limits: raised or lowered by an issue alone ---------------------------------------------------------------------
 
-MAX_CODE_LINES = 31_000
+MAX_CODE_LINES = 31_800
 MAX_ARROWS = 135  # pairs of packages of which one imports the other, the leaf modules as one package
 MAX_FLOORS = 11  # the longest way of imports from package to package, each leaf module and program by itself
 MAX_IMPORTED = 20  # files of the project that one file imports

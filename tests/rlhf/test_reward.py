@@ -9,6 +9,7 @@ from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 
 from rlhf.rewards.reward import main
+from rlhf.rewards.sample import main as sample
 
 CODE = """
 import time
@@ -89,7 +90,7 @@ def test_a_call_has_all_responses_of_a_group(folder, capsys):
     lines, _ = table(capsys, *words, "--num-samples-per-prompt", "1")
     assert [line[2:] for line in lines[1:5]] == [["0.2"], ["1.2"], ["0.2"], ["1.2"]], "no response is left out"
     assert main(["f.py:single", "--data", "d.jsonl", "-n", "1"]) == 2
-    assert capsys.readouterr().err == naming("single, prompt d.jsonl:1 ... 1 values for 4")
+    assert capsys.readouterr().err == naming("single, prompt d.jsonl:1 ... 1 values for 8")
 
 
 def test_a_function_that_tells_no_responses_apart_is_told_of(folder, capsys):
@@ -210,3 +211,49 @@ def test_what_is_wrong_is_one_line(folder, capsys, words, line):
     assert main(words) == 2
     lines = [one for one in error_lines(capsys.readouterr().err) if one.startswith("error: ")]
     assert len(lines) == 1 and lines[0] == naming("error: " + line.format(folder))
+
+
+# --- with a model: the task ---
+
+
+def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, rambling, capsys):
+    """The figures are those of `rlhf sample` on the same prompts, by a loop over its rows."""
+    rows = [{"prompt": f"What is {number} + {number}?", "known": "abcdefgh"[number % 8]} for number in range(24)]
+    Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("r.py").write_text(
+        "def has(completions, known):\n    return [float(k in t) for t, k in zip(completions, known)]"
+    )
+    words = ["--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "6", "--num-samples-per-prompt", "3"]
+    assert main(["r.py:has", *words, "-n", "12"]) == 0
+    printed = dict(line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
+    Path("half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
+    also = ["-n", "3", "--max-new-tokens", "6", "--temperature", "1", "--output", "a.jsonl"]
+    assert sample([rambling, "--data", "half.jsonl", "--reward-function", "r.py:has", *also]) == 0
+    groups = [json.loads(line)["answers"] for line in Path("a.jsonl").read_text().splitlines()]
+    rewards = [[answer["reward"] for answer in group] for group in groups]
+    figures = {
+        "pass@1": sum(map(sum, rewards)) / 36,
+        "pass@3": sum(any(group) for group in rewards) / 12,
+        "best of 3": sum(max(group) for group in rewards) / 12,
+        "groups that differ": sum(len(set(group)) > 1 for group in rewards) / 12,
+        "truncated answers": sum(one["finish_reason"] == "limit" for group in groups for one in group) / 36,
+    }
+    assert 0 < figures["groups that differ"] < 1
+    found = {name.strip(): float(text.split()[0]) for name, text in printed.items() if name.strip() in figures}
+    assert found == pytest.approx(figures, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--completion", "x"], "error: --completion ... --model"),
+     (["--num-samples-per-prompt", "1"], "error: --num-samples-per-prompt: got 1 ... expected 2 or more")],
+)  # fmt: skip
+def test_what_a_task_does_not_take(folder, rambling, capsys, words, message):
+    assert main(["f.py:length", "--data", "d.jsonl", "--model", rambling, *words]) == 2
+    assert error_lines(capsys.readouterr().err) == [naming(message)]
+
+
+def test_a_task_whose_functions_fail_ends_with_their_error(folder, rambling, capsys):
+    Path("r.py").write_text("def bad(completions):\n    raise ValueError('no')")
+    assert main(["r.py:bad", "--data", "d.jsonl", "--model", rambling, "--max-answer-seq-len", "4"]) == 2
+    assert error_lines(capsys.readouterr().err)[-1] == naming("error: ... bad ... no")

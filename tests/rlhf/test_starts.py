@@ -54,6 +54,34 @@ def weights(folder: Path, shapes: Mapping[str, list[int]]) -> str:
     return str(folder)
 
 
+def test_a_first_run_of_groups_names_the_trial_of_its_task():
+    """Not where it goes on, where a reward model scores, where one answer a prompt is sampled, or after stage 1."""
+    own = [
+        "--step",
+        "3",
+        "--actor-model",
+        "small",
+        "--data-path",
+        "q.jsonl",
+        "--ppo.reward-function",
+        "r.py:f",
+        "length:0.1",
+    ]
+
+    def command(*words: str) -> list[str]:
+        return [line for line in start_lines(planned(*own, *words)) if "rlhf reward" in line]
+
+    expected = "rlhf reward r.py:f length:0.1 --data q.jsonl --model small"
+    Path("r.py").write_text("def f(completions): return [1.0] * len(completions)")
+    assert command("--method", "grpo") == [naming(f"note ... {expected}")]
+    assert command("--method", "ppo") == command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
+    assert command("--method", "grpo", "--step", "1", "3") == []
+    environment = Path("output/runs/ppo/env.json")
+    environment.parent.mkdir(parents=True)
+    environment.write_text("{}")
+    assert command("--method", "grpo") == []
+
+
 # --- the start of stage 3 -------------------------------------------------------------------------------------------
 
 

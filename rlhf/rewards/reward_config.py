@@ -1,0 +1,29 @@
+"""The flags of `rlhf reward`."""
+
+from pipeline.configuration.flag_table import flag
+from pipeline.rewards.worker_flags import WorkerFlags
+
+MAX_GROUP = 256  # responses to one prompt in a trial
+
+
+class RewardTrialConfig(WorkerFlags):
+    """Try reward functions on rows of a data set: `rlhf reward rewards.py:length --data prompts.jsonl`."""
+
+    reward_function: list[str] = flag(
+        [], "FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores", positional=True, required=True
+    )
+    data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
+    n: int = flag(0, "Number of rows to read; also -n; 0: 20, with --model 64 from all of the data", ge=0)
+    completion: str = flag("", "A response to score for each row, in addition to its own", kind="text")
+    num_samples_per_prompt: int = flag(
+        8, "Responses per call, as in training; a row's are repeated, a --model samples so many", ge=1, le=MAX_GROUP
+    )
+    model: str = flag(
+        "", "Folder or hub id of the model to train: it answers rows, and a verdict says whether they can teach it",
+        kind="path", aliases=("actor_model", "model_name_or_path"),
+    )  # fmt: skip
+    max_answer_seq_len: int = flag(
+        512, "With --model: most tokens of an answer, its end token included", ge=1, other_tools="max_completion_length"
+    )
+    seed: int = flag(1234, "With --model: seed of its answers", ge=0)
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")

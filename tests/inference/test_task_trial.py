@@ -1,0 +1,97 @@
+"""What answers to a sample of prompts show about a task: figures by hand, verdicts by their rules."""
+
+import math
+
+import pytest
+
+from pipeline.inference.sample_rows import SampledAnswer
+from pipeline.inference.task_trial import LENGTH_STEP, TaskTrial, flags_of, lines_of, remedies, task_trial
+
+Group = list[SampledAnswer]
+
+
+def answer(reward: float | None, *, tokens: int = 10, ends: bool = True, **scores: float | None) -> SampledAnswer:
+    reason = "end" if ends else "limit"
+    return SampledAnswer("text", tokens, -1.0, reason, scores or {"right": reward}, reward)
+
+
+def group(*rewards: float | None) -> Group:
+    return [answer(reward) for reward in rewards]
+
+
+def trial_of(*groups: Group, weights: dict[str, float] | None = None, limit: int = 100) -> TaskTrial:
+    trial = task_trial(groups, weights or {"right": 1.0}, limit=limit, num_samples=len(groups[0]))
+    assert trial is not None
+    return trial
+
+
+def test_figures_by_hand():
+    """Four prompts of two answers: one right, both right, none right, and one right beside one without a reward."""
+    trial = trial_of(group(1.0, 0.0), group(1.0, 1.0), group(0.0, 0.0), group(1.0, None))
+    assert (trial.num_answers, trial.num_missing) == (7, 1)
+    assert trial.mean.value == (0.5 + 1 + 0 + 1) / 4 and trial.best.value == 3 / 4
+    assert trial.passed.value == trial.mean.value and trial.passed_any.value == 3 / 4
+    assert trial.differ.value == 1 / 4, "an answer without a reward is compared with none"
+    # The normal interval of the mean of 0.5, 1, 0 and 1 over four prompts.
+    half = 1.959963984540054 * math.sqrt(sum((x - 0.625) ** 2 for x in (0.5, 1, 0, 1)) / 3) / 2
+    assert trial.mean.low == pytest.approx(0.625 - half) and trial.mean.high == pytest.approx(0.625 + half)
+    # Wilson's interval of 1 in 4: scipy.stats.binomtest(1, 4).proportion_ci(method="wilson").
+    assert (trial.differ.low, trial.differ.high) == pytest.approx((0.045587062, 0.699358157), abs=1e-6)
+
+
+def test_a_pass_is_the_full_reward_of_all_functions():
+    weights = {"right": 0.9, "form": 0.1, "penalty": -1.0}
+    both = [answer(1.0, right=1.0, form=1.0, penalty=0.0), answer(0.9, right=1.0, form=0.0, penalty=0.0)]
+    assert trial_of(both, weights=weights).passed.value == 0.5
+
+
+def test_rewards_that_are_no_shares_have_no_pass():
+    trial = trial_of(group(0.2, 7.0), group(-1.0, 0.5))
+    assert trial.passed is None and trial.passed_any is None and trial.best.value == (7.0 + 0.5) / 2
+    assert not [line for line in lines_of(trial) if "pass@" in line]
+
+
+def test_no_reward_at_all():
+    assert task_trial([group(None, None)], {"right": 1.0}, limit=9, num_samples=2) is None
+
+
+@pytest.mark.parametrize(
+    ("differ", "prompts", "verdict"),
+    [(0, 8, "few"), (1, 6, "unclear"), (0, 64, "nothing"), (6, 64, "nothing"), (9, 64, "few"), (22, 64, "few"),
+     (32, 64, "unclear"), (42, 64, "enough"), (64, 64, "enough"), (4, 6, "unclear")],
+)  # fmt: skip
+def test_the_verdict_follows_the_interval(differ, prompts, verdict):
+    """22 of 64 are the share of sums, which gained nothing; 42 of 64 that of instructions, which gained."""
+    trial = trial_of(*[group(1.0, 0.0)] * differ, *[group(0.0, 0.0)] * (prompts - differ))
+    assert trial.verdict == verdict
+
+
+@pytest.mark.parametrize(("reward", "advice"), [(1.0, "take harder ones"), (0.0, "easier rows"), (7.0, "more samples")])
+def test_equal_groups_are_advised_by_what_they_have(reward, advice):
+    (remedy,) = remedies(trial_of(*[group(reward, reward)] * 64))
+    assert advice in remedy
+
+
+def test_truncated_answers_double_the_length():
+    cut = [answer(0.0, tokens=100, ends=False), answer(1.0, tokens=30)]
+    trial = trial_of(*[cut] * 64)
+    assert trial.truncated.value == 0.5 and trial.mean_tokens == 65 and trial.longest == 30
+    assert remedies(trial) == ["many answers are truncated before they can be right"]
+    assert flags_of(trial)[0] == "--ppo.max-answer-seq-len 200"
+    assert flags_of(trial_of(*[[cut[1]] * 2] * 64))[0] == f"--ppo.max-answer-seq-len {LENGTH_STEP}"
+    assert flags_of(trial_of(*[[cut[1]] * 2] * 64, limit=40))[0] == "--ppo.max-answer-seq-len 40"
+
+
+def test_few_groups_that_differ_get_more_samples():
+    few = trial_of(*[group(1.0, 0.0)] * 22, *[group(0.0, 0.0)] * 42)
+    assert flags_of(few)[1:] == ["--ppo.num-samples-per-prompt 4", "--ppo.replace-equal-groups"]
+    assert flags_of(trial_of(*[group(1.0, 0.0)] * 64))[1:] == ["--ppo.num-samples-per-prompt 2"]
+
+
+def test_the_lines():
+    trial = trial_of(*[group(1.0, 0.0)] * 22, *[group(0.0, 0.0)] * 41, group(0.0, None))
+    lines = dict(line.split(maxsplit=1) for line in lines_of(trial) if not line.startswith(("mean", "best", "groups")))
+    assert lines["pass@1"].startswith("0.172 (") and lines["pass@2"].startswith("0.344 (")
+    assert lines["signal"] == "44 of 127 rows would have a gradient"
+    assert lines["without"].split() == ["a", "reward", "1", "answer"]
+    assert lines["verdict"].startswith("a weak signal: fewer than half of the groups differ; ")
