@@ -24,7 +24,7 @@ SUBCOMMANDS = {
     "convert": "convert a DeepSpeed-Chat model to a folder of this project",
     "export": "write a checkpoint's models as plain model folders",
     "merge": "merge a LoRA adapter into its base model",
-    "reward": "try reward functions on rows of a data set",
+    "reward": "try reward functions on rows, or a task with the model to train",
 }
 
 

@@ -60,6 +60,11 @@ class TaskTrial:
     truncated: Interval
 
     @property
+    def is_solved(self) -> bool:
+        """Return True if nearly all answers have the full reward."""
+        return self.passed is not None and self.passed.value >= ALL_PASS
+
+    @property
     def verdict(self) -> str:
         """The key of VERDICTS that the interval of `differ` allows."""
         if self.differ.high < NOTHING:
@@ -149,10 +154,9 @@ def remedies(trial: TaskTrial) -> list[str]:
     if trial.verdict == "unclear":
         changes.append("give a larger -n")
     elif trial.verdict != "enough":
-        passed = trial.passed.value if trial.passed else None
-        if passed is not None and passed >= ALL_PASS:
+        if trial.is_solved:
             changes.append("the model has solved these rows: take harder ones")
-        elif passed is not None and passed <= NO_PASS:
+        elif trial.passed and trial.passed.value <= NO_PASS:
             changes.append("take easier rows, a prompt that shows the form, SFT first, or a reward for a part of it")
         else:
             changes.append("take rows of medium difficulty, more samples a prompt, or a reward with more values")
@@ -167,7 +171,7 @@ def flags_of(trial: TaskTrial) -> list[str]:
         length = 2 * trial.limit
     else:
         length = min(-(-trial.longest // LENGTH_STEP) * LENGTH_STEP, trial.limit)
-    is_few = trial.verdict == "few"
+    is_few = trial.verdict == "few" and not trial.is_solved
     samples = trial.num_samples * (MORE_SAMPLES if is_few else 1)
     return [
         f"--ppo.max-answer-seq-len {length}",

@@ -86,6 +86,9 @@ def test_few_groups_that_differ_get_more_samples():
     few = trial_of(*[group(1.0, 0.0)] * 22, *[group(0.0, 0.0)] * 42)
     assert flags_of(few)[1:] == ["--ppo.num-samples-per-prompt 4", "--ppo.replace-equal-groups"]
     assert flags_of(trial_of(*[group(1.0, 0.0)] * 64))[1:] == ["--ppo.num-samples-per-prompt 2"]
+    solved = trial_of(*[group(1.0, 0.0)] * 6, *[group(1.0, 1.0)] * 70)
+    assert solved.verdict == "nothing"
+    assert flags_of(solved)[1:] == ["--ppo.num-samples-per-prompt 2"] and "harder" in remedies(solved)[0]
 
 
 def test_the_lines():
