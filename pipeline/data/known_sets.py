@@ -167,6 +167,8 @@ KNOWN_SETS: dict[str, KnownSet] = {
     "Dahoas/full-hh-rlhf": KnownSet(PAIRS, "test"),
     "Dahoas/synthetic-instruct-gptj-pairwise": KnownSet(PAIRS, None),
     "yitingxie/rlhf-reward-datasets": KnownSet(each(after_assistant), "test"),
+    # The other configuration, `socratic`, has the same questions.
+    "openai/gsm8k": KnownSet(only("question", "answer"), "test", folder="main"),
     "openai/webgpt_comparisons": KnownSet(each(webgpt), None, revision=PARQUET_COPY),
     "stanfordnlp/SHP": KnownSet(each(shp), "validation"),
     "Anthropic/hh-rlhf": KnownSet(PAIRS, "test"),

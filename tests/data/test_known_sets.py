@@ -85,6 +85,10 @@ LAYOUTS: dict[str, tuple[list[dict], list[tuple]]] = {
         [{"prompt": "\n\nHuman: hi \n\n", "chosen": "Assistant: a", "rejected": "x Assistant: b"}],
         [(["hi"], "a", "b")],
     ),
+    "openai/gsm8k": (
+        [{"question": "6 x 7?", "answer": "It is 42. #### 42"}],
+        [(["6 x 7?"], "It is 42. #### 42", None)],
+    ),
     "openai/webgpt_comparisons": (
         [webgpt(-0.5, 0.5), webgpt(1.0, 0.5), webgpt(0.5, 0.5)],
         [(["q"], "one", "zero."), (["q"], "zero.", "one"), (["q"], None, None)],
