@@ -36,6 +36,7 @@ def task_lines(planned: PlannedStage) -> Iterator[str]:
     compares = values.get("num_samples_per_prompt", 1) > 1 and not values.get("reward_model_name_or_path")
     if functions and compares and len(data) == 1:
         argv = ["rlhf", "reward", *functions, "--data", data[0], "--model", planned.base]
+        argv += ["--output", planned.config.output_dir]
         yield f"note: whether this model can learn this task: {shlex.join(argv)}"
 
 

@@ -121,8 +121,8 @@ def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
     return wilson(statistics.fmean(statistics.fmean(known) for known in values), len(values))
 
 
-def lines_of(trial: TaskTrial) -> list[str]:
-    """Return the lines of a trial, its verdict and the flags that follow."""
+def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:
+    """Return the rows of a trial, each a name and its text; the last two are the verdict and the flags that follow."""
     k, rows = trial.num_samples, round(trial.differ.value * trial.num_answers)
     figures = {
         "pass@1": trial.passed,
@@ -132,15 +132,15 @@ def lines_of(trial: TaskTrial) -> list[str]:
         "groups that differ": trial.differ,
         "truncated answers": trial.truncated,
     }
-    lines = [f"{name:<20}{shown(value)}" for name, value in figures.items() if value is not None]
-    lines += [
-        f"{'answer length':<20}{trial.mean_tokens:.0f} tokens on average, at most {trial.limit}",
-        f"{'signal':<20}{rows} of {trial.num_answers} rows would have a gradient",
+    table = [(name, shown(value)) for name, value in figures.items() if value is not None]
+    table += [
+        ("answer length", f"{trial.mean_tokens:.0f} tokens on average, at most {trial.limit}"),
+        ("signal", f"{rows} of {trial.num_answers} rows would have a gradient"),
     ]
     if trial.num_missing:
-        lines.append(f"{'without a reward':<20}{counted(trial.num_missing, 'answer')}")
-    advice = f"; {'; '.join(remedies(trial))}" if remedies(trial) else ""
-    return [*lines, f"{'verdict':<20}{VERDICTS[trial.verdict]}{advice}", f"{'flags':<20}{' '.join(flags_of(trial))}"]
+        table.append(("without a reward", counted(trial.num_missing, "answer")))
+    verdict = "; ".join((VERDICTS[trial.verdict], *remedies(trial)))
+    return [*table, ("verdict", verdict), ("flags", " ".join(flags_of(trial)))]
 
 
 def shown(interval: Interval) -> str:

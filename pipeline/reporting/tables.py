@@ -9,6 +9,7 @@ from pipeline.files import has_config, read_object
 from pipeline.reporting.records import RunRecord
 from pipeline.run import evaluations
 from pipeline.run.evaluations import Change, is_number, without_rounding
+from pipeline.run.layout import task_file
 
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes into FOLDER
 SHOWN_PROMPTS, SHOWN_STEPS = 6, 4  # numbers of prompts and of evaluations in the table of samples
@@ -140,6 +141,14 @@ def answers(folder: Path) -> dict[str, Any]:
     """Return the comparison that `rlhf compare` wrote into a folder; {} if there is none or it is unreadable."""
     content = read_object(folder / ANSWERS_FILE)
     return content if isinstance(content.get("models"), list) and isinstance(content.get("prompts"), list) else {}
+
+
+def task(folder: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Return title and rows of the trial that `rlhf reward --model` wrote into a folder; no rows if there is none."""
+    content = read_object(task_file(folder))
+    rows = content.get("rows")
+    pairs = [tuple(map(str, row)) for row in rows if isinstance(row, list)] if isinstance(rows, list) else []
+    return str(content.get("title", "")), [(row[0], row[1]) for row in pairs if len(row) == 2]
 
 
 def answers_command(runs: Sequence[RunRecord], folder: Path) -> str:

@@ -68,6 +68,11 @@ def plan_file(run_dir: Path) -> Path:
     return run_dir / "plan.json"
 
 
+def task_file(output: Path) -> Path:
+    """Return the trial of a task in an output folder, which `rlhf reward --model` writes and the report shows."""
+    return output / "task_trial.json"
+
+
 def stages_folder(run_dir: Path) -> Path:
     """Return the output folder in which all stages have their runs, this one included; else the run's own folder."""
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir

@@ -25,5 +25,8 @@ class RewardTrialConfig(WorkerFlags):
     max_answer_seq_len: int = flag(
         512, "With --model: most tokens of an answer, its end token included", ge=1, other_tools="max_completion_length"
     )
+    output: str = flag(
+        "", "With --model: the output folder of the run to come, whose report shows the trial; none: print", kind="path"
+    )
     seed: int = flag(1234, "With --model: seed of its answers", ge=0)
     column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")

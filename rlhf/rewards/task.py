@@ -4,17 +4,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, printable, say, show
+from pipeline.files import read_object, refused_by_disk, write_json
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_rows import SampledAnswer
-from pipeline.inference.task_trial import lines_of, task_trial
+from pipeline.inference.task_trial import rows_of, task_trial
 from pipeline.models.paths import check_language_model
 from pipeline.rewards.failures import check_any_value, failure_notes
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Value
 from pipeline.rewards.worker_flags import reward_pool
+from pipeline.run.layout import task_file
 from pipeline.run.logs import StderrHandler
 from rlhf.rewards.reward_config import RewardTrialConfig
 
@@ -33,6 +36,9 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
     if config.num_samples_per_prompt < 2:
         raise InputError("--num-samples-per-prompt: got 1 with --model, which compares answers; expected 2 or more")
     check_language_model(config.model, "--model")
+    folder = Path(config.output).expanduser() if config.output else None
+    if folder and task_file(folder).exists() and "rows" not in read_object(task_file(folder)):
+        raise InputError(f"--output: {task_file(folder)}: found one that no trial wrote; name another folder")
     limit, k = config.max_answer_seq_len, config.num_samples_per_prompt
     data = read_prompts([config.data], ModelSource(config.model), column_map=config.column_map, max_length=0,
                         max_new_tokens=limit)  # fmt: skip
@@ -58,8 +64,12 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
     trial = task_trial(groups, weights, limit=limit, num_samples=k)
     if trial is None:
         raise InputError(f"{FLAG}: no answer of {config.model} got a reward; each function returned None")
-    seconds = time.monotonic() - began
-    show(f"{count} prompts x {k} answers of {printable(config.model)} at temperature 1 in {seconds:.1f} s; "
-         "in brackets 95 % intervals, by prompt")  # fmt: skip
-    for line in lines_of(trial):
-        show(line)
+    title = f"{count} prompts x {k} answers of {printable(config.model)} at temperature 1"
+    table = rows_of(trial)
+    show(f"{title} in {time.monotonic() - began:.1f} s; in brackets 95 % intervals, by prompt")
+    for name, text in table:
+        show(f"{name:<20}{text}")
+    if folder:
+        with refused_by_disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(task_file(folder), {"title": title, "rows": table})

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pipeline.inference.sample_rows import SampledAnswer
-from pipeline.inference.task_trial import LENGTH_STEP, TaskTrial, flags_of, lines_of, remedies, task_trial
+from pipeline.inference.task_trial import LENGTH_STEP, TaskTrial, flags_of, remedies, rows_of, task_trial
 
 Group = list[SampledAnswer]
 
@@ -48,7 +48,7 @@ def test_a_pass_is_the_full_reward_of_all_functions():
 def test_rewards_that_are_no_shares_have_no_pass():
     trial = trial_of(group(0.2, 7.0), group(-1.0, 0.5))
     assert trial.passed is None and trial.passed_any is None and trial.best.value == (7.0 + 0.5) / 2
-    assert not [line for line in lines_of(trial) if "pass@" in line]
+    assert not [name for name, _ in rows_of(trial) if "pass@" in name]
 
 
 def test_no_reward_at_all():
@@ -91,10 +91,10 @@ def test_few_groups_that_differ_get_more_samples():
     assert flags_of(solved)[1:] == ["--ppo.num-samples-per-prompt 2"] and "harder" in remedies(solved)[0]
 
 
-def test_the_lines():
+def test_the_rows():
     trial = trial_of(*[group(1.0, 0.0)] * 22, *[group(0.0, 0.0)] * 41, group(0.0, None))
-    lines = dict(line.split(maxsplit=1) for line in lines_of(trial) if not line.startswith(("mean", "best", "groups")))
+    lines = dict(rows_of(trial))
     assert lines["pass@1"].startswith("0.172 (") and lines["pass@2"].startswith("0.344 (")
     assert lines["signal"] == "44 of 127 rows would have a gradient"
-    assert lines["without"].split() == ["a", "reward", "1", "answer"]
+    assert lines["without a reward"] == "1 answer"
     assert lines["verdict"].startswith("a weak signal: fewer than half of the groups differ; ")

@@ -19,9 +19,10 @@ DIGITS = 10**400
 VALUES: tuple[Any, ...] = (None, "x", -1, DIGITS, [], [1], {}, {"a": 1}, True, "\x1b[2J<b>")
 FILES = (
     "metrics.jsonl", "samples.jsonl", "meaning.json", "env.json", "rows.json", "plan.json", "config.json", "done.json",
-    "log.txt", "outcome/rank-0.json", "prompt_eval.json", "heartbeat/rank-0.json",
+    "log.txt", "outcome/rank-0.json", "prompt_eval.json", "heartbeat/rank-0.json", "task_trial.json",
 )  # fmt: skip
 PLAN = {"target": "1 x H100", "memory_gib": {"train": {"allocated": 3.5, "reserved": [4.0, 5.0]}}}
+TASK = {"title": "t", "rows": [["pass@1", "0.5"]]}
 ANSWERS = {
     "models": [{"label": "A", "path": "b", "mean_tokens": 1.0, "against": {"win_rate": {"value": 0.5, "low": 0.1}}}],
     "prompts": [{"prompt": "p", "answers": {"A": [{"text": "t", "num_tokens": 7, "finished": False, "score": 1.5}]}}],
@@ -34,7 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(page_module, "svg", lambda panel, salt: "<svg></svg>")
     monkeypatch.setattr(page_module, "write_png", lambda file, panels: file.touch())
     run = record(tmp_path / "output", "ppo", steps=2, interval=1, seed=3)
-    for name, content in (("rows.json", ROWS), ("plan.json", PLAN), ("prompt_eval.json", ANSWERS)):
+    for name, content in (
+        ("rows.json", ROWS),
+        ("plan.json", PLAN),
+        ("prompt_eval.json", ANSWERS),
+        ("task_trial.json", TASK),
+    ):
         (run / name).write_text(json.dumps(content))
     (run / "heartbeat").mkdir()
     (run / "heartbeat/rank-0.json").write_text(json.dumps({"phase": "train", "step": 1, "time": 5.0}))

@@ -60,6 +60,11 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = [SUMMARY, SUMMARY | {"label": "B", "path": "output/actor", "against": AGAINST}]
     prompts = [{"prompt": HOSTILE, "answers": {"A": [ANSWER], "B": [ANSWER]}}]
     (output / "prompt_eval.json").write_text(json.dumps({"settings": {}, "models": models, "prompts": prompts}))
+    trial = {
+        "title": f"64 prompts x 8 answers of {HOSTILE}",
+        "rows": [["pass@1", "0.168 (0.12 to 0.22)"], ["flags", HOSTILE]],
+    }
+    (output / "task_trial.json").write_text(json.dumps(trial))
     with pytest.MonkeyPatch.context() as patches:
         without_pictures(patches)
         write_report([output], output)
@@ -108,7 +113,8 @@ def test_texts_of_models_and_data_are_no_markup(page):
     assert not any(name.startswith("on") for _, values in tags for name in values)
     assert "\x1b" not in page and "\u202e" not in page
     shown = html.escape("[red]x[/red] <script>alert(1)</script> \\x1b[31m ``` | \\u202e end", quote=False)
-    assert page.count(shown) >= 9, "samples of four evaluations, data, two answers, their prompt, a flag and a warning"
+    assert page.count(shown) >= 11, "a trial's title and flags, samples of four evaluations, data, two answers, " \
+        "their prompt, a flag and a warning"  # fmt: skip
 
 
 def test_nothing_is_fetched(page):
@@ -128,6 +134,7 @@ def test_samples_data_answers_flags_and_command_stand_there(page):
         "<mark>[learned]</mark>",
         "0.625",
         "[0.3, 0.9]",
+        "<th>pass@1</th><td>0.168 (0.12 to 0.22)</td>",
     ):
         assert text in page, text
     assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column-map</td>" in page

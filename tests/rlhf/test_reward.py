@@ -224,7 +224,7 @@ def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, ramblin
         "def has(completions, known):\n    return [float(k in t) for t, k in zip(completions, known)]"
     )
     words = ["--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "6", "--num-samples-per-prompt", "3"]
-    assert main(["r.py:has", *words, "-n", "12"]) == 0
+    assert main(["r.py:has", *words, "-n", "12", "--output", "out"]) == 0
     printed = dict(line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
     Path("half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
     also = ["-n", "3", "--max-new-tokens", "6", "--temperature", "1", "--output", "a.jsonl"]
@@ -241,14 +241,19 @@ def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, ramblin
     assert 0 < figures["groups that differ"] < 1
     found = {name.strip(): float(text.split()[0]) for name, text in printed.items() if name.strip() in figures}
     assert found == pytest.approx(figures, abs=6e-4)
+    shown = dict(json.loads(Path("out/task_trial.json").read_text())["rows"])
+    assert shown == {name.strip(): text for name, text in printed.items()}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--completion", "x"], "error: --completion ... --model"),
-     (["--num-samples-per-prompt", "1"], "error: --num-samples-per-prompt: got 1 ... expected 2 or more")],
+     (["--num-samples-per-prompt", "1"], "error: --num-samples-per-prompt: got 1 ... expected 2 or more"),
+     (["--output", "theirs"], "error: --output: theirs/task_trial.json ... no trial wrote")],
 )  # fmt: skip
 def test_what_a_task_does_not_take(folder, rambling, capsys, words, message):
+    Path("theirs").mkdir()
+    Path("theirs/task_trial.json").write_text('{"title": "Mine"}')
     assert main(["f.py:length", "--data", "d.jsonl", "--model", rambling, *words]) == 2
     assert error_lines(capsys.readouterr().err) == [naming(message)]
 

@@ -71,7 +71,7 @@ def test_a_first_run_of_groups_names_the_trial_of_its_task():
     def command(*words: str) -> list[str]:
         return [line for line in start_lines(planned(*own, *words)) if "rlhf reward" in line]
 
-    expected = "rlhf reward r.py:f length:0.1 --data q.jsonl --model small"
+    expected = "rlhf reward r.py:f length:0.1 --data q.jsonl --model small --output output"
     Path("r.py").write_text("def f(completions): return [1.0] * len(completions)")
     assert command("--method", "grpo") == [naming(f"note ... {expected}")]
     assert command("--method", "ppo") == command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
