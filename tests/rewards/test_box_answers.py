@@ -1,16 +1,18 @@
 """Rewards for right answers: rows worked out by hand, TRL's accuracy, and reasoning_gym's own entries."""
 
 import ast
+import gzip
 import inspect
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from support.messages import naming
 
 from pipeline.errors import InputError
-from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
+from pipeline.rewards.box.answers import exact_match, final_number, math_answer, regex_match, right_number
 from pipeline.rewards.box.reasoning import RUN_ANSWERS, prompt_lines, reasoning_gym
 
 
@@ -191,3 +193,61 @@ def test_a_task_whose_entries_are_no_json_is_refused(gym):
         next(prompt_lines("rearc", 1, seed=3))
     with pytest.raises(InputError, match=naming("legs ... Dataset 'legs' not registered")):
         reasoning_gym(["<answer>1</answer>"], entry=['{"metadata": {"source_dataset": "legs"}}'])
+
+
+# (completion, final number); the texts are of the kinds that models write on GSM8K.
+NUMBERS = [
+    ("She earns 9 x 2 = 18 dollars.\nThe answer is 18.", 18),
+    ("The answer is $1,234.50 a year, for 12 months.", 1234.5),
+    ("The answer is 5 x 3 = 15.", 15),
+    ("**Answer:** 42", 42),
+    ("The final answer is: **42**.", 42),
+    ("the answer is \\boxed{1{,}000}", 1000),
+    ("\\boxed{\\$18}. I have checked it 2 times.", 18),
+    ("\\boxed{\\frac{1}{2}}", 0.5),
+    ("He has 10-5 = 5 left", 5),
+    ("10-5", 5),
+    ("It is -5 degrees", -5),
+    ("-$5", -5),
+    ("#### 72", 72),
+    ("48/2 = 24 clips", 24),
+    ("It is 3/4", 0.75),
+    ("50% of 80 is 40", 40),
+    ("So 7,", 7),
+    ("It costs .5", 0.5),
+    ("The answer is unknown. I counted 3.", 3),
+    ("The answer is 3. Or rather, the answer is 4.", 4),
+    ("An answer isn't 7", 7),
+    ("Answer: Janet makes $18 every day at the market.", 18),
+    ("1/0", None),
+    ("9" * 5000, None),
+    ("no number", None),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS)
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == number
+    rows = [text, as_messages(text)]
+    solution = "5 - 3 = 2, so <<2*3=6>>6.\n#### 6"
+    assert right_number(rows, answer=[solution] * 2) == [float(number == 6)] * 2
+    if number is not None:
+        assert right_number(rows, column="right", right=[str(number), f"1 + 1 = 2\n#### {number:,}"]) == [1.0, 1.0]
+
+
+def test_a_row_without_a_number_has_no_reward():
+    assert right_number(["6", "6", "6"], answer=["#### 6", "six", None]) == [1.0, None, None]
+
+
+def test_final_numbers_of_the_solutions_of_gsm8k(real_data):
+    """Each solution ends with its number behind ####, and has it in its last computation."""
+    with gzip.open(real_data / "instruct/gsm8k_train.jsonl.gz", "rt", encoding="utf-8") as file:
+        solutions = [json.loads(line)["response"] for line in file]
+    golds = [solution.rpartition("####")[2].strip().replace(",", "") for solution in solutions]
+    assert len(golds) > 7000 and [final_number(solution) for solution in solutions] == [
+        Fraction(gold) for gold in golds
+    ]
+    assert right_number([f"So it is {gold}." for gold in golds], answer=solutions) == [1.0] * len(golds)
+    others = [golds[-1], *golds[:-1]]
+    differ = [float(Fraction(a) == Fraction(b)) for a, b in zip(others, golds, strict=True)]
+    assert right_number(others, answer=solutions) == differ and sum(differ) < 500

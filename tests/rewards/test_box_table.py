@@ -15,7 +15,7 @@ from pipeline.rewards.box.table import BOX, check_settings, settings_of
 
 def test_the_box_holds_every_function_by_its_name():
     own = "math_answer exact_match regex_match format_match tags length overlong repetition language reasoning_gym"
-    assert BOX.keys() == {*own.split(), "instructions", "judge", *CHECKS} and len(CHECKS) == 12
+    assert BOX.keys() == {*own.split(), "right_number", "instructions", "judge", *CHECKS} and len(CHECKS) == 12
     assert all(inspect.getdoc(function) for function in BOX.values())
 
 

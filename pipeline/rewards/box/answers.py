@@ -2,12 +2,18 @@
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.matching import last_match
 from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, reward_of_text, text_of
 
+# The words before a final answer: the text after the last of them holds it.
+FINAL = re.compile(r"####|\\boxed\s*\{|\banswer\b(?:\s*(?:is|=|:|\*+))+", re.IGNORECASE)
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+(?![\d.]))?")
+MAX_DIGITS = 300
+SENTENCE = re.compile(r"\n|[.!?](?=\s|$)|\}(?!\{)")  # ends of the part that holds a final answer
 LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
 
@@ -47,6 +53,39 @@ def math_answer(
 
     golds = column_of("math_answer", columns, column, completions)
     return [score(text_of(text), gold) for text, gold in zip(completions, golds, strict=True)]
+
+
+def right_number(completions: Sequence[str | Messages], *, column: str = "answer", **columns: Any) -> Scores:
+    """Return 1 if the final number of the text is that of the right answer, as in GSM8K; None for a row without one.
+
+    The final number stands behind the last `####`, `\\boxed{` or "answer is", and there behind the last "=", if there
+    is one. Without these words it is the last number of the text. 1,000 is 1000.0, $5 and 5% are 5, and 1/2 is 0.5.
+
+    Args:
+        column: holds the right answer, alone or as the final number of a text.
+    """
+    golds = [final_number(str(gold)) for gold in column_of("right_number", columns, column, completions)]
+    texts = [text_of(text) for text in completions]
+    return [None if gold is None else float(final_number(one) == gold) for one, gold in zip(texts, golds, strict=True)]
+
+
+def final_number(text: str) -> Fraction | None:
+    """Return the final number of a text, None without one; see `right_number`."""
+    text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", re.sub(r"\{,\}|\\[,!$]|\*\*", "", text))
+    *_, start = (0, *(match.end() for match in FINAL.finditer(text)))
+    answer = SENTENCE.split(text[start:].lstrip(), maxsplit=1)[0] if start else ""
+    if numbers := NUMBER.findall(answer.rpartition("=")[2]):
+        return value_of(numbers[0])
+    numbers = NUMBER.findall(text)
+    return value_of(numbers[-1]) if numbers else None
+
+
+def value_of(number: str) -> Fraction | None:
+    """Return the value of a match of NUMBER; None for a division by zero and for more digits than answers have."""
+    if len(number) > MAX_DIGITS:
+        return None
+    top, _, bottom = re.sub(r"[$,]", "", number).partition("/")
+    return Fraction(top) / Fraction(bottom or 1) if Fraction(bottom or 1) else None
 
 
 def exact_match(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, nearest
-from pipeline.rewards.box.answers import exact_match, math_answer, regex_match
+from pipeline.rewards.box.answers import exact_match, math_answer, regex_match, right_number
 from pipeline.rewards.box.form import format_match, language, length, overlong, repetition, tags
 from pipeline.rewards.box.instructions import CHECKS, instructions
 from pipeline.rewards.box.judge import judge
@@ -16,7 +16,8 @@ from pipeline.rewards.box.reasoning import reasoning_gym
 from pipeline.rewards.box.texts import reward_of_text
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    math_answer, exact_match, regex_match, reasoning_gym, format_match, tags, length, overlong, repetition, language,
+    right_number, math_answer, exact_match, regex_match, reasoning_gym,
+    format_match, tags, length, overlong, repetition, language,
     judge, instructions, *map(reward_of_text, CHECKS.values()),
 )  # fmt: skip
 BOX: dict[str, Callable[..., Any]] = {function.__name__: function for function in FUNCTIONS}
