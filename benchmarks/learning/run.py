@@ -4,7 +4,8 @@
 one: `models` trains SFT, the proxies and gold; `best_of_n`, `frontier` and `ablations` add to the work folder; `report`
 writes the tables and plots from what is there. `quality` trains and judges the recipes against length, and keeps their
 numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
-`instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing.
+`instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing;
+`gsm8k` writes those of GSM8K, and `gsm8k_figures FILE ...` the figures of answers to them (gsm8k.py).
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -15,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import models, policies, quality, quality_report, report, rows
+from benchmarks.learning import gsm8k, models, policies, quality, quality_report, report, rows
 from benchmarks.learning.jobs import Jobs, Work
 from benchmarks.speed.jobs import with_underscores
 from pipeline.launching.machine import count_gpus
@@ -30,6 +31,8 @@ COMMANDS = (
     "report",
     "quality_report",
     "instructions",
+    "gsm8k",
+    "gsm8k_figures",
 )
 
 
@@ -41,9 +44,10 @@ def make_parser() -> argparse.ArgumentParser:
     """Options of all commands."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("files", nargs="*", type=Path, help="files of `rlhf sample` (command gsm8k_figures)")
     parser.add_argument("--work", type=Path, default=Path("output/learning"), help="folder of data, models and runs")
     parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (commands all, models)")
-    parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models, instructions)")
+    parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models, instructions, gsm8k)")
     parser.add_argument("--reward_models", nargs="*", default=[], help="names of those to train; by default all")
     parser.add_argument("--depths", type=listed(int), default=[10, 20, 30], help="layers of the proxies (10,20,30)")
     parser.add_argument("--kl_coefs", type=listed(float), default=[0.01, 0.05, 0.2], help="(0.01,0.05,0.2)")
@@ -81,6 +85,12 @@ def main() -> int:
     jobs = Jobs(work, count_gpus() if given.gpus is None else given.gpus, given.parallel)
     if given.command == "instructions":
         rows.make_instructions(given.data, work / "data")
+        return 0
+    if given.command == "gsm8k":
+        gsm8k.make(given.data, work / "data")
+        return 0
+    if given.command == "gsm8k_figures":
+        print(gsm8k.report(given.files))
         return 0
     if given.command == "report":
         report.write(work, given.output, given.title)
