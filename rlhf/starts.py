@@ -3,13 +3,15 @@
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.errors import show
+from pipeline.data.sources import parse_path
+from pipeline.errors import dashed, show
 from pipeline.files import has_config, read_object
 from pipeline.launching.machine import choose_gpus
 from pipeline.run.earlier_runs import earlier_settings
-from pipeline.run.layout import done_file, environment_file
+from pipeline.run.layout import done_file, environment_file, stages_folder
 from rlhf.train_plan import Plan, PlannedStage, target_of
 
 
@@ -31,13 +33,20 @@ def start_lines(plan: Plan) -> Iterator[str]:
 
 def task_lines(planned: PlannedStage) -> Iterator[str]:
     """Yield the command that shows whether a task can be learned, for a first run whose functions compare answers."""
-    values = dict(flat_items(planned.resolved.config))
-    functions, data = values.get("reward_function"), values["data_path"]
-    compares = values.get("num_samples_per_prompt", 1) > 1 and not values.get("reward_model_name_or_path")
-    if functions and compares and len(data) == 1:
-        argv = ["rlhf", "reward", *functions, "--data", data[0], "--model", planned.base]
-        argv += ["--output", planned.config.output_dir]
-        yield f"note: whether this model can learn this task: {shlex.join(argv)}"
+    config: Any = planned.resolved.config
+    values = dict(flat_items(config))
+    functions, data = values.get("reward_function", []), values["data_path"]
+    compares = functions and (config.method.compares or values["group_baseline"])
+    if not compares or values["reward_model_name_or_path"] or len(data) != 1:
+        return
+    if any(one.lstrip().startswith("{") for one in functions):  # their settings may be secret
+        return
+    argv = ["rlhf", "reward", *functions, "--data", parse_path(data[0])[0], "--model", planned.base]
+    argv += ["--column-map", values["column_map"]] if values["column_map"] else []
+    for name in ("num_samples_per_prompt", "max_answer_seq_len"):
+        argv += [dashed(name), str(values[name])]
+    argv += ["--output", str(stages_folder(planned.run_dir))]
+    yield f"whether this model can learn this task: {shlex.join(argv)}"
 
 
 def on_free_gpus(plan: Plan, *, starts: bool) -> Plan:

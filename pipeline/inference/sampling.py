@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.data.counts import Counts
 from pipeline.data.formats import read_records
+from pipeline.data.readers import Split
 from pipeline.data.row_kinds import RowMaker, TokenizationOptions
 from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import is_conversational, read_rows
@@ -36,6 +37,7 @@ class SamplePrompt:
     tokens: its tokens; their hash keys its random numbers.
     copy: number of earlier prompts with the same tokens: each copy gets its own random numbers.
     columns: the row's other columns, as JSON.
+    split: 'train' or 'test' if the source has splits.
     """
 
     number: int
@@ -44,6 +46,7 @@ class SamplePrompt:
     tokens: Prompt
     copy: int
     columns: str
+    split: Split | None = None
 
 
 @dataclass(slots=True)
@@ -89,19 +92,26 @@ class PromptData:
 
 
 def read_prompts(
-    paths: Sequence[str], source: ModelSource, *, column_map: str, max_length: int, max_new_tokens: int
+    paths: Sequence[str],
+    source: ModelSource,
+    *,
+    column_map: str,
+    max_length: int,
+    max_new_tokens: int,
+    limit_flag: str = "--max-new-tokens",
 ) -> PromptData:
     """Read the prompts of all rows, of any layout, and encode them for the model. It reads no weight.
 
     Args:
         column_map: `--column-map`, as given.
         max_length: tokens of a prompt; 0 = as many as fit the model's positions.
+        limit_flag: name of the flag of `max_new_tokens`.
 
     Raises:
         InputError: a source is unreadable or has no prompt, or the model cannot be sampled from.
     """
     names = parse_column_map(column_map)
-    counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens)
+    counts, limit = Counts(), prompt_limit(source, max_length, max_new_tokens, limit_flag)
     maker = RowMaker(load_chat_tokenizer(source), TokenizationOptions(max_prompt_seq_len=limit), counts)
     prompts, copies = list[SamplePrompt](), Counter[int]()
     for path in paths:
@@ -109,7 +119,7 @@ def read_prompts(
             for row in maker.rows([record], RowMaker.prompt):
                 tokens, origin = Prompt.of(row.prompt_ids), str(record.origin)
                 copy, number = copies[tokens.prompt_id], len(prompts) + 1
-                prompts.append(SamplePrompt(number, origin, record.messages, tokens, copy, record.extra))
+                prompts.append(SamplePrompt(number, origin, record.messages, tokens, copy, record.extra, record.split))
                 copies[tokens.prompt_id] += 1
     if not prompts:
         raise InputError(f"--data: found no prompt in {', '.join(paths)}: {'; '.join(counts.lines())}")
@@ -117,7 +127,7 @@ def read_prompts(
     return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
 
 
-def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> int:
+def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int, limit_flag: str) -> int:
     """Return the tokens that a prompt may have. Raises InputError: see `read_prompts`."""
     if source.is_encoder_decoder or not has_key_value_cache(source.config):
         kind = source.config.model_type
@@ -125,10 +135,10 @@ def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int) -> i
     positions = num_positions(source.config)
     room = sys.maxsize if positions is None else positions - max_new_tokens
     if room < 1:
-        what = f"--max-new-tokens: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
+        what = f"{limit_flag}: {max_new_tokens} leave none of the model's {positions} positions to a prompt"
         raise InputError(f"{what}; expected less than {positions}")
     if (limit := max_length or room) > room:
-        words = f"{max_length} tokens of a prompt and --max-new-tokens {max_new_tokens}"
+        words = f"{max_length} tokens of a prompt and {limit_flag} {max_new_tokens}"
         raise InputError(f"--max-prompt-seq-len: {words} do not fit into the model's {positions} positions")
     return limit
 

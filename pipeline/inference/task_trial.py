@@ -4,6 +4,7 @@ Methods that compare the answers to a prompt (GRPO, RLOO) learn from prompts who
 one prompt depend on each other, so the unit of every interval is the prompt.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pipeline.inference.sample_rows import SampledAnswer
 NOTHING, HALF = 0.2, 0.5
 MANY_TRUNCATED = 0.1
 NO_PASS, ALL_PASS = 0.05, 0.95  # pass@1 from which equal groups are hopeless or solved
+DIGITS = 6  # significant digits of a reward in which answers differ: training computes in fp32
 LENGTH_STEP = 64  # proposed answer lengths are multiples of it
 MORE_SAMPLES = 2  # factor of the proposed number of samples where few groups differ
 
@@ -24,7 +26,7 @@ VERDICTS = {
     "nothing": "nothing to reinforce: nearly all groups are equal",
     "few": "a weak signal: fewer than half of the groups differ",
     "enough": "enough to learn from: more than half of the groups differ",
-    "unclear": "not clear from so few prompts",
+    "unclear": "not clear: half of the groups is within the interval",
 }
 
 
@@ -36,12 +38,14 @@ class TaskTrial:
     num_answers: answers with a reward.
     num_missing: answers without one.
     limit: most tokens of an answer.
+    most_tokens: tokens that the model's positions leave to an answer; None without a limit.
     mean_tokens: mean length of an answer in tokens.
     longest: tokens of the longest answer that ended by itself; 0 without any.
+    num_signal: answers with a reward in groups that differ.
     mean: mean reward.
     best: mean of the best reward of each prompt's k answers.
-    passed: share of answers with the full reward; None if a reward is outside 0 to 1.
-    passed_any: share of prompts with such an answer; None likewise.
+    passes: reward function -> share of answers whose value is 1, and share of prompts with such an answer. It has the
+        functions of a positive weight whose values are all from 0 to 1.
     differ: share of prompts whose answers differ in reward.
     truncated: share of answers that reached the limit.
     """
@@ -50,19 +54,25 @@ class TaskTrial:
     num_answers: int
     num_missing: int
     limit: int
+    most_tokens: int | None
     mean_tokens: float
     longest: int
+    num_signal: int
     mean: Interval
     best: Interval
-    passed: Interval | None
-    passed_any: Interval | None
+    passes: Mapping[str, tuple[Interval, Interval]]
     differ: Interval
     truncated: Interval
 
     @property
     def is_solved(self) -> bool:
-        """Return True if nearly all answers have the full reward."""
-        return self.passed is not None and self.passed.value >= ALL_PASS
+        """Return True if nearly all answers pass by every function."""
+        return bool(self.passes) and all(share.value >= ALL_PASS for share, _ in self.passes.values())
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return True if nearly no answer passes by any function."""
+        return bool(self.passes) and all(share.value <= NO_PASS for share, _ in self.passes.values())
 
     @property
     def verdict(self) -> str:
@@ -75,67 +85,92 @@ class TaskTrial:
 
 
 def task_trial(
-    groups: Sequence[Sequence[SampledAnswer]], weights: Mapping[str, float], *, limit: int, num_samples: int
+    groups: Sequence[Sequence[SampledAnswer]],
+    weights: Mapping[str, float],
+    *,
+    limit: int,
+    num_samples: int,
+    most_tokens: int | None = None,
 ) -> TaskTrial | None:
     """Summarise the answers to each prompt; None if no answer has a reward.
 
     Args:
         groups: the answers to each prompt.
-        weights: name of a reward -> its weight; an answer passes with a reward of the sum of the positive ones.
+        weights: name of a reward function -> its weight.
         limit: most tokens of an answer.
         num_samples: answers to each prompt.
+        most_tokens: tokens that the model's positions leave to an answer; None without a limit.
     """
     answers = [one for group in groups for one in group]
     rewards = [known for group in groups if (known := [one.reward for one in group if one.reward is not None])]
     if not rewards:
         return None
-    scores = [score for one in answers for score in one.scores.values() if score is not None]
-    full = sum(weight for weight in weights.values() if weight > 0) - 1e-9
-    are_shares = all(0 <= score <= 1 for score in scores)
-    passes = [[reward >= full for reward in known] for known in rewards] if are_shares else []
+    differing = [len({f"{reward:.{DIGITS}g}" for reward in known}) > 1 for known in rewards]
+    passes = {name: both for name, weight in weights.items() if weight > 0 and (both := passes_of(groups, name))}
     ended = [one.num_tokens for one in answers if one.finish_reason != "limit"]
     return TaskTrial(
         num_samples=num_samples,
         num_answers=sum(map(len, rewards)),
         num_missing=len(answers) - sum(map(len, rewards)),
         limit=limit,
+        most_tokens=most_tokens,
         mean_tokens=statistics.fmean(one.num_tokens for one in answers),
         longest=max(ended, default=0),
+        num_signal=sum(len(known) for known, differs in zip(rewards, differing, strict=True) if differs),
         mean=by_prompt(rewards),
         best=by_prompt([[max(known)] for known in rewards]),
-        passed=share_by_prompt(passes) if passes else None,
-        passed_any=share_by_prompt([[any(known)] for known in passes]) if passes else None,
-        differ=share_by_prompt([[len(set(known)) > 1] for known in rewards]),
+        passes=passes,
+        differ=share_by_prompt([[differs] for differs in differing]),
         truncated=share_by_prompt([[one.finish_reason == "limit" for one in group] for group in groups]),
     )
 
 
+def passes_of(groups: Sequence[Sequence[SampledAnswer]], name: str) -> tuple[Interval, Interval] | None:
+    """Return pass@1 and pass@k by a reward function; None if it has no value or one outside 0 to 1.
+
+    As in training (`pass_at_1/NAME`), answers without a value do not count.
+    """
+    values = [[value for one in group if (value := one.scores.get(name)) is not None] for group in groups]
+    if not any(values) or not all(0 <= value <= 1 for known in values for value in known):
+        return None
+    passed = [[value >= 1 for value in known] for known in values if known]
+    return share_by_prompt(passed), share_by_prompt([[any(known)] for known in passed])
+
+
 def by_prompt(values: Sequence[Sequence[float]]) -> Interval:
-    """Return the mean of the prompts' means with its interval; without any width for one prompt."""
+    """Return the mean of the prompts' means with its normal interval; without bounds for one prompt."""
     means = [statistics.fmean(known) for known in values]
-    return mean_interval(means) or Interval(means[0], means[0], means[0])
+    return mean_interval(means) or Interval(means[0], -math.inf, math.inf)
 
 
 def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
-    """Return the mean of the prompts' shares with Wilson's interval over prompts, which has a width at 0 and 1 too."""
-    return wilson(statistics.fmean(statistics.fmean(known) for known in values), len(values))
+    """Return the mean of the prompts' shares with an interval within 0 to 1.
+
+    It is Wilson's where a prompt's share is 0 or 1, as it has a width also if all prompts agree, else the normal one.
+    """
+    shares = [statistics.fmean(known) for known in values]
+    if {0.0, 1.0}.issuperset(shares) or len(set(shares)) == 1:
+        return wilson(statistics.fmean(shares), len(shares))
+    interval = by_prompt([[share] for share in shares])
+    return Interval(interval.value, max(interval.low, 0.0), min(interval.high, 1.0))
 
 
 def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:
     """Return the rows of a trial, each a name and its text; the last two are the verdict and the flags that follow."""
-    k, rows = trial.num_samples, round(trial.differ.value * trial.num_answers)
-    figures = {
-        "pass@1": trial.passed,
-        f"pass@{k}": trial.passed_any,
+    k, passes = trial.num_samples, dict[str, Interval]()
+    for name, (share, any_of_them) in trial.passes.items():
+        of_function = f" {name}" if len(trial.passes) > 1 else ""
+        passes |= {f"pass@1{of_function}": share, f"pass@{k}{of_function}": any_of_them}
+    figures = passes | {
         "mean reward": trial.mean,
         f"best of {k}": trial.best,
         "groups that differ": trial.differ,
         "truncated answers": trial.truncated,
     }
-    table = [(name, shown(value)) for name, value in figures.items() if value is not None]
+    table = [(name, shown(value)) for name, value in figures.items()]
     table += [
         ("answer length", f"{trial.mean_tokens:.0f} tokens on average, at most {trial.limit}"),
-        ("signal", f"{rows} of {trial.num_answers} rows would have a gradient"),
+        ("signal", f"{trial.num_signal} of {trial.num_answers} answers would have a gradient"),
     ]
     if trial.num_missing:
         table.append(("without a reward", counted(trial.num_missing, "answer")))
@@ -144,32 +179,38 @@ def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:
 
 
 def shown(interval: Interval) -> str:
-    """Return a value and its 95 % interval as text."""
-    return f"{interval.value:.3g} ({interval.low:.2g} to {interval.high:.2g})"
+    """Return a value and its 95 % interval, if it has one, as text."""
+    low, high = (0.0 if abs(end) < 1e-9 else end for end in (interval.low, interval.high))
+    return f"{interval.value:.3g} ({low:.2g} to {high:.2g})" if math.isfinite(low) else f"{interval.value:.3g}"
 
 
 def remedies(trial: TaskTrial) -> list[str]:
     """Return what raises the share of groups that differ, and what truncated answers need."""
     changes = list[str]()
     if trial.verdict == "unclear":
-        changes.append("give a larger -n")
+        changes.append("give a larger -n, or more data")
     elif trial.verdict != "enough":
         if trial.is_solved:
             changes.append("the model has solved these rows: take harder ones")
-        elif trial.passed and trial.passed.value <= NO_PASS:
+        elif trial.is_hopeless:
             changes.append("take easier rows, a prompt that shows the form, SFT first, or a reward for a part of it")
         else:
-            changes.append("take rows of medium difficulty, more samples a prompt, or a reward with more values")
+            changes.append("take rows of medium difficulty, more samples per prompt, or a reward with more values")
     if trial.truncated.low > MANY_TRUNCATED:
         changes.append("many answers are truncated before they can be right")
     return changes
 
 
 def flags_of(trial: TaskTrial) -> list[str]:
-    """Return the flags of a run that follow: the length of answers, samples a prompt, and equal groups replaced."""
-    if trial.truncated.low > MANY_TRUNCATED or not trial.longest:
-        length = 2 * trial.limit
-    else:
+    """Return the flags of a run that follow: the length of answers, samples per prompt, and equal groups replaced.
+
+    A limit that truncated nothing is lowered to what the answers took; one that truncated many answers is doubled, as
+    far as the model's positions allow.
+    """
+    length = trial.limit
+    if trial.truncated.low > MANY_TRUNCATED:
+        length = min(2 * trial.limit, trial.most_tokens or 2 * trial.limit)
+    elif not trial.truncated.value:
         length = min(-(-trial.longest // LENGTH_STEP) * LENGTH_STEP, trial.limit)
     is_few = trial.verdict == "few" and not trial.is_solved
     samples = trial.num_samples * (MORE_SAMPLES if is_few else 1)

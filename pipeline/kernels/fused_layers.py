@@ -191,8 +191,8 @@ def joined_class(kind: type[nn.Module], base: type[nn.Module]) -> type[nn.Module
 
 
 def forward_with_rotary(kind: type[nn.Module]) -> Any:
-    """Return the function whose globals hold ROTARY: the forward pass of `kind`, or what decorators of it call."""
-    return inspect.unwrap(kind.forward, stop=lambda function: ROTARY in getattr(function, "__globals__", {}))
+    """Return the function that calls ROTARY: the forward pass of `kind`, or what its decorators call."""
+    return inspect.unwrap(kind.forward, stop=lambda function: ROTARY in function.__code__.co_names)
 
 
 @cache

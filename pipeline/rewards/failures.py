@@ -78,7 +78,7 @@ def failure_notes(name: str, values: Sequence[Value]) -> list[str]:
     ]
 
 
-def check_any_value(name: str, values: Sequence[Value]) -> None:
-    """Raise what `FailureWindow.check` raises if a function failed for all responses."""
-    if first := first_of_failures(values):
-        FailureWindow().check(name, [counts_of(values)], first)
+def check_values(name: str, values: Sequence[Value]) -> None:
+    """Raise what `FailureWindow.check` raises if a function has failed too often for these responses, or for all."""
+    first = next((value for value in values if isinstance(value, Failure)), None)
+    FailureWindow().check(name, [counts_of(values)], first)

@@ -14,7 +14,7 @@ import yaml
 
 from pipeline.errors import InputError, printable, say, show
 from pipeline.rewards.box.table import BOX, settings_of
-from pipeline.rewards.failures import check_any_value, failure_notes
+from pipeline.rewards.failures import FailureWindow, counts_of, failure_notes, first_of_failures
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
 from pipeline.rewards.worker_flags import reward_pool
@@ -30,7 +30,7 @@ NUM_ROWS = 20  # rows that are read unless -n says how many
 
 def run(argv: list[str], prog: str) -> None:
     """Check the command line, then read, score and print."""
-    config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog).config
+    config = command_flags(RewardTrialConfig, argv, section="reward_trial", prog=prog, not_empty=("model",)).config
     if not config.reward_function:
         raise InputError(f"{FLAG}: missing; name a function, for example: {prog} rewards.py:length --data FILE")
     if not config.data:
@@ -50,7 +50,8 @@ def run(argv: list[str], prog: str) -> None:
                for one in functions}  # fmt: skip
     print_table(functions, [row.alone(number) for row in rows for number in range(len(row.texts))], by_name)
     for name, results in by_name.items():
-        check_any_value(name, results)
+        if first := first_of_failures(results):
+            FailureWindow().check(name, [counts_of(results)], first)
 
 
 def responses_of(config: RewardTrialConfig) -> list[Responses]:

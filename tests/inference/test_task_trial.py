@@ -30,7 +30,7 @@ def test_figures_by_hand():
     trial = trial_of(group(1.0, 0.0), group(1.0, 1.0), group(0.0, 0.0), group(1.0, None))
     assert (trial.num_answers, trial.num_missing) == (7, 1)
     assert trial.mean.value == (0.5 + 1 + 0 + 1) / 4 and trial.best.value == 3 / 4
-    assert trial.passed.value == trial.mean.value and trial.passed_any.value == 3 / 4
+    assert [share.value for share in trial.passes["right"]] == [trial.mean.value, 3 / 4] and trial.num_signal == 2
     assert trial.differ.value == 1 / 4, "an answer without a reward is compared with none"
     # The normal interval of the mean of 0.5, 1, 0 and 1 over four prompts.
     half = 1.959963984540054 * math.sqrt(sum((x - 0.625) ** 2 for x in (0.5, 1, 0, 1)) / 3) / 2
@@ -39,16 +39,41 @@ def test_figures_by_hand():
     assert (trial.differ.low, trial.differ.high) == pytest.approx((0.045587062, 0.699358157), abs=1e-6)
 
 
-def test_a_pass_is_the_full_reward_of_all_functions():
-    weights = {"right": 0.9, "form": 0.1, "penalty": -1.0}
-    both = [answer(1.0, right=1.0, form=1.0, penalty=0.0), answer(0.9, right=1.0, form=0.0, penalty=0.0)]
-    assert trial_of(both, weights=weights).passed.value == 0.5
+def test_a_pass_is_counted_for_each_function_with_values_from_0_to_1():
+    """As in training. A penalty and a function of no weight do not count, nor an answer to which one does not apply."""
+    weights = {"right": 0.9, "form": 0.1, "repetition": 0.1, "logged": 0.0, "length": 1.0}
+    values = {"repetition": -0.5, "logged": 1.0, "length": 57.0}
+    both = [answer(1.0, right=1.0, form=None, **values), answer(0.9, right=0.5, form=1.0, **values)]
+    trial = trial_of(both, weights=weights)
+    assert {name: [one.value for one in shares] for name, shares in trial.passes.items()} == {
+        "right": [0.5, 1.0], "form": [1.0, 1.0],
+    }  # fmt: skip
+    assert [name for name, _ in rows_of(trial)][:4] == ["pass@1 right", "pass@2 right", "pass@1 form", "pass@2 form"]
+
+
+def test_a_function_that_is_always_0_may_be_a_penalty_and_makes_no_task_hopeless():
+    right = [answer(0.9, right=1.0, repetition=0.0), answer(0.9, right=1.0, repetition=0.0)]
+    trial = trial_of(*[right] * 64, weights={"right": 0.9, "repetition": 0.1})
+    assert not trial.is_hopeless and not trial.is_solved and "medium difficulty" in remedies(trial)[0]
 
 
 def test_rewards_that_are_no_shares_have_no_pass():
     trial = trial_of(group(0.2, 7.0), group(-1.0, 0.5))
-    assert trial.passed is None and trial.passed_any is None and trial.best.value == (7.0 + 0.5) / 2
+    assert trial.passes == {} and trial.best.value == (7.0 + 0.5) / 2
     assert not [name for name, _ in rows_of(trial) if "pass@" in name]
+
+
+def test_rewards_that_differ_by_rounding_alone_are_equal():
+    assert trial_of(group(0.1 + 0.2, 0.3)).differ.value == 0 and trial_of(group(0.3001, 0.3)).differ.value == 1
+
+
+def test_shares_of_answers_have_the_interval_of_their_mean_unless_all_prompts_agree():
+    """pass@1 of one function whose values are 0 and 1 is the mean reward; Wilson's interval of prompts is wider."""
+    trial = trial_of(group(1.0, 0.0), group(1.0, 1.0), group(0.0, 0.0), group(1.0, 0.0))
+    assert trial.passes["right"][0] == trial.mean
+    (share, _) = trial_of(*[group(1.0, 0.0)] * 4).passes["right"]
+    assert share.low < 0.5 < share.high
+    assert dict(rows_of(trial_of(group(7.0, 0.0))))["mean reward"] == "3.5", "one prompt has no interval"
 
 
 def test_no_reward_at_all():
@@ -78,8 +103,15 @@ def test_truncated_answers_double_the_length():
     assert trial.truncated.value == 0.5 and trial.mean_tokens == 65 and trial.longest == 30
     assert remedies(trial) == ["many answers are truncated before they can be right"]
     assert flags_of(trial)[0] == "--ppo.max-answer-seq-len 200"
-    assert flags_of(trial_of(*[[cut[1]] * 2] * 64))[0] == f"--ppo.max-answer-seq-len {LENGTH_STEP}"
-    assert flags_of(trial_of(*[[cut[1]] * 2] * 64, limit=40))[0] == "--ppo.max-answer-seq-len 40"
+    short = task_trial([cut] * 64, {"right": 1.0}, limit=100, num_samples=2, most_tokens=150)
+    assert short and flags_of(short)[0] == "--ppo.max-answer-seq-len 150", "as far as the positions allow"
+
+
+def test_a_length_that_truncates_few_answers_stays_and_one_that_truncates_none_is_lowered():
+    ended, cut = [answer(0.0, tokens=30), answer(1.0, tokens=30)], [answer(0.0, tokens=100, ends=False), answer(1.0)]
+    assert flags_of(trial_of(*[ended] * 64))[0] == f"--ppo.max-answer-seq-len {LENGTH_STEP}"
+    assert flags_of(trial_of(*[ended] * 64, limit=40))[0] == "--ppo.max-answer-seq-len 40"
+    assert flags_of(trial_of(*[ended] * 60, *[cut] * 4))[0] == "--ppo.max-answer-seq-len 100"
 
 
 def test_few_groups_that_differ_get_more_samples():
@@ -95,6 +127,6 @@ def test_the_rows():
     trial = trial_of(*[group(1.0, 0.0)] * 22, *[group(0.0, 0.0)] * 41, group(0.0, None))
     lines = dict(rows_of(trial))
     assert lines["pass@1"].startswith("0.172 (") and lines["pass@2"].startswith("0.344 (")
-    assert lines["signal"] == "44 of 127 rows would have a gradient"
+    assert lines["signal"] == "44 of 127 answers would have a gradient"
     assert lines["without a reward"] == "1 answer"
     assert lines["verdict"].startswith("a weak signal: fewer than half of the groups differ; ")

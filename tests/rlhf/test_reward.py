@@ -1,6 +1,8 @@
 """`rlhf reward` from its command line: a table of a reward function's values on rows of a data set."""
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,11 @@ import yaml
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 
+from pipeline.generation.rollouts import Prompt
+from pipeline.inference.sampling import SamplePrompt
 from rlhf.rewards.reward import main
 from rlhf.rewards.sample import main as sample
+from rlhf.rewards.task import drawn
 
 CODE = """
 import time
@@ -216,19 +221,28 @@ def test_what_is_wrong_is_one_line(folder, capsys, words, line):
 # --- with a model: the task ---
 
 
+def write_rows(name: str, rows: list[dict]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, rambling, capsys):
-    """The figures are those of `rlhf sample` on the same prompts, by a loop over its rows."""
-    rows = [{"prompt": f"What is {number} + {number}?", "known": "abcdefgh"[number % 8]} for number in range(24)]
-    Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("r.py").write_text(
-        "def has(completions, known):\n    return [float(k in t) for t, k in zip(completions, known)]"
-    )
+    """The figures are those of `rlhf sample` on the same prompts, by a loop over its rows.
+
+    A prompt counts once, and held-out rows do not count.
+    """
+    rows = [{"prompt": f"What is {n} + {n}?", "known": "abcdefgh"[n % 8], "split": "train"} for n in range(12)]
+    held_out = [{"prompt": f"And {n}?", "known": "e", "split": "test"} for n in range(6)]
+    write_rows("q.jsonl", [*rows, *held_out, *rows[:3]])
+    write_rows("train.jsonl", rows)
+    code = "def has(completions, known):\n    return [float(k in text) for text, k in zip(completions, known)]"
+    Path("r.py").write_text(code)
     words = ["--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "6", "--num-samples-per-prompt", "3"]
-    assert main(["r.py:has", *words, "-n", "12", "--output", "out"]) == 0
-    printed = dict(line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()[1:])
-    Path("half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
+    assert main(["r.py:has", *words, "--output", "out/new"]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith(f"12 prompts x 3 answers of {rambling} at temperature 1 in ")
+    printed = {line[:20].strip(): line[20:] for line in lines}
     also = ["-n", "3", "--max-new-tokens", "6", "--temperature", "1", "--output", "a.jsonl"]
-    assert sample([rambling, "--data", "half.jsonl", "--reward-function", "r.py:has", *also]) == 0
+    assert sample([rambling, "--data", "train.jsonl", "--reward-function", "r.py:has", *also]) == 0
     groups = [json.loads(line)["answers"] for line in Path("a.jsonl").read_text().splitlines()]
     rewards = [[answer["reward"] for answer in group] for group in groups]
     figures = {
@@ -239,26 +253,65 @@ def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, ramblin
         "truncated answers": sum(one["finish_reason"] == "limit" for group in groups for one in group) / 36,
     }
     assert 0 < figures["groups that differ"] < 1
-    found = {name.strip(): float(text.split()[0]) for name, text in printed.items() if name.strip() in figures}
-    assert found == pytest.approx(figures, abs=6e-4)
-    shown = dict(json.loads(Path("out/task_trial.json").read_text())["rows"])
-    assert shown == {name.strip(): text for name, text in printed.items()}
+    assert {name: float(printed[name].split()[0]) for name in figures} == pytest.approx(figures, abs=6e-4)
+    assert dict(json.loads(Path("out/new/task_trial.json").read_text())["rows"]) == printed
+
+
+def test_prompts_of_a_task_are_drawn_at_random():
+    prompts = [SamplePrompt(n, "", (), Prompt.of([n]), 0, "", "train") for n in range(100)]
+    first, again, other = (drawn(prompts, 20, seed) for seed in (1, 1, 2))
+    assert first == again != other and [one.number for one in first] == [*range(1, 21)]
+    places = [one.tokens.ids[0] for one in first]
+    assert places == sorted(set(places)) and len({b - a for a, b in pairwise(places)}) > 3, "no fixed stride"
+    held_out = [replace(one, split="test") for one in prompts]
+    assert len(drawn(prompts[:5] + held_out, 20, 1)) == 5 and len(drawn(held_out, 200, 1)) == 100
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["--completion", "x"], "error: --completion ... --model"),
      (["--num-samples-per-prompt", "1"], "error: --num-samples-per-prompt: got 1 ... expected 2 or more"),
-     (["--output", "theirs"], "error: --output: theirs/task_trial.json ... no trial wrote")],
+     (["--output", "theirs"], "error: --output: theirs/task_trial.json ... no trial wrote"),
+     (["--output", "folder"], "error: --output: folder ... model"),
+     (["--max-answer-seq-len", "9999999"], "error: --max-answer-seq-len: 9999999 ... positions"),
+     (["--model", ""], "error: --model")],
 )  # fmt: skip
 def test_what_a_task_does_not_take(folder, rambling, capsys, words, message):
-    Path("theirs").mkdir()
-    Path("theirs/task_trial.json").write_text('{"title": "Mine"}')
+    for name in ("theirs/task_trial.json", "folder/config.json"):
+        Path(name).parent.mkdir()
+        Path(name).write_text('{"title": "Mine"}')
     assert main(["f.py:length", "--data", "d.jsonl", "--model", rambling, *words]) == 2
     assert error_lines(capsys.readouterr().err) == [naming(message)]
 
 
-def test_a_task_whose_functions_fail_ends_with_their_error(folder, rambling, capsys):
-    Path("r.py").write_text("def bad(completions):\n    raise ValueError('no')")
-    assert main(["r.py:bad", "--data", "d.jsonl", "--model", rambling, "--max-answer-seq-len", "4"]) == 2
-    assert error_lines(capsys.readouterr().err)[-1] == naming("error: ... bad ... no")
+def test_a_folder_that_cannot_be_made_is_refused_before_sampling(folder, rambling, capsys):
+    Path("file").touch()
+    assert main(["f.py:length", "--data", "d.jsonl", "--model", rambling, "--output", "file/out"]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == "" and error_lines(printed.err) == [naming("error: ... file/out")]
+
+
+@pytest.mark.parametrize("words", [("--output", "out"), ("--seed", "3"), ("--max-answer-seq-len", "8")])
+def test_flags_of_a_task_need_its_model(folder, capsys, words):
+    assert main(["f.py:length", "--data", "d.jsonl", "--completion", "x", *words]) == 2
+    assert error_lines(capsys.readouterr().err) == [naming(f"error: {words[0]} ... --model")]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("bad", "error: ... bad gave no value ... no"), ("some", "error: ... some gave no value ... no"),
+     ("none", "error: ... no answer ... None"), ("each", "error: ... each: found a value for each token")],
+)  # fmt: skip
+def test_a_task_whose_functions_fail_ends_with_their_error(folder, rambling, capsys, function, message):
+    """Too many failures end it as they end a run: `some` fails for half of the answers."""
+    Path("r.py").write_text(
+        "def bad(completions):\n    raise ValueError('no')\n"
+        "def some(completions, known):\n    if known[0] in 'aceg':\n        raise ValueError('no')\n"
+        "    return [1.0] * len(completions)\n"
+        "def none(completions):\n    return [None] * len(completions)\n"
+        "def each(completion_ids):\n    return [[0.1] * len(ids) for ids in completion_ids]"
+    )
+    write_rows("q.jsonl", [{"prompt": f"Is {n} even?", "known": "abcdefgh"[n % 8]} for n in range(16)])
+    words = ["--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "4"]
+    assert main([f"r.py:{function}", *words]) == 2
+    assert error_lines(capsys.readouterr().err)[-1] == naming(message)

@@ -55,31 +55,34 @@ def weights(folder: Path, shapes: Mapping[str, list[int]]) -> str:
 
 
 def test_a_first_run_of_groups_names_the_trial_of_its_task():
-    """Not where it goes on, where a reward model scores, where one answer a prompt is sampled, or after stage 1."""
-    own = [
-        "--step",
-        "3",
-        "--actor-model",
-        "small",
-        "--data-path",
-        "q.jsonl",
-        "--ppo.reward-function",
-        "r.py:f",
-        "length:0.1",
-    ]
+    """Not where it goes on, where a reward model scores, where no group is compared, or after stage 1."""
+    Path("r.py").write_text("def f(completions): return [1.0] * len(completions)")
+    own = ["--step", "3", "--actor-model", "small", "--data-path", "q.jsonl:0.5"]
+    own += ["--ppo.reward-function", "r.py:f", "length:0.1"]
 
     def command(*words: str) -> list[str]:
         return [line for line in start_lines(planned(*own, *words)) if "rlhf reward" in line]
 
-    expected = "rlhf reward r.py:f length:0.1 --data q.jsonl --model small --output output"
-    Path("r.py").write_text("def f(completions): return [1.0] * len(completions)")
-    assert command("--method", "grpo") == [naming(f"note ... {expected}")]
-    assert command("--method", "ppo") == command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
+    expected = "whether this model can learn this task: rlhf reward r.py:f length:0.1 --data q.jsonl --model small"
+    sizes = "--num-samples-per-prompt 8 --max-answer-seq-len 512"
+    assert command("--method", "grpo") == [f"{expected} {sizes} --output output"]
+    given = ["--ppo.column-map", "prompt=q", "--ppo.num-samples-per-prompt", "4", "--ppo.max-answer-seq-len", "64"]
+    sizes = "--column-map prompt=q --num-samples-per-prompt 4 --max-answer-seq-len 64"
+    assert command("--method", "rloo", *given, "--ppo.output-dir", "out") == [f"{expected} {sizes} --output out"]
+    assert command("--method", "ppo", "--ppo.num-samples-per-prompt", "4") == []
+    assert command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
     assert command("--method", "grpo", "--step", "1", "3") == []
     environment = Path("output/runs/ppo/env.json")
     environment.parent.mkdir(parents=True)
     environment.write_text("{}")
     assert command("--method", "grpo") == []
+
+
+def test_settings_of_functions_are_not_printed():
+    Path("r.py").write_text("def f(completions, key=''): return [1.0] * len(completions)")
+    Path("t.yaml").write_text("ppo: {reward_function: [{name: 'r.py:f', args: {api_key: hunter2}}]}")
+    own = ["--step", "3", "--method", "grpo", "--actor-model", "small", "--data-path", "q.jsonl", "--config", "t.yaml"]
+    assert "hunter2" not in "".join(start_lines(planned(*own)))
 
 
 # --- the start of stage 3 -------------------------------------------------------------------------------------------
