@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from pipeline import dist
 from pipeline.checkpoints.fingerprint import data_fingerprint
@@ -26,7 +26,7 @@ from pipeline.data.batching import balanced_slices
 from pipeline.data.loader import sequence_lengths, to_device
 from pipeline.engine.build import compute_dtype, frozen_engine, load_policy
 from pipeline.engine.engine import FrozenEngine
-from pipeline.files import flush, model_fingerprint
+from pipeline.files import model_fingerprint, write_bytes
 from pipeline.heartbeat import beat
 from pipeline.models.source import ModelSource
 from pipeline.run.host_storage import on_each_storage
@@ -157,8 +157,5 @@ def read_tables(path: Path, key: str) -> dict[str, np.ndarray]:
 
 
 def write_tables(path: Path, key: str, tables: dict[str, np.ndarray]) -> None:
-    """Write the tables atomically."""
-    fresh = path.with_suffix(".new")
-    save_file(tables, fresh, metadata={"key": key})
-    flush(fresh)
-    fresh.replace(path)
+    """Write the tables atomically; a start that is killed meanwhile leaves a hidden file (`START_NAMES`)."""
+    write_bytes(path, save(tables, metadata={"key": key}))

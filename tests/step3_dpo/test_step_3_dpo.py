@@ -175,6 +175,19 @@ def test_a_broken_file_of_the_reference_is_computed_again(kept: int, tmp_path: P
     assert read_tables(path, "key") == {} and f"{path}: cannot be read" in caplog.text
 
 
+def test_a_reference_that_is_killed_while_it_is_written_leaves_no_file_that_a_start_refuses(tmp_path, monkeypatch):
+    """What a killed start leaves must be hidden or in START_NAMES, else the same command is refused."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_tables(tmp_path / "reference.safetensors", "key", {"train": np.zeros((1, 2))})
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 COMPLAINTS = {
     "no pairs": ({"data_path": "answers.jsonl"}, "answers.jsonl"),
     "weight of dpo": ({"desirable_weight": 2}, "--desirable-weight ... --method kto ... dpo"),
