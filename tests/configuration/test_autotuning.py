@@ -78,7 +78,7 @@ def test_the_run_after_tuning_measures_nothing_and_trains_to_the_end(words_of, t
 
 @pytest.mark.faults
 def test_a_real_search_by_hand_on_the_cpu(tmp_path, tiny_folders):
-    """The command that `--autotuning` of a launch script names."""
+    """The command that `--autotuning` of a launch script names, with the project in PYTHONPATH."""
     pytest.importorskip("tabulate")
     write_program(tmp_path / "bin" / "pdsh", "#!/bin/sh\n")  # with which it looks for processes that are left over
     rows = [{"prompt": f"Question {number}?", "response": f"Answer {number}."} for number in range(40)]
@@ -90,7 +90,7 @@ def test_a_real_search_by_hand_on_the_cpu(tmp_path, tiny_folders):
     words += " --data-split none --eval-fraction 0 --output-dir out --run-dir made --max-steps 12 --max-seq-len 64"
     words += f" --model {tiny_folders['llama']}"
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *words.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     results = tmp_path / "autotuning_results"
