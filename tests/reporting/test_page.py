@@ -134,7 +134,7 @@ def test_samples_data_answers_flags_and_command_stand_there(page):
         "<mark>[learned]</mark>",
         "0.625",
         "[0.3, 0.9]",
-        "<th>pass@1</th><td>0.168 (0.12 to 0.22)</td>",
+        "<td>pass@1</td><td>0.168 (0.12 to 0.22)</td>",
     ):
         assert text in page, text
     assert "step1_sft/main.py --seed &#39;1 2&#39;" in page and "<td>--column-map</td>" in page
