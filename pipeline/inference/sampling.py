@@ -127,7 +127,9 @@ def read_prompts(
     return PromptData(prompts, columns, any(map(is_conversational, paths)), counts.lines())
 
 
-def prompt_limit(source: ModelSource, max_length: int, max_new_tokens: int, limit_flag: str) -> int:
+def prompt_limit(
+    source: ModelSource, max_length: int, max_new_tokens: int, limit_flag: str = "--max-new-tokens"
+) -> int:
     """Return the tokens that a prompt may have. Raises InputError: see `read_prompts`."""
     if source.is_encoder_decoder or not has_key_value_cache(source.config):
         kind = source.config.model_type

@@ -318,6 +318,9 @@ TESTS: dict[str, str] = {
     "rlhf/test_merge.py::test_merged_weights_are_the_original_ones_plus_the_product": "merge.dtype merge.folders",
     "rlhf/test_merge.py::test_the_printed_difference_is_that_of_the_two_functions": "merge.sentences",
     "rlhf/test_reward.py::test_prompts_of_messages_are_conversations[chat]": "reward_trial.column_map",
+    "rlhf/test_reward.py::test_a_task_is_judged_by_the_answers_that_sample_would_write":
+        "reward_trial.model reward_trial.max_answer_seq_len reward_trial.output",
+    "rlhf/test_reward.py::test_answers_of_a_task_depend_on_the_seed": "reward_trial.seed",
     "rlhf/test_reward.py::test_values_of_tokens_and_failures": "reward_trial.n reward_trial.reward_timeout_s",
     "rlhf/test_reward.py::test_values_of_two_functions":
         "reward_trial.reward_function reward_trial.data reward_trial.completion",

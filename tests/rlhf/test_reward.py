@@ -257,6 +257,16 @@ def test_a_task_is_judged_by_the_answers_that_sample_would_write(folder, ramblin
     assert dict(json.loads(Path("out/new/task_trial.json").read_text())["rows"]) == printed
 
 
+def test_answers_of_a_task_depend_on_the_seed(folder, rambling, capsys):
+    write_rows("q.jsonl", [{"prompt": f"What is {n}?"} for n in range(6)])
+    words = ["length", "--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "8"]
+    printed = []
+    for seed in (1, 2, 1):
+        assert main([*words, "--seed", str(seed)]) == 0
+        printed.append(capsys.readouterr().out.splitlines()[1:])
+    assert printed[0] == printed[2] != printed[1]
+
+
 def test_prompts_of_a_task_are_drawn_at_random():
     prompts = [SamplePrompt(n, "", (), Prompt.of([n]), 0, "", "train") for n in range(100)]
     first, again, other = (drawn(prompts, 20, seed) for seed in (1, 1, 2))
