@@ -82,3 +82,10 @@ def check_values(name: str, values: Sequence[Value]) -> None:
     """Raise what `FailureWindow.check` raises if a function has failed too often for these responses, or for all."""
     first = next((value for value in values if isinstance(value, Failure)), None)
     FailureWindow().check(name, [counts_of(values)], first)
+
+
+def check_one_for_each(name: str, values: Sequence[Value]) -> None:
+    """Raise InputError if a function gave a value for each token, which methods that compare responses do not take."""
+    if any(isinstance(value, list) for value in values):
+        what = "found a value for each token, which --method ppo and reinforce_pp take"
+        raise InputError(f"{FLAG}: {name}: {what}; a method that compares responses wants one for each")

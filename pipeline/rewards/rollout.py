@@ -11,10 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import dist
 from pipeline.data.sources import is_conversational, parse_path
 from pipeline.data.turns import Message
-from pipeline.errors import InputError, Interrupted, RunError
+from pipeline.errors import Interrupted, RunError
 from pipeline.rewards.calls import KINDS
-from pipeline.rewards.failures import RESPONSES, Counts, FailureWindow, counts_of, first_of_failures
-from pipeline.rewards.functions import FLAG
+from pipeline.rewards.failures import (
+    RESPONSES,
+    Counts,
+    FailureWindow,
+    check_one_for_each,
+    counts_of,
+    first_of_failures,
+)
 from pipeline.rewards.pool import Failure, Responses, RewardPool, Value
 
 
@@ -173,9 +179,7 @@ class RolloutScoring:
         by_prompt = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
         for by_name in by_prompt.values() if not self._takes_tokens else ():
             for name, values in by_name.items():
-                if any(isinstance(value, list) for value in values):
-                    words = "found a value for each token, which --method ppo and reinforce_pp take"
-                    raise InputError(f"{FLAG}: {name}: {words}; a method that compares responses wants one for each")
+                check_one_for_each(name, values)
         for name, values in self._given().items():
             before = self._failed_before.get(name, [])
             self._failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []

@@ -14,7 +14,7 @@ from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_rows import SampledAnswer
 from pipeline.inference.task_trial import rows_of, task_trial
 from pipeline.models.paths import check_language_model
-from pipeline.rewards.failures import check_values, failure_notes
+from pipeline.rewards.failures import check_one_for_each, check_values, failure_notes
 from pipeline.rewards.functions import FLAG, RewardFunction
 from pipeline.rewards.pool import Value
 from pipeline.rewards.worker_flags import reward_pool
@@ -107,9 +107,7 @@ def answers_to(
             for name, results in values.items():
                 by_name[name] += results
                 check_values(name, by_name[name])
-                if any(isinstance(value, list) for value in results):
-                    what = "found a value for each token, which --method ppo and reinforce_pp take"
-                    raise InputError(f"{FLAG}: {name}: {what}; a method that compares responses wants one for each")
+                check_one_for_each(name, results)
             if time.monotonic() - last_time > PROGRESS_S:
                 last_time = time.monotonic()
                 say(f"prompt {prompt.number} of {len(data.prompts)}")
