@@ -205,6 +205,8 @@ NUMBERS = [
     ("the answer is \\boxed{1{,}000}", 1000),
     ("\\boxed{\\$18}. I have checked it 2 times.", 18),
     ("\\boxed{\\frac{1}{2}}", 0.5),
+    ("The difference is: \\[ \\boxed{300 - 200} = 100 \\]", 100),
+    ("\\boxed{x} = \\frac{6}{4}", 1.5),
     ("He has 10-5 = 5 left", 5),
     ("10-5", 5),
     ("It is -5 degrees", -5),

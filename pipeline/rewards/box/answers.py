@@ -10,7 +10,7 @@ from pipeline.rewards.box.matching import last_match
 from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, reward_of_text, text_of
 
 # The words before a final answer: the text after the last of them holds it.
-FINAL = re.compile(r"####|\\boxed\s*\{|\banswer\b(?:\s*(?:is|=|:|\*+))+", re.IGNORECASE)
+FINAL = re.compile(r"####|\\boxed\s*\{(?:[^{}=]*\}\s*=)?|\banswer\b(?:\s*(?:is|=|:|\*+))+", re.IGNORECASE)
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+(?![\d.]))?")
 MAX_DIGITS = 300
 SENTENCE = re.compile(r"\n|[.!?](?=\s|$)|\}(?!\{)")  # ends of the part that holds a final answer
