@@ -5,7 +5,8 @@ one: `models` trains SFT, the proxies and gold; `best_of_n`, `frontier` and `abl
 writes the tables and plots from what is there. `quality` trains and judges the recipes against length, and keeps their
 numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
 `instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing;
-`gsm8k` writes those of GSM8K, and `gsm8k_figures FILE ...` the figures of answers to them (gsm8k.py).
+`gsm8k` writes those of GSM8K, `gsm8k_figures FILE ...` the figures of answers to them, and `gsm8k_keep` keeps these
+(gsm8k.py).
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -33,6 +34,7 @@ COMMANDS = (
     "instructions",
     "gsm8k",
     "gsm8k_figures",
+    "gsm8k_keep",
 )
 
 
@@ -44,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Options of all commands."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("files", nargs="*", type=Path, help="files of `rlhf sample` (command gsm8k_figures)")
+    parser.add_argument("files", nargs="*", type=Path, help="of `rlhf sample` (commands gsm8k_figures, gsm8k_keep)")
     parser.add_argument("--work", type=Path, default=Path("output/learning"), help="folder of data, models and runs")
     parser.add_argument("--base", help="the checkpoint, a plain Hugging Face folder (commands all, models)")
     parser.add_argument("--data", type=Path, help="the folder of real data (commands all, models, instructions, gsm8k)")
@@ -58,13 +60,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quality_steps", type=int, default=120, help="of each run of the recipes (120)")
     parser.add_argument("--recipes", nargs="*", default=[], help="names of recipes; by default all")
     parser.add_argument(
-        "--kept", type=Path, default=Path("output/learning/quality.jsonl.bz2"), help="numbers of quality"
+        "--kept", type=Path, default=Path("output/learning/quality.jsonl.bz2"), help="numbers of quality, of gsm8k_keep"
     )
     parser.add_argument("--beside", default="", help="a recipe beside which quality_report shows what adds to it")
     parser.add_argument("--num_samples", type=int, default=64, help="answers to each prompt for best-of-n (64)")
     parser.add_argument("--gpus", type=int, default=None, help="GPUs to use; by default all")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time on each GPU (1)")
     parser.add_argument("--output", type=Path, default=Path("output/learning/report.md"), help="file of the report")
+    parser.add_argument("--plot", type=Path, help="file of the curves in the first file (command gsm8k_figures)")
     parser.add_argument("--title", default="What PPO learns from a reward model", help="of the report")
     return parser
 
@@ -90,7 +93,12 @@ def main() -> int:
         gsm8k.make(given.data, work / "data")
         return 0
     if given.command == "gsm8k_figures":
-        print(gsm8k.report(given.files))
+        print(gsm8k.report(gsm8k.runs_of(given.files)))
+        if given.plot:
+            gsm8k.plot(given.files[0], given.plot)
+        return 0
+    if given.command == "gsm8k_keep":
+        quality.write_kept(given.kept, gsm8k.kept_lines(given.files))
         return 0
     if given.command == "report":
         report.write(work, given.output, given.title)

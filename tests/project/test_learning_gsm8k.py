@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.learning import gsm8k, run
+from benchmarks.learning import gsm8k, quality, run
 from benchmarks.learning.rows import read_lines, write
 from pipeline.rewards.box.answers import right_number
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_rows_of_gsm8k_are_split_by_a_hash_of_the_question(real_data, tmp_path, monkeypatch):
@@ -78,6 +80,56 @@ def test_the_table(files, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run", "gsm8k_figures", *map(str, files)])
     assert run.main() == 0
     head, _, base, trained = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in head.split("|")][1:5] == ["file", "questions", "pass@1", "pass@2"]
+    assert [cell.strip() for cell in head.split("|")][1:5] == ["run", "questions", "pass@1", "pass@2"]
     assert base.startswith("| base | 4 | 0.250 (") and base.endswith(" |  |")
     assert trained.startswith("| trained | 4 | 0.875 (") and "| +0.625 (" in trained
+
+
+def test_both_forms_of_a_prompt_are_one_question(files):
+    """The base that is the better one may have been asked by the other prompt."""
+    forms = [{**one, "prompt": gsm8k.FORM.format(question=one["prompt"])} for one in FIRST]
+    write(files[1], forms)
+    assert gsm8k.answers_of(files[1]) == gsm8k.answers_of(files[0])
+    assert gsm8k.difference(*map(gsm8k.answers_of, files)).value == 0
+
+
+def metrics(step: int, time: float, **values: float) -> dict[str, Any]:
+    return {"stage": "ppo", "step": step, "time": time, **values}
+
+
+def test_kept_numbers_give_the_same_table(files, tmp_path, monkeypatch, capsys):
+    """A run that was resumed at step 1 wrote step 2 twice: the later one counts."""
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run" / "metrics.jsonl", [
+        metrics(0, 100, **{"eval_pass_at_1/right_number": 0.25, "eval_rows": 4}),
+        metrics(1, 110, **{"objective/scores": 0.5, "loss/policy": 1}), metrics(2, 120, **{"objective/scores": 0.1}),
+        metrics(2, 160, **{"objective/scores": 0.2}), metrics(2, 161, **{"eval_pass_at_1/right_number": 0.3}),
+    ])  # fmt: skip
+    one_each = [{**one, "answers": one["answers"][:1]} for one in FIRST]
+    write(tmp_path / "one.jsonl", one_each)
+    paths, kept = [*files, tmp_path / "one.jsonl", tmp_path / "run"], tmp_path / "kept.jsonl.bz2"
+    monkeypatch.setattr(sys, "argv", ["run", "gsm8k_keep", *map(str, paths), "--kept", str(kept)])
+    assert run.main() == 0
+    tables = []
+    for given in (paths[:3], [kept]):
+        monkeypatch.setattr(sys, "argv", ["run", "gsm8k_figures", *map(str, given)])
+        assert run.main() == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and tables[0].count("| one | 4 | 0.250 (") == 1 == tables[0].count("\n\n")
+    lines = {line["run"]: line for line in quality.read_kept(kept)}
+    assert lines["one"]["texts"] == [{"prompt": one["prompt"], "text": one["answers"][0]["text"]} for one in FIRST]
+    assert "texts" not in lines["base"]
+    assert lines["run"]["metrics"] == [
+        {"step": 0, "seconds": 0.0, "held out": True, "pass@1": 0.25},
+        {"step": 1, "seconds": 10.0, "held out": False, "score": 0.5},
+        {"step": 2, "seconds": 60.0, "held out": False, "score": 0.2},
+        {"step": 2, "seconds": 61.0, "held out": True, "pass@1": 0.3},
+    ]
+
+
+def test_the_report_is_that_of_the_kept_numbers():
+    name = "gsm8k_qwen_h200_202611"
+    runs = gsm8k.runs_of([ROOT / f"benchmarks/raw/{name}.jsonl.bz2"])
+    tables = [gsm8k.table_of(part) for part in gsm8k.by_number_of_answers(runs)]
+    page = (ROOT / f"benchmarks/reports/{name}.md").read_text("utf-8")
+    assert len(tables) == 2 and [table for table in tables if table not in page] == []
