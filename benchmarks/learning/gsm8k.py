@@ -238,7 +238,7 @@ def plot(kept: Path, file: Path) -> None:
         points = [one for one in line.get("metrics", []) if one["held out"]]
         if points and line["run"] in answered:
             minutes = [one["seconds"] / 60 for one in points]
-            axes.plot(minutes, [one["pass@1"] for one in points], marker="o", markersize=4, label=line["run"])
+            axes.plot(minutes, [one["pass@1"] for one in points], marker="o", markersize=4, label=line["run"].replace("_s", ", seed ").replace("_", ", "))
     axes.set(xlabel="minutes on one GPU", ylabel="right answers (pass@1, temperature 1)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
