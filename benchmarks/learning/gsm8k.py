@@ -88,9 +88,14 @@ def digest(question: str) -> bytes:
     return hashlib.sha256(question.encode()).digest()
 
 
+def question_of(prompt: str) -> str:
+    """Return the question of a prompt of either form."""
+    return prompt.removeprefix(FORM.partition("{question}")[0])
+
+
 def key_of(prompt: str) -> str:
     """Return the key of a prompt's question, which is the same for both forms of the prompt."""
-    return digest(prompt.removeprefix(FORM.partition("{question}")[0])).hex()[:12]
+    return digest(question_of(prompt)).hex()[:12]
 
 
 def answers_of(file: Path) -> dict[str, list[Answer]]:
@@ -148,14 +153,15 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 def runs_of(paths: Sequence[Path]) -> dict[str, Answers]:
     """Return name -> answers, of files of `rlhf sample` and of files that `gsm8k_keep` wrote."""
-    runs = dict[str, Answers]()
+    runs, stems = dict[str, Answers](), [path.stem for path in paths]
     for path in paths:
         if path.suffix == ".bz2":
             for line in read_kept(path):
                 groups = line.get("answers", {}).items()
                 runs |= {line["run"]: {key: [Answer(*one) for one in group] for key, group in groups}} if groups else {}
         else:
-            runs[path.stem] = answers_of(path)
+            name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}"
+            runs[name] = answers_of(path)
     return runs
 
 
@@ -226,19 +232,26 @@ def shown(value: Interval, *, signed: bool = False) -> str:
     return f"{number} ({low} to {high})"
 
 
+def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return label -> minutes and pass@1 of the evaluations, of the runs whose answers are kept as well."""
+    answered = {line["run"].partition(".")[0] for line in lines if "answers" in line}
+    found = dict[str, tuple[list[float], list[float]]]()
+    for line in lines:
+        points = [one for one in line.get("metrics", []) if one["held out"]]
+        if points and line["run"] in answered:
+            label = line["run"].replace("_s", ", seed ").replace("_", ", ")
+            found[label] = [one["seconds"] / 60 for one in points], [one["pass@1"] for one in points]
+    return found
+
+
 def plot(kept: Path, file: Path) -> None:
-    """Draw pass@1 of the runs whose answers are kept, on the questions for choosing, by minutes of training."""
+    """Draw pass@1 on the questions for choosing by minutes of training, from a file of `gsm8k_keep`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    lines = read_kept(kept)
-    answered = {line["run"].partition(".")[0] for line in lines if "answers" in line}
-    for line in lines:
-        points = [one for one in line.get("metrics", []) if one["held out"]]
-        if points and line["run"] in answered:
-            minutes = [one["seconds"] / 60 for one in points]
-            axes.plot(minutes, [one["pass@1"] for one in points], marker="o", markersize=4, label=line["run"].replace("_s", ", seed ").replace("_", ", "))
+    for label, (minutes, shares) in curves(read_kept(kept)).items():
+        axes.plot(minutes, shares, marker="o", markersize=4, label=label)
     axes.set(xlabel="minutes on one GPU", ylabel="right answers (pass@1, temperature 1)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -6,7 +6,7 @@ writes the tables and plots from what is there. `quality` trains and judges the 
 numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
 `instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing;
 `gsm8k` writes those of GSM8K, `gsm8k_figures FILE ...` the figures of answers to them, and `gsm8k_keep` keeps these
-(gsm8k.py).
+(gsm8k.py). `gsm8k_runs --base FOLDER --recipes grpo ...` trains and asks the models of that report (gsm8k_runs.py).
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import gsm8k, models, policies, quality, quality_report, report, rows
+from benchmarks.learning import gsm8k, gsm8k_runs, models, policies, quality, quality_report, report, rows
 from benchmarks.learning.jobs import Jobs, Work
 from benchmarks.speed.jobs import with_underscores
 from pipeline.launching.machine import count_gpus
@@ -35,6 +35,7 @@ COMMANDS = (
     "gsm8k",
     "gsm8k_figures",
     "gsm8k_keep",
+    "gsm8k_runs",
 )
 
 
@@ -67,7 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=None, help="GPUs to use; by default all")
     parser.add_argument("--parallel", type=int, default=1, help="processes at a time on each GPU (1)")
     parser.add_argument("--output", type=Path, default=Path("output/learning/report.md"), help="file of the report")
-    parser.add_argument("--plot", type=Path, help="file of the curves in the first file (command gsm8k_figures)")
+    parser.add_argument(
+        "--plot", type=Path, help="picture of the curves in a file of gsm8k_keep (command gsm8k_figures)"
+    )
     parser.add_argument("--title", default="What PPO learns from a reward model", help="of the report")
     return parser
 
@@ -100,6 +103,8 @@ def main() -> int:
     if given.command == "gsm8k_keep":
         quality.write_kept(given.kept, gsm8k.kept_lines(given.files))
         return 0
+    if given.command == "gsm8k_runs":
+        return min(jobs.each(list(gsm8k_runs.works(jobs, given.base, given.recipes, given.seeds, more))), 1)
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0

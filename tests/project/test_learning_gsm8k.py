@@ -1,16 +1,17 @@
 """`python -m benchmarks.learning gsm8k` and `gsm8k_figures`: the splits, and figures worked out by hand."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.source_tree import ROOT
+from support.tiny_models import save_tiny
 
 from benchmarks.learning import gsm8k, quality, run
 from benchmarks.learning.rows import read_lines, write
 from pipeline.rewards.box.answers import right_number
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_rows_of_gsm8k_are_split_by_a_hash_of_the_question(real_data, tmp_path, monkeypatch):
@@ -127,9 +128,65 @@ def test_kept_numbers_give_the_same_table(files, tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_files_of_one_name_keep_apart(files, tmp_path):
+    for name in ("base", "trained"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / name / "answers.jsonl")
+    runs = gsm8k.runs_of([tmp_path / name / "answers.jsonl" for name in ("base", "trained")])
+    assert list(runs) == ["base/answers", "trained/answers"] and "| +0.625 (" in gsm8k.report(runs)
+
+
+def test_the_plot_has_the_evaluations_of_runs_whose_answers_are_kept():
+    lines = [
+        {"run": "grpo_s1.greedy", "answers": {}},
+        {"run": "grpo_s1", "metrics": [
+            {"step": 0, "seconds": 0.0, "held out": True, "pass@1": 0.1},
+            {"step": 1, "seconds": 9.0, "held out": False, "score": 0.5},
+            {"step": 2, "seconds": 90.0, "held out": True, "pass@1": 0.2},
+        ]},
+        {"run": "lora_s1", "metrics": [{"step": 0, "seconds": 0.0, "held out": True, "pass@1": 0.1}]},
+    ]  # fmt: skip
+    assert gsm8k.curves(lines) == {"grpo, seed 1": ([0.0, 1.5], [0.1, 0.2])}
+
+
 def test_the_report_is_that_of_the_kept_numbers():
     name = "gsm8k_qwen_h200_202611"
     runs = gsm8k.runs_of([ROOT / f"benchmarks/raw/{name}.jsonl.bz2"])
     tables = [gsm8k.table_of(part) for part in gsm8k.by_number_of_answers(runs)]
     page = (ROOT / f"benchmarks/reports/{name}.md").read_text("utf-8")
     assert len(tables) == 2 and [table for table in tables if table not in page] == []
+
+
+@pytest.mark.slow
+def test_the_runs_on_a_tiny_model(tmp_path, bpe_folder):
+    """Without a finished pair DPO cannot run: a model of random weights has no right answer."""
+    save_tiny("llama", bpe_folder, tmp_path / "base", max_position_embeddings=1024, num_hidden_layers=1)
+    rows = [{"prompt": gsm8k.FORM.format(question=f"What is {n} + {n}?"), "answer": f"#### {2 * n}"} for n in range(24)]
+    (tmp_path / "work" / "data").mkdir(parents=True)
+    for split, part in (("train", rows[:16]), ("choice", rows[16:20]), ("test", rows[20:])):
+        write(tmp_path / "work" / "data" / f"gsm8k_form_{split}.jsonl", part)
+        bare = [{**row, "prompt": gsm8k.question_of(row["prompt"])} for row in part]
+        write(tmp_path / "work" / "data" / f"gsm8k_bare_{split}.jsonl", bare)
+    words = ["gsm8k_runs", "--work", tmp_path / "work", "--base", tmp_path / "base", "--seeds", 1, "--recipes", "base"]
+    words += [
+        "sft",
+        "grpo",
+        "ppo",
+        "--",
+        "--sft.max-steps",
+        1,
+        "--ppo.max-steps",
+        1,
+        "--ppo.max-answer-seq-len",
+        4,
+        "--dtype",
+        "fp32",
+    ]
+    call = [sys.executable, "-m", "benchmarks.learning", *map(str, words)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs = gsm8k.runs_of(sorted((tmp_path / "work" / "answers").glob("*.jsonl")))
+    keys = ("base_bare", "base_form", "ppo_s1", "sft_s1")
+    assert list(runs) == [f"{key}.{kind}" for key in keys for kind in ("greedy", "t1")]
+    assert {(len(one), *{len(group) for group in one.values()}) for one in runs.values()} == {(4, 1), (4, 8)}
+    assert len({frozenset(one) for one in runs.values()}) == 1, "all answer the same questions"

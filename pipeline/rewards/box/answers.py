@@ -10,9 +10,10 @@ from pipeline.rewards.box.matching import last_match
 from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, reward_of_text, text_of
 
 # The words before a final answer: the text after the last of them holds it.
-FINAL = re.compile(r"####|\\boxed\s*\{(?:[^{}=]*\}\s*=)?|\banswer\b(?:\s*(?:is|=|:|\*+))+", re.IGNORECASE)
+FINAL = re.compile(r"####|\\boxed\s*\{|\banswer\b(?:\s*(?:is|=|:|\*+))+", re.IGNORECASE)
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+(?![\d.]))?")
 MAX_DIGITS = 300
+AFTER_BOX = re.compile(rf"\}}[ \t]*=[ \t]*({NUMBER.pattern})")
 SENTENCE = re.compile(r"\n|[.!?](?=\s|$)|\}(?!\{)")  # ends of the part that holds a final answer
 LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 
@@ -59,7 +60,8 @@ def right_number(completions: Sequence[str | Messages], *, column: str = "answer
     """Return 1 if the final number of the text is that of the right answer, as in GSM8K; None for a row without one.
 
     The final number stands behind the last `####`, `\\boxed{` or "answer is", and there behind the last "=", if there
-    is one. Without these words it is the last number of the text. 1,000 is 1000.0, $5 and 5% are 5, and 1/2 is 0.5.
+    is one. That of a box with several numbers may stand behind the box, as in `\\boxed{9 - 2} = 7`. Without these words
+    it is the last number of the text. 1,000 is 1000.0, $5 and 5% are 5, and 1/2 is 0.5.
 
     Args:
         column: holds the right answer, alone or as the final number of a text.
@@ -75,7 +77,8 @@ def final_number(text: str) -> Fraction | None:
     *_, start = (0, *(match.end() for match in FINAL.finditer(text)))
     answer = SENTENCE.split(text[start:].lstrip(), maxsplit=1)[0] if start else ""
     if numbers := NUMBER.findall(answer.rpartition("=")[2]):
-        return value_of(numbers[0])
+        behind = AFTER_BOX.match(text[start:].lstrip(), len(answer)) if len(numbers) > 1 else None
+        return value_of(behind[1] if behind else numbers[0])
     numbers = NUMBER.findall(text)
     return value_of(numbers[-1]) if numbers else None
 
