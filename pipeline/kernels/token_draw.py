@@ -100,14 +100,15 @@ def _uniforms(slots, random_key, prompt_id, stream, position, out, CELL: tl.cons
 @triton.jit
 def _load_logits(logits, masked, row, number, c, temperature, top_k, top_p, width, num_known, TRUNCATES: tl.constexpr):
     """Load scaled logits, -inf for tokens that cannot be drawn; reads `masked` only for a slot with top_k or top_p."""
-    is_token = c < num_known
     if TRUNCATES:
-        is_truncated = ((top_k > 0) | (top_p < 1.0)).to(tl.int1)
-        x = tl.load(logits + row * width + c, mask=is_token & (is_truncated == 0), other=float("-inf")).to(tl.float32)
-        allowed = tl.load(masked + number.to(tl.int64) * width + c, mask=is_token & is_truncated, other=float("-inf"))
+        # Each slot reads one of the two: the other has no token below its end.
+        is_truncated = (top_k > 0) | (top_p < 1.0)
+        end = tl.where(is_truncated, 0, num_known)
+        x = tl.load(logits + row * width + c, mask=c < end, other=float("-inf")).to(tl.float32)
+        allowed = tl.load(masked + number.to(tl.int64) * width + c, mask=c < num_known - end, other=float("-inf"))
         x = tl.where(is_truncated, allowed, x / temperature)
     else:
-        x = tl.load(logits + row * width + c, mask=is_token, other=float("-inf")).to(tl.float32) / temperature
+        x = tl.load(logits + row * width + c, mask=c < num_known, other=float("-inf")).to(tl.float32) / temperature
     return x
 
 
