@@ -13,10 +13,12 @@ from pipeline.errors import counted
 from pipeline.inference.comparison import Interval, mean_interval, wilson
 from pipeline.inference.sample_rows import SampledAnswer
 
-# Share of groups whose rewards differ. GRPO gained nothing beyond noise at 0.35 and 0.39 (sums) and gained at 0.44
-# (GSM8K), 0.65 and 0.69 (instructions): benchmarks/reports/task_trials_202611.md. The verdict follows the interval, not
-# the share itself.
-NOTHING, HALF = 0.2, 0.5
+# Share of groups whose rewards differ, and room for better answers. Of 64 prompts GSM8K had 0.44 and 0.31, instructions
+# 0.69 and 0.31, and GRPO gained; sums had 0.39 and 0.20, and it gained nothing beyond noise in six runs of nine
+# (benchmarks/reports/task_trials_202611.md). The verdict follows the intervals.
+NOTHING, HALF, ROOM = 0.2, 0.5, 0.25
+BEST_OF = 8  # answers of which the best is taken for the room, which grows with their number
+MIN_PROMPTS = 16  # fewer have no interval that can be relied on
 MANY_TRUNCATED = 0.1
 NO_PASS, ALL_PASS = 0.05, 0.95  # pass@1 from which equal groups are hopeless or solved
 DIGITS = 6  # significant digits of a reward in which answers differ: training computes in fp32
@@ -25,9 +27,9 @@ MORE_SAMPLES = 2  # factor of the proposed number of samples where few groups di
 
 VERDICTS = {
     "nothing": "nothing to reinforce: nearly all groups are equal",
-    "few": "a weak signal: fewer than half of the groups differ",
-    "enough": "enough to learn from: more than half of the groups differ",
-    "unclear": "not clear: half of the groups is within the interval",
+    "few": "a weak signal: few groups differ, or their best answers are little above the mean",
+    "enough": "enough to learn from: most groups differ, or their best answers are far above the mean",
+    "unclear": "not clear: the intervals allow a weak signal and one that is enough",
 }
 
 
@@ -48,6 +50,8 @@ class TaskTrial:
     passes: reward function -> share of answers whose value is 1, and share of prompts with such an answer. It has the
         functions of a positive weight whose values are all from 0 to 1.
     differ: share of prompts whose answers differ in reward.
+    room: what the mean reward would gain if each prompt got the best of BEST_OF answers, as a share of the range of all
+        rewards; None with fewer answers to a prompt or fewer than MIN_PROMPTS prompts.
     truncated: share of answers that reached the limit.
     """
 
@@ -63,6 +67,7 @@ class TaskTrial:
     best: Interval
     passes: Mapping[str, tuple[Interval, Interval]]
     differ: Interval
+    room: Interval | None
     truncated: Interval
 
     @property
@@ -77,12 +82,13 @@ class TaskTrial:
 
     @property
     def verdict(self) -> str:
-        """The key of VERDICTS that the interval of `differ` allows."""
+        """The key of VERDICTS that the intervals of `differ` and `room` allow."""
         if self.differ.high < NOTHING:
             return "nothing"
-        if self.differ.high < HALF:
-            return "few"
-        return "enough" if self.differ.low > HALF else "unclear"
+        if self.differ.low > HALF or (self.room and self.room.low > ROOM):
+            return "enough"
+        is_few = self.room.high < ROOM if self.room else self.differ.high < HALF
+        return "few" if is_few else "unclear"
 
 
 def task_trial(
@@ -106,7 +112,8 @@ def task_trial(
     rewards = [known for group in groups if (known := [one.reward for one in group if one.reward is not None])]
     if not rewards:
         return None
-    differing = [len({f"{reward:.{DIGITS}g}" for reward in known}) > 1 for known in rewards]
+    rewards = [[float(f"{reward:.{DIGITS}g}") for reward in known] for known in rewards]
+    differing = [len(set(known)) > 1 for known in rewards]
     passes = {name: both for name, weight in weights.items() if weight > 0 and (both := passes_of(groups, name))}
     ended = [one.num_tokens for one in answers if one.finish_reason != "limit"]
     return TaskTrial(
@@ -122,6 +129,7 @@ def task_trial(
         best=by_prompt([[max(known)] for known in rewards]),
         passes=passes,
         differ=share_by_prompt([[differs] for differs in differing]),
+        room=room_of(rewards) if num_samples >= BEST_OF and len(rewards) >= MIN_PROMPTS else None,
         truncated=share_by_prompt([[one.finish_reason == "limit" for one in group] for group in groups]),
     )
 
@@ -136,6 +144,20 @@ def passes_of(groups: Sequence[Sequence[SampledAnswer]], name: str) -> tuple[Int
         return None
     passed = [[value >= 1 for value in known] for known in values if known]
     return share_by_prompt(passed), share_by_prompt([[any(known)] for known in passed])
+
+
+def room_of(rewards: Sequence[Sequence[float]]) -> Interval:
+    """Return the gain of the best of BEST_OF answers over the mean, as a share of the range of all rewards."""
+    spread = max(map(max, rewards)) - min(map(min, rewards))
+    return by_prompt([[(best_of(known) - statistics.fmean(known)) / (spread or 1.0)] for known in rewards])
+
+
+def best_of(values: Sequence[float]) -> float:
+    """Return the expected best of BEST_OF values drawn without replacement; the best one of fewer values."""
+    count = min(BEST_OF, len(values))
+    # The place-th smallest value is the best of the draws that take the others from the values below it.
+    ways = [math.comb(place, count - 1) for place in range(len(values))]
+    return sum(value * way for value, way in zip(sorted(values), ways, strict=True)) / sum(ways)
 
 
 def by_prompt(values: Sequence[Sequence[float]]) -> Interval:
@@ -169,6 +191,8 @@ def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:
         "truncated answers": trial.truncated,
     }
     table = [(name, shown(value)) for name, value in figures.items()]
+    if trial.room:
+        table.append(("room", f"{shown(trial.room)} of the range of rewards, to the best of {BEST_OF} answers"))
     table += [
         ("answer length", f"{trial.mean_tokens:.0f} tokens on average, at most {trial.limit}"),
         ("signal", f"{trial.num_signal} of {trial.num_answers} answers would have a gradient"),

@@ -91,6 +91,49 @@ def test_the_verdict_follows_the_interval(differ, prompts, verdict):
     assert trial.verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("right", "differing", "prompts", "verdict"),
+    [(2, 28, 64, "unclear"), (2, 112, 256, "enough"), (4, 25, 64, "unclear"), (4, 100, 256, "few"),
+     (7, 32, 64, "few"), (8, 64, 64, "nothing")],
+)  # fmt: skip
+def test_the_room_tells_tasks_of_the_same_share_of_groups_that_differ_apart(right, differing, prompts, verdict):
+    """Groups that differ have about 2 right answers of 8 in GSM8K, which gained, and 4 in sums, which did not."""
+    one = group(*[1.0] * right, *[0.0] * (8 - right))
+    trial = trial_of(*[one] * differing, *[group(*[0.0] * 8)] * (prompts - differing))
+    share, gain = differing / prompts, (8 - right) / 8
+    half = 1.959963984540054 * gain * math.sqrt(share * (1 - share) / (prompts - 1))
+    assert trial.room and trial.room.value == pytest.approx(share * gain)
+    assert (trial.room.low, trial.room.high) == pytest.approx((share * gain - half, share * gain + half))
+    assert trial.verdict == verdict
+
+
+def test_the_room_is_a_share_of_the_range_of_rewards():
+    """Answers of 10 beside 2, and of 6 beside 6: a gain of 7 and of 0 of 8."""
+    trial = trial_of(*[group(10.0, *[2.0] * 7)] * 10, *[group(*[6.0] * 8)] * 10)
+    assert trial.room and trial.room.value == pytest.approx((7 / 8 + 0) / 2)
+
+
+def test_rewards_that_are_equal_but_for_rounding_have_no_room():
+    near = group(7.0, 7.000001, 7.0000005, *[7.0] * 5)
+    trial = trial_of(*[near] * 64)
+    assert trial.room and (trial.room.value, trial.room.high, trial.verdict) == (0, 0, "nothing")
+
+
+def test_few_prompts_and_few_answers_have_no_room():
+    assert trial_of(*[group(1.0, *[0.0] * 7)] * 15).room is None and trial_of(*[group(1.0, 0.0)] * 64).room is None
+    assert trial_of(*[group(1.0, *[0.0] * 7)] * 16).room is not None
+
+
+def test_more_answers_than_eight_have_the_expected_best_of_eight():
+    """One right answer of 16 is among 8 drawn ones in half of the draws; of 9 answers in 8 of 9."""
+    for count, share in ((16, 1 / 2), (9, 8 / 9), (8, 1.0)):
+        trial = trial_of(*[group(1.0, *[0.0] * (count - 1))] * 16)
+        assert trial.room and trial.room.value == pytest.approx(share - 1 / count)
+    groups = [[*group(1.0, *[0.0] * 5), answer(None), answer(None)]] * 16
+    trial = trial_of(*groups)
+    assert trial.room and trial.room.value == pytest.approx(5 / 6), "of six answers with a reward"
+
+
 @pytest.mark.parametrize(("reward", "advice"), [(1.0, "take harder ones"), (0.0, "easier rows"), (7.0, "more samples")])
 def test_equal_groups_are_advised_by_what_they_have(reward, advice):
     (remedy,) = remedies(trial_of(*[group(reward, reward)] * 64))
@@ -128,5 +171,7 @@ def test_the_rows():
     lines = dict(rows_of(trial))
     assert lines["pass@1"].startswith("0.172 (") and lines["pass@2"].startswith("0.344 (")
     assert lines["signal"] == "44 of 127 answers would have a gradient"
-    assert lines["without a reward"] == "1 answer"
-    assert lines["verdict"].startswith("a weak signal: fewer than half of the groups differ; ")
+    assert lines["without a reward"] == "1 answer" and "room" not in lines
+    room = dict(rows_of(trial_of(*[group(1.0, *[0.0] * 7)] * 16, *[group(*[0.0] * 8)] * 16)))["room"]
+    assert room == "0.438 (0.28 to 0.59) of the range of rewards, to the best of 8 answers"
+    assert lines["verdict"].startswith("a weak signal: few groups differ, or ")
