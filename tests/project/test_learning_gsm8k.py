@@ -167,22 +167,9 @@ def test_the_runs_on_a_tiny_model(tmp_path, bpe_folder):
         write(tmp_path / "work" / "data" / f"gsm8k_form_{split}.jsonl", part)
         bare = [{**row, "prompt": gsm8k.question_of(row["prompt"])} for row in part]
         write(tmp_path / "work" / "data" / f"gsm8k_bare_{split}.jsonl", bare)
-    words = ["gsm8k_runs", "--work", tmp_path / "work", "--base", tmp_path / "base", "--seeds", 1, "--recipes", "base"]
-    words += [
-        "sft",
-        "grpo",
-        "ppo",
-        "--",
-        "--sft.max-steps",
-        1,
-        "--ppo.max-steps",
-        1,
-        "--ppo.max-answer-seq-len",
-        4,
-        "--dtype",
-        "fp32",
-    ]
-    call = [sys.executable, "-m", "benchmarks.learning", *map(str, words)]
+    words = "--seeds 1 --recipes base sft ppo -- --sft.max-steps 1 --ppo.max-steps 1 --ppo.max-answer-seq-len 4"
+    call = [sys.executable, "-m", "benchmarks.learning", "gsm8k_runs", "--work", str(tmp_path / "work")]
+    call += ["--base", str(tmp_path / "base"), *words.split(), "--dtype", "fp32"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     runs = gsm8k.runs_of(sorted((tmp_path / "work" / "answers").glob("*.jsonl")))
