@@ -157,8 +157,8 @@ def runs_of(paths: Sequence[Path]) -> dict[str, Answers]:
     for path in paths:
         if path.suffix == ".bz2":
             for line in read_kept(path):
-                groups = line.get("answers", {}).items()
-                runs |= {line["run"]: {key: [Answer(*one) for one in group] for key, group in groups}} if groups else {}
+                if "answers" in line:
+                    runs[line["run"]] = {key: [Answer(*one) for one in group] for key, group in line["answers"].items()}
         else:
             name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}"
             runs[name] = answers_of(path)

@@ -75,9 +75,10 @@ def final_number(text: str) -> Fraction | None:
     """Return the final number of a text, None without one; see `right_number`."""
     text = re.sub(r"\\d?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", re.sub(r"\{,\}|\\[,!$]|\*\*", "", text))
     *_, start = (0, *(match.end() for match in FINAL.finditer(text)))
-    answer = SENTENCE.split(text[start:].lstrip(), maxsplit=1)[0] if start else ""
+    rest = text[start:].lstrip() if start else ""
+    answer = SENTENCE.split(rest, maxsplit=1)[0]
     if numbers := NUMBER.findall(answer.rpartition("=")[2]):
-        behind = AFTER_BOX.match(text[start:].lstrip(), len(answer)) if len(numbers) > 1 else None
+        behind = AFTER_BOX.match(rest, len(answer)) if len(numbers) > 1 else None
         return value_of(behind[1] if behind else numbers[0])
     numbers = NUMBER.findall(text)
     return value_of(numbers[-1]) if numbers else None
