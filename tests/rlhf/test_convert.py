@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -283,20 +281,6 @@ ODD_TENSORS = [
     torch.ones(64, dtype=torch.complex64),
 ]
 NESTED = torch.nested.nested_tensor([torch.ones(32), torch.ones(31)])
-
-
-def is_read_by_torch(value: torch.Tensor) -> bool:
-    """Whether this version of torch reads such a saved tensor without running code."""
-    file = BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except UnpicklingError:
-        return False
-    return True
-
-
 FAULTS = [
     ({HEAD: None}, "1 missing ... score.weight"),
     ({f"{FC1}.weight": None, f"{FC1}.bias": None}, "2 missing ... model.decoder.layers.0.fc1.bias"),
@@ -310,7 +294,10 @@ FAULTS = [
     ({RIGHT: torch.ones(31, 2), LEFT: torch.ones(2, 64)}, "LoRA of [64, 31] ... [64, 32]"),
     *(({f"{FC1}.bias": value}, f"16 bits or more ... {FC1}") for value in ODD_TENSORS),
     # torch 2.13 reads it, 2.15 refuses it while it reads.
-    ({f"{FC1}.bias": NESTED}, f"16 bits or more ... {FC1}" if is_read_by_torch(NESTED) else "holds more than tensors"),
+    (
+        {f"{FC1}.bias": NESTED},
+        f"16 bits or more ... {FC1}" if dschat.is_read_by_torch(NESTED) else "holds more than tensors",
+    ),
     ({f"{FC1}.weight": torch.ones(64, 32, dtype=torch.int8)}, f"{FC1}.weight ... int8 ... floating-point"),
     ({f"{FC1}.bias": torch.ones(64, dtype=torch.bool)}, f"{FC1}.bias ... bool ... floating-point"),
     ({RIGHT: torch.ones(32, 2).long(), LEFT: torch.ones(2, 64)}, f"{RIGHT} ... int64 ... floating-point"),
