@@ -6,7 +6,8 @@ writes the tables and plots from what is there. `quality` trains and judges the 
 numbers in the file of --kept, from which alone `quality_report` writes its tables. What is finished is not made again.
 `instructions` writes rows for step 3 with the reward function of that name to the work folder, and trains nothing;
 `gsm8k` writes those of GSM8K, `gsm8k_figures FILE ...` the figures of answers to them, and `gsm8k_keep` keeps these
-(gsm8k.py). `gsm8k_runs --base FOLDER --recipes grpo ...` trains and asks the models of that report (gsm8k_runs.py).
+(gsm8k/answers.py). `gsm8k_runs --base FOLDER --recipes grpo ...` trains and asks the models of that report
+(gsm8k/runs.py).
 Flags behind `--` go to all of this project's commands.
 """
 
@@ -17,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning import gsm8k, gsm8k_runs, models, policies, quality, quality_report, report, rows
+from benchmarks.learning import models, policies, quality, quality_report, report, rows
+from benchmarks.learning.gsm8k import answers, runs
 from benchmarks.learning.jobs import Jobs, Work
 from benchmarks.speed.jobs import with_underscores
 from pipeline.launching.machine import count_gpus
@@ -93,18 +95,18 @@ def main() -> int:
         rows.make_instructions(given.data, work / "data")
         return 0
     if given.command == "gsm8k":
-        gsm8k.make(given.data, work / "data")
+        answers.make(given.data, work / "data")
         return 0
     if given.command == "gsm8k_figures":
-        print(gsm8k.report(gsm8k.runs_of(given.files)))
+        print(answers.report(answers.runs_of(given.files)))
         if given.plot:
-            gsm8k.plot(given.files[0], given.plot)
+            answers.plot(given.files[0], given.plot)
         return 0
     if given.command == "gsm8k_keep":
-        quality.write_kept(given.kept, gsm8k.kept_lines(given.files))
+        quality.write_kept(given.kept, answers.kept_lines(given.files))
         return 0
     if given.command == "gsm8k_runs":
-        return min(jobs.each(list(gsm8k_runs.works(jobs, given.base, given.recipes, given.seeds, more))), 1)
+        return min(jobs.each(list(runs.works(jobs, given.base, given.recipes, given.seeds, more))), 1)
     if given.command == "report":
         report.write(work, given.output, given.title)
         return 0

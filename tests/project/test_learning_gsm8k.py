@@ -9,7 +9,8 @@ import pytest
 from support.source_tree import ROOT
 from support.tiny_models import save_tiny
 
-from benchmarks.learning import gsm8k, quality, run
+from benchmarks.learning import quality, run
+from benchmarks.learning.gsm8k import answers as gsm8k
 from benchmarks.learning.rows import read_lines, write
 from pipeline.rewards.box.answers import right_number
 
