@@ -18,10 +18,11 @@ from pipeline.generation.options import why_not_streamed
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
-from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, SamplingConfig
+from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.flags.methods import METHODS, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
-from step3_ppo.models.roles import Role, roles_without
+from step3_ppo.flags.teacher import TeacherConfig
+from step3_ppo.models.roles import COMPARED, Role, roles_without
 
 LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
 
@@ -72,7 +73,10 @@ class PPOConfig(StageConfig):
         needs="a reward model",
     )
     offload_reference_model: bool = flag(
-        False, "Keep the reference's weights in host memory (ZeRO stage 3)", on_resume="rounding", needs="a reference"
+        False,
+        "Keep the weights of the reference, or of the teacher, in host memory (ZeRO stage 3)",
+        on_resume="rounding",
+        needs="a reference",
     )
     offload_reward_model: bool = flag(
         False, "The same as --reward-model-offload-weights cpu", on_resume="rounding", needs="a reward model"
@@ -80,6 +84,7 @@ class PPOConfig(StageConfig):
     data: PromptDataConfig = PromptDataConfig()
     sampling: SamplingConfig = SamplingConfig()
     rewards: RewardConfig = RewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     ppo: PPOCoefficients = PPOCoefficients()
     optimizer: OptimizerConfig = OptimizerConfig(adam_eps=1e-5, min_learning_rate_ratio=0.1)
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
@@ -99,7 +104,14 @@ class PPOConfig(StageConfig):
         """Return the model that the flag needs and this run does not have, such as "a critic"; "" if it has all."""
         if flag.path[0] == "critic" or flag.needs == "a critic":
             return "" if self.method.has_critic else "a critic"
+        if flag.needs == "a teacher":
+            return "" if self.method.has_teacher else "a teacher (--method distill)"
         return flag.needs if flag.needs == "a reward model" and not self.has_reward_model else ""
+
+    @property
+    def compares_in_updates(self) -> bool:
+        """True if the updates alone run the teacher over a rollout, for its exact divergence in the loss."""
+        return self.method.has_teacher and self.ppo.kl_estimator in DIVERGENCES
 
     @property
     def reward_functions(self) -> list[RewardFunction]:
@@ -114,8 +126,14 @@ class PPOConfig(StageConfig):
 
     @property
     def has_reward_model(self) -> bool:
-        """True if a reward model scores responses, as it does whenever no function does."""
-        return bool(self.reward_model_name_or_path or not self.rewards.reward_function)
+        """True if a reward model scores responses, as it does whenever no function does and no teacher is there."""
+        others = self.rewards.reward_function or self.method.has_teacher
+        return bool(self.reward_model_name_or_path or not others)
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if a reward model or a function scores responses; only distillation does without."""
+        return bool(self.has_reward_model or self.rewards.reward_function)
 
     @property
     def method(self) -> Method:
@@ -125,7 +143,9 @@ class PPOConfig(StageConfig):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models that the run needs, the actor first."""
-        there = {"critic": self.method.has_critic, "reference": self.ppo.has_reference, "reward": self.has_reward_model}
+        taught = self.method.has_teacher
+        there = {"critic": self.method.has_critic, "reference": self.ppo.has_reference and not taught}
+        there |= {"teacher": taught, "reward": self.has_reward_model}
         absent = (name for name, is_there in there.items() if not is_there)
         return roles_without(*absent, num_further=len(self.rewards.more_reward_models))
 
@@ -143,6 +163,11 @@ class PPOConfig(StageConfig):
     def reward_path(self) -> str:
         """The folder or hub id of the reward model."""
         return self.reward_model_name_or_path or self.critic.model_name_or_path
+
+    @property
+    def teacher_path(self) -> str:
+        """The folder or hub id of the teacher."""
+        return self.teacher.teacher_model_name_or_path
 
     def flags_of(self, role: Role) -> ModelConfig:
         """Return the flags of a model: its own, and else those of the trained model that it shares flags with."""
@@ -185,6 +210,8 @@ class PPOConfig(StageConfig):
         """Return True if the trained model with the same flags becomes this one by switching its adapters."""
         trained = next((trained for trained in self.trained_roles if trained.flags == role.flags), None)
         if role.number or trained is None or self.flags_of(trained) != self.flags_of(role):
+            return False
+        if role.name in COMPARED and self.ppo.divergence:  # whose pass stands between the actor's own
             return False
         return self.holds_start(trained) and self.start_of(role) == self.start_of(trained)
 
@@ -237,13 +264,18 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _something_rewards(self) -> Self:
+        if self.method.has_teacher:
+            if not self.teacher_path:
+                raise ValueError("teacher_model_name_or_path: missing: the model that --method distill learns from")
+            return self
         if not (self.reward_functions or self.method.has_critic or self.reward_model_name_or_path):
             raise ValueError("reward_model_name_or_path: missing: give it, or --reward-function, to reward responses")
         return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
-        if self.sampling.num_samples_per_prompt < 2 and (self.method.compares or self.ppo.group_baseline):
+        compares = self.method.compares or (self.method.has_teacher and self.has_rewards)
+        if self.sampling.num_samples_per_prompt < 2 and (compares or self.ppo.group_baseline):
             rule = "--group-baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
             raise ValueError(f"num_samples_per_prompt: got 1: {rule} compares responses to a prompt; give 2 or more")
         return self
@@ -313,21 +345,24 @@ class PPOConfig(StageConfig):
 
 def own_flags(config: PPOConfig, role: Role) -> dict[str, str]:
     """Return the flags that were given for this model alone, by the names of ModelConfig's fields."""
-    if not role.is_reward_model:
-        return {}
-    offload = config.reward_model_offload_weights
-    given = {
-        "zero_stage": config.reward_model_zero_stage,
-        "quantization": config.reward_model_quantization,
-        "attn_implementation": config.reward_model_attn_implementation,
-        "offload_weights": "cpu" if offload == "auto" and config.offload_reward_model else offload,
-    }
+    given: dict[str, str] = {}
+    if role.name == "teacher":
+        stage, quantization = config.teacher.teacher_model_zero_stage, config.teacher.teacher_model_quantization
+        given = {"zero_stage": stage, "quantization": quantization}
+    elif role.is_reward_model:
+        offload = config.reward_model_offload_weights
+        given = {
+            "zero_stage": config.reward_model_zero_stage,
+            "quantization": config.reward_model_quantization,
+            "attn_implementation": config.reward_model_attn_implementation,
+            "offload_weights": "cpu" if offload == "auto" and config.offload_reward_model else offload,
+        }
     return {name: value for name, value in given.items() if value != "auto"}
 
 
 def is_offloaded(config: PPOConfig, role: Role) -> bool:
     """Return True if the weights of a model that is not trained stay in host memory."""
-    if role.name == "reference":
+    if role.name in COMPARED:
         return config.offload_reference_model
     return own_flags(config, role).get("offload_weights") == "cpu"
 

@@ -13,9 +13,17 @@ METRICS: dict[str, Metric] = SHARED | {
         title="KL to the reference",
     ),
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
+    "objective/teacher_kl": Metric(
+        "mean over sequences of the sum of log pi - log teacher over tokens, with --method distill",
+        better=-1,
+        title="KL to the teacher",
+    ),
     "objective/entropy": Metric("mean entropy of the policy per response token", better=0, title="entropy"),
     "objective/scores": Metric(
-        "mean raw score; with several rewards their weighted sum", "score", better=1, title="score"
+        "mean raw score; with several rewards their weighted sum; without any, minus objective/teacher_kl",
+        "score",
+        better=1,
+        title="score",
     ),
     "objective/sampled_scores": Metric(
         "the same over all sampled responses, with --replace-equal-groups; objective/scores leaves out replaced ones",
@@ -70,7 +78,12 @@ METRICS: dict[str, Metric] = SHARED | {
         better=0,
         title="policy loss",
     ),
-    "loss/kl": Metric("KL of the loss (--kl-in-loss) in the mean of --loss-aggregation, times --kl-coef", better=0),
+    "loss/kl": Metric(
+        "KL of the loss (--kl-in-loss), or another divergence of --kl-estimator, in the mean of --loss-aggregation, "
+        "times --kl-coef",
+        better=0,
+        title="KL in the loss",
+    ),
     "loss/entropy_bonus": Metric(
         "entropy that is subtracted from the loss, in the mean of --loss-aggregation, times --entropy-coef",
         better=0,
@@ -170,4 +183,7 @@ def of_rewards(names: Iterable[str]) -> dict[str, Metric]:
 
 
 # Metrics of the progress line.
-SHOWN = ("objective/scores", "objective/kl", "objective/entropy", "completions/mean_length", "loss/value")
+SHOWN = (
+    "objective/scores", "objective/kl", "objective/teacher_kl", "objective/entropy", "completions/mean_length",
+    "loss/value",
+)  # fmt: skip

@@ -13,6 +13,7 @@ from pipeline.data.loader import Step, to_device
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.models.flops import TrainingWork
+from pipeline.models.forward.causal_lm import Comparison
 from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience, Responses
@@ -21,14 +22,16 @@ from step3_ppo.flags.loss_file import load_loss as load_loss
 from step3_ppo.mathematics.losses import (
     cispo_loss,
     entropy_bonus,
+    exact_kl_loss,
     kl_loss,
     policy_loss,
     positive_nll,
     row_factors,
     value_loss,
 )
+from step3_ppo.models.engines import Models
 from step3_ppo.rewarding import off_policy_weights
-from step3_ppo.scoring import log_probs_of, values_of
+from step3_ppo.scoring import comparison_of, statistics_of, values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class PolicyObjective(Objective):
     role: the model's role.
     text: plain text of this step for the ptx loss; None without one.
     own_loss: the user's loss in place of the clipped one, see `load_loss`; None: a built-in one.
+    models: those of the run, whose reference or teacher an exact KL in the loss reads; None: the KL is estimated.
     """
 
     engine: TrainingEngine
@@ -152,16 +156,18 @@ class PolicyObjective(Objective):
     role: str = "actor"
     text: Step[SFTBatch] | None = None
     own_loss: Callable[..., Tensor] | None = None
+    models: Models | None = None
 
     def loss(self, batch: MicroBatch, part: Responses, experience: Experience, sums: Sums) -> Tensor:
         """Return the policy loss, summed over the response tokens of a micro-batch."""
         from_sampler = self.ppo.old_log_probs == "sampler"
-        log_probs, entropy = log_probs_of(
+        log_probs, entropy, divergence = statistics_of(
             self.engine,
             part,
             batch,
             temperature=self.temperature,
             with_entropy=from_sampler or self.ppo.entropy_coef > 0,
+            comparison=self.comparison(part, batch),
         )
         mask = experience.response_mask
         # --old-log-probs sampler: a rollout has one step. The policy is still the old one, so the ratio is 1 and its
@@ -193,9 +199,8 @@ class PolicyObjective(Objective):
             sums.add(sampler_kl=(torch.expm1(difference) - difference).sum())
             sums.add(sampler_ratio=ratio.sum(), sampler_squares=ratio.square().sum())
         sums.raise_to(ratio=stats.ratio_max, log_ratio=drift)
-        if self.ppo.kl_in_loss and experience.ref_log_probs is not None:
-            estimator = self.ppo.kl_estimator
-            kl = self.kl_coef * kl_loss(log_probs, experience.ref_log_probs, mask, estimator=estimator, weights=factors)
+        if self.ppo.kl_in_loss and (divergence is not None or experience.ref_log_probs is not None):
+            kl = self.kl_coef * self.kl(log_probs, divergence, experience, factors)
             sums.add(kl=kl)
             loss = loss + kl
         if entropy is not None and self.ppo.entropy_coef:
@@ -207,6 +212,22 @@ class PolicyObjective(Objective):
             sums.add(positive_nll=nll)
             loss = loss + nll
         return loss
+
+    def comparison(self, part: Responses, batch: MicroBatch) -> Comparison | None:
+        """Return the distributions that an exact KL compares with those of the policy; None for an estimate."""
+        if self.models is None or self.ppo.divergence is None:
+            return None
+        return comparison_of(self.models, part, batch, kind=self.ppo.divergence)
+
+    def kl(
+        self, log_probs: Tensor, divergence: Tensor | None, experience: Experience, factors: Tensor | None
+    ) -> Tensor:
+        """Return the KL of the loss: the exact divergence (n, T) if there is one, else its estimate."""
+        mask, reference = experience.response_mask, experience.ref_log_probs
+        if divergence is not None:
+            return exact_kl_loss(divergence, mask, weights=factors)
+        assert reference is not None
+        return kl_loss(log_probs, reference, mask, estimator=self.ppo.sampled_estimator, weights=factors)
 
     def positive_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
         """Return the positive NLL of the responses in `mask`, aggregated over them alone by `--loss-aggregation`."""

@@ -13,6 +13,7 @@ from pipeline.rewards.rows import WeightedReward
 from pipeline.tensor_ops import finish_moments, moments, whiten
 from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
 from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import (
     DEVIATION_EPSILON,
     adaptive_lambda,
@@ -37,7 +38,8 @@ class Rewarded:
 
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
-    scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score.
+    scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score. Without
+        rewards, minus the sums of `kl`: how much more probable the teacher finds the response than the policy does.
     by_reward: name of a reward -> (N,) fp32, its raw scores; NaN where it gives none.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
@@ -115,12 +117,19 @@ def reward_responses(
     ref_log_probs = None if scores.ref_log_probs is None else rest.pop(0)
     values = rest[0] if rest else None
     zero = torch.zeros_like(log_probs)
-    penalty = zero if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator=ppo.kl_estimator)
-    per_token = token_rewards(shaped, penalty, mask, kl_coef=0.0 if ppo.kl_in_loss else kl_coef)
+    kl, penalty = zero, zero
+    if ref_log_probs is not None:
+        kl = kl_estimate(log_probs, ref_log_probs, estimator="k1")
+        if not ppo.kl_in_loss:
+            penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.sampled_estimator)
+    penalties = token_rewards(torch.zeros_like(shaped), penalty, mask, kl_coef=kl_coef)
+    per_token = token_rewards(shaped, penalty, mask, kl_coef=kl_coef)
     if at_tokens is not None:
         # What a function gives tokens stands at them, and not at the last one.
         per_token = per_token + token_rewards(-at_tokens.sum(1), zero, mask, kl_coef=0.0) + at_tokens
     advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
+    if METHODS[ppo.method].has_teacher:
+        advantages = taught_advantages(ppo, penalties, shaped, mask, group_size=terms.group_size)
     mean, variance = finish_moments(moments(advantages, mask))
     trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     by_reward = raw_scores(responses, judged, terms)
@@ -136,12 +145,12 @@ def reward_responses(
             mask & is_right(by_reward, ppo, terms).unsqueeze(1) if ppo.positive_nll_coef else None,
         ),
         valid=valid,
-        scores=weighted_sum(raw, [*weights, *terms.functions.values()]),
+        scores=weighted_sum(raw, [*weights, *terms.functions.values()]) if raw else -kl.sum(1),
         by_reward=by_reward,
         sequence_rewards=shaped,
         total_rewards=per_token.sum(1),
         clipped=torch.stack([column.abs() > ppo.reward_clip for column in normalised or [shaped * 0]]).any(0),
-        kl=None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator="k1"),
+        kl=None if ref_log_probs is None else kl,
         kl_k3=None if ref_log_probs is None else kl_estimate(log_probs, ref_log_probs, estimator="k3"),
         advantage_mean=mean.item(),
         advantage_std=variance.sqrt().item(),
@@ -250,6 +259,24 @@ def advantages_of(
     own = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha) if ppo.lambda_alpha else ppo.gae_lambda
     of_returns = ppo.gae_lambda if ppo.returns_lambda < 0 else ppo.returns_lambda
     return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=own, returns_lambda=of_returns)
+
+
+def taught_advantages(ppo: PPOCoefficients, taught: Tensor, shaped: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
+    """Return the advantages (N, T) of distillation.
+
+    Those of the teacher are discounted sums of its token rewards from each token on, by default of that token alone,
+    whose expectation is then the gradient of the reverse KL at the token. To them is added, for all tokens of a
+    response, its reward less the mean reward of the prompt's responses.
+
+    Args:
+        taught: (N, T) fp32, kl_coef * (log teacher - log policy) of the sampled tokens; 0 with the KL in the loss.
+        shaped: (N,) fp32, sequence rewards; 0 without rewards.
+    """
+    advantages, _ = estimate_advantages(taught, None, mask, gamma=ppo.gamma, gae_lambda=1.0)
+    if group_size == 1:
+        return advantages
+    compared = group_advantages(shaped, mask.any(1), group_size=group_size, scale=False)
+    return advantages + torch.where(mask, compared.unsqueeze(1), 0.0)
 
 
 def off_policy_weights(ppo: PPOCoefficients, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:

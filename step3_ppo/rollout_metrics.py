@@ -16,6 +16,7 @@ from pipeline.tensor_ops import masked_sum, moments
 from pipeline.training.metrics import finite
 from step3_ppo.experience import Experience, Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import adaptive_lambda, explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
 from step3_ppo.rewarding import Rewarded, off_policy_weights
@@ -32,15 +33,20 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     finished = responses.finished.float()
     metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
     metrics |= reward_metrics(responses, rewarded)
-    for name, kl in {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}.items():
+    kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
+    if METHODS[ppo.method].has_teacher:
+        kls = {"objective/teacher_kl": rewarded.kl}
+    for name, kl in kls.items():
         if kl is not None:
             metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
     if (positive := rewarded.experience.positive_mask) is not None:
         metrics["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
+    if rewarded.by_reward or rewarded.kl is not None:  # a teacher that the updates alone run gives no score
+        metrics["objective/scores"] = mean_of(rewarded.scores, valid)
+    if rewarded.by_reward:
+        metrics["objective/score_clipfrac"] = mean_of(rewarded.clipped.float(), valid)
+        metrics["objective/rlhf_reward"] = mean_of(rewarded.total_rewards, valid)
     return metrics | {
-        "objective/scores": mean_of(rewarded.scores, valid),
-        "objective/score_clipfrac": mean_of(rewarded.clipped.float(), valid),
-        "objective/rlhf_reward": mean_of(rewarded.total_rewards, valid),
         "advantages/mean": rewarded.advantage_mean if mask.any() else math.nan,
         "advantages/std": rewarded.advantage_std if mask.any() else math.nan,
         "completions/mean_length": mean_of(responses.response_lengths.float(), valid),

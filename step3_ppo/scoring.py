@@ -5,6 +5,7 @@ pass of the policy, so the first ratio of a rollout is exactly 1.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,28 +13,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline import dist
+from pipeline.models.forward.causal_lm import Comparison, TokenStatistics
 from pipeline.rewards.rows import ScoredRows
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Responses, Scores, batch_rows
+from step3_ppo.flags.groups import Divergence
 from step3_ppo.models.engines import Models
+from step3_ppo.models.roles import COMPARED
 
 
-def log_probs_of(
-    policy: Any, responses: Responses, batch: MicroBatch, *, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return (n, T) log-probabilities of a micro-batch's response tokens, and with `with_entropy` their entropies."""
-    output = policy(
-        responses.sequences,
-        attention_mask=responses.attention_mask,
-        selected=responses.predicts_response,
-        num_selected=batch.num_response_tokens,
-        num_tokens=batch.num_packed_tokens,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        right_padded=True,
+def statistics_of(
+    policy: Any,
+    responses: Responses,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    comparison: Comparison | None = None,
+) -> TokenStatistics:
+    """Return statistics (n, T) of a micro-batch's response tokens; entropies and divergences only if asked for."""
+    output: TokenStatistics = policy(
+        **inputs_of(responses, batch), temperature=temperature, with_entropy=with_entropy, comparison=comparison
     )
-    entropy = None if output.entropy is None else responses.in_response_space(output.entropy)
-    return responses.in_response_space(output.log_probs), entropy
+    wide = [None if column is None else responses.in_response_space(column) for column in output]
+    return TokenStatistics(*wide)  # type: ignore[arg-type]  # there are always log-probabilities
+
+
+def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
+    """Return the inputs of a policy for the response tokens of a micro-batch."""
+    return {
+        "input_ids": responses.sequences,
+        "attention_mask": responses.attention_mask,
+        "selected": responses.predicts_response,
+        "num_selected": batch.num_response_tokens,
+        "num_tokens": batch.num_packed_tokens,
+        "right_padded": True,
+    }
+
+
+def comparison_of(models: Models, responses: Responses, batch: MicroBatch, *, kind: Divergence) -> Comparison:
+    """Return the distributions of the reference policy, or of the teacher, at a micro-batch's response tokens."""
+    with models.reference_policy() as reference:
+        return Comparison(kind, reference(**inputs_of(responses, batch), hidden_only=True), reference.module)
 
 
 def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:
@@ -59,8 +80,9 @@ def policy_log_probs(
     """
 
     def compute(part: Responses, batch: MicroBatch) -> tuple[Tensor, ...]:
-        # with_entropy=True, so the entropies are not None.
-        return log_probs_of(models.actor, part, batch, temperature=temperature, with_entropy=True)  # type: ignore[return-value]
+        log_probs, entropy, _ = statistics_of(models.actor, part, batch, temperature=temperature, with_entropy=True)
+        assert entropy is not None
+        return log_probs, entropy
 
     log_probs, entropy = over_all(responses, batches, compute, between)
     return log_probs, entropy
@@ -74,6 +96,7 @@ def score_responses(
     policy: tuple[Tensor, Tensor | None],
     *,
     temperature: float,
+    with_reference: bool = True,
     between: Callable[[], None] = lambda: None,
 ) -> Scores:
     """Run reference and critic, if the run has them, over all responses; each rank its micro-batches. A collective.
@@ -81,11 +104,14 @@ def score_responses(
     Args:
         batches: this rank's micro-batches.
         policy: the log-probabilities and entropies of the policy, or those of the sampler and None.
+        with_reference: False: without the reference's log-probabilities, also if the run has one.
         between: called before each of them; may raise.
     """
-    columns = over_all(responses, batches, lambda *part: score_batch(models, *part, temperature=temperature), between)
-    models.release_gathered("reference")  # the other models may be updated next
-    ref_log_probs = columns.pop(0) if models.has_reference else None
+    with_reference = with_reference and models.has_reference
+    compute = partial(score_batch, models, temperature=temperature, with_reference=with_reference)
+    columns = over_all(responses, batches, compute, between)
+    models.release_reference()  # the other models may be updated next
+    ref_log_probs = columns.pop(0) if with_reference else None
     log_probs, entropy = policy
     return Scores(log_probs, ref_log_probs, entropy, columns[0] if columns else None)
 
@@ -114,7 +140,7 @@ def reward_model_scores(
     if not models.rewards:
         return torch.zeros(len(responses.sequences), 0, device=responses.sequences.device)
     scores = over_all(responses, batches, compute, between)
-    for name in models.frozen.keys() - {"reference"}:
+    for name in models.frozen.keys() - COMPARED:
         models.release_gathered(name)
     return torch.stack(scores, 1)
 
@@ -134,12 +160,14 @@ def over_all(
     return gather_scores(parts, indices, width=responses.sampler_log_probs.shape[1])
 
 
-def score_batch(models: Models, responses: Responses, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, ...]:
-    """Return (n, T') reference log-probabilities and (n, T') values of a micro-batch, if the run has these models."""
+def score_batch(
+    models: Models, responses: Responses, batch: MicroBatch, *, temperature: float, with_reference: bool
+) -> tuple[Tensor, ...]:
+    """Return (n, T') reference log-probabilities, if asked for, and (n, T') values of a micro-batch, with a critic."""
     columns = list[Tensor]()
-    if models.has_reference:
+    if with_reference:
         with models.reference_policy() as reference:
-            columns.append(log_probs_of(reference, responses, batch, temperature=temperature, with_entropy=False)[0])
+            columns.append(statistics_of(reference, responses, batch, temperature=temperature).log_probs)
     if models.critic is not None:
         columns.append(values_of(models.critic, responses, batch))
     return tuple(columns)

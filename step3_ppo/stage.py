@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def starts_of(flags: Mapping[str, Any]) -> dict[str, Start]:
     """Return where the models of a run with these flags start: a critic from the reward model, else the actor."""
     method = METHODS.get(str(flags.get("method", "ppo")), METHODS["ppo"])
-    is_rewarded_by_model = flags.get("reward_model_name_or_path") or not flags.get("reward_function")
+    others = flags.get("reward_function") or method.has_teacher
+    is_rewarded_by_model = flags.get("reward_model_name_or_path") or not others
     follows = Start("reward", "reward") if is_rewarded_by_model else ACTOR_START
     if method.has_critic:
         return {"actor_": ACTOR_START, "critic_": follows}
@@ -49,6 +50,7 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
         check_critic_tokens,
         check_rotary_length,
         check_settings,
+        check_teacher_tokens,
         package_checks,
         weight_checks,
     )
@@ -59,25 +61,27 @@ def start_models(config: PPOConfig, base_of_output: Mapping[str, str]) -> "list[
     models: list[StartModel] = []
     for role in config.roles:
         # A frozen model without its own flags starts from the files of a trained one.
-        has_own_start = role.path and (role.number or own_flags(config, role) or config.reward_model_name_or_path)
+        is_teacher, is_alone = role.name == "teacher", role.number or own_flags(config, role)
+        has_own_start = role.path and (is_teacher or is_alone or config.reward_model_name_or_path)
         if not role.is_trained and not has_own_start:
             continue
         path, settings, prefix = config.start_of(role), config.flags_of(role), role.prefix or f"{role.flags}_"
         flag = "--more-reward-models" if role.number else dashed(f"{prefix}{'model_' * role.is_trained}name_or_path")
         start = ModelSource(base_of_output.get(path, path))
         fits: list[Callable[[], None]] = [partial(check_decoder, start, flag)]
-        if role.is_trained:
+        if role.is_trained or is_teacher:
             checks = (check_positions, check_rotary_length)
             fits += [partial(check, start, config.max_sequence_length, LENGTH_FLAGS) for check in checks]
-        is_alone = config.deepspeed.only_optimize_lora
-        fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained, only_lora=is_alone))
+        only_lora = config.deepspeed.only_optimize_lora
+        fits.append(partial(check_settings, start, settings, prefix, learns=role.is_trained, only_lora=only_lora))
         if role.has_values:
             new_head = config.may_begin_head(role) and not (path in base_of_output or has_score_head(start))
             fits += [] if path in base_of_output else [partial(check_head, start, new_head=new_head)]
         else:
             fits.append(partial(check_cache, start, flag))
-        if role.is_trained and models:
-            fits.insert(0, partial(check_critic_tokens, start, models[0].source, flag))
+        if (role.is_trained or is_teacher) and models:
+            check_tokens = check_teacher_tokens if is_teacher else check_critic_tokens
+            fits.insert(0, partial(check_tokens, start, models[0].source, flag))
         packages = weight_checks(settings, prefix)
         if role.is_trained:
             packages = package_checks(settings, config.optimizer, config.deepspeed, prefix)

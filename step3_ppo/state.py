@@ -285,6 +285,7 @@ class PPO:
                     text=text,
                     unsup_coef=self.config.data.unsup_coef,
                     own_loss=self.own_loss,
+                    models=self.models,
                     world=self.run.world,
                 )
             ]

@@ -100,7 +100,8 @@ def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
         # With one step a rollout approx_kl is always 0: the policy has not moved when it is measured.
         shown=SHOWN
         + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ())
-        + (("advantages/lambda",) if ppo.config.ppo.lambda_alpha else ()),
+        + (("advantages/lambda",) if ppo.config.ppo.lambda_alpha else ())
+        + (("loss/kl",) if ppo.config.compares_in_updates else ()),
         buffers=ppo.hybrid,
     )
 
@@ -126,7 +127,7 @@ def score(ppo: PPO, responses: Responses, state: State, control: RunControl) -> 
     """Run policy, reference and critic over the responses. A collective.
 
     The policy's pass has exactly the shapes of the first epoch's updates. With `--old-log-probs sampler` it is left
-    out.
+    out. A teacher with an exact divergence in the loss runs in the updates alone, and in evaluations.
 
     Raises:
         Interrupted: the run is to stop; nothing of the rollout is kept.
@@ -138,7 +139,8 @@ def score(ppo: PPO, responses: Responses, state: State, control: RunControl) -> 
         size = control.halving.batch_size(state, "train", ppo.config.optimizer.per_device_train_batch_size)
         policy = score_policy(ppo, responses, state, control, size)
         ppo.hybrid.note_update()  # the pass has the shapes of an update
-    return score_others(ppo, responses, policy, state, control)
+    with_reference = not ppo.config.compares_in_updates
+    return score_others(ppo, responses, policy, state, control, with_reference=with_reference)
 
 
 def score_rewards(ppo: PPO, responses: Responses, rows: Any, state: State, control: RunControl) -> Tensor:
@@ -206,6 +208,8 @@ def step_objectives(ppo: PPO, rollout: Collected, state: State, control: RunCont
         rate_factor=ppo.rate(state.step),
         stopping=control.stopping,
     )
+    if ppo.config.ppo.divergence:
+        ppo.models.release_reference()
     ppo.hybrid.note_update()
     if stepped and ppo.average is not None:
         ppo.average.update()
@@ -327,12 +331,18 @@ def score_policy(
 
 
 def score_others(
-    ppo: PPO, responses: Responses, policy: tuple[Tensor, Tensor | None], state: State, control: RunControl
+    ppo: PPO,
+    responses: Responses,
+    policy: tuple[Tensor, Tensor | None],
+    state: State,
+    control: RunControl,
+    *,
+    with_reference: bool = True,
 ) -> Scores:
     """Run reference and critic over the responses. A collective; raises Interrupted."""
     batches, between = scoring_parts(ppo, responses, state, control)
-    temperature = ppo.config.sampling.temperature
-    return score_responses(ppo.models, responses, batches, policy, temperature=temperature, between=between)
+    settings: dict[str, Any] = {"temperature": ppo.config.sampling.temperature, "with_reference": with_reference}
+    return score_responses(ppo.models, responses, batches, policy, between=between, **settings)
 
 
 def scoring_parts(

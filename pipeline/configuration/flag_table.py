@@ -21,7 +21,16 @@ from pipeline.errors import dashed
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
 Need = Literal[
-    "", "a GPU", "ZeRO stage 3", "ZeRO stage 1 or 2", "fp16", "LoRA", "a critic", "a reward model", "a reference"
+    "",
+    "a GPU",
+    "ZeRO stage 3",
+    "ZeRO stage 1 or 2",
+    "fp16",
+    "LoRA",
+    "a critic",
+    "a reward model",
+    "a reference",
+    "a teacher",
 ]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]

@@ -241,6 +241,16 @@ def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
     return bool(first.get_vocab() == second.get_vocab())
 
 
+def check_teacher_tokens(teacher: ModelSource, actor: ModelSource, flag: str) -> None:
+    """Raise InputError if the tokenizer of the teacher is not the actor's."""
+    if teacher.path != actor.path and not same_tokens(teacher.tokenizer, actor.tokenizer):
+        sizes = [len(one.tokenizer) for one in (teacher, actor)]
+        raise InputError(
+            f"{flag} {teacher.path}: its vocabulary of {sizes[0]} tokens is not the one of {sizes[1]} of {actor.path}; "
+            "distillation compares both models token by token. Give a teacher of the actor's family"
+        )
+
+
 def check_critic_tokens(critic: ModelSource, actor: ModelSource, flag: str) -> None:
     """Raise InputError if the tokenizer of the critic is not the actor's."""
     if critic.path != actor.path and not same_tokens(critic.tokenizer, actor.tokenizer):

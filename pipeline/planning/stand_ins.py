@@ -13,9 +13,8 @@ from transformers import AttentionInterface
 
 from pipeline.kernels.fused_layers import is_large
 from pipeline.kernels.token_statistics import LogitScaling
-from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM, Comparison, TokenStatistics
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
-from pipeline.models.loading import base_model
 
 COUNTED_ATTENTION = "counted_attention"
 
@@ -142,10 +141,15 @@ class CountedLM(CausalLM):
     """A causal language model whose head saves the same tensors as on a GPU with triton."""
 
     def head(
-        self, hidden: Tensor, targets: Tensor, scaling: LogitScaling, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        scaling: LogitScaling,
+        with_entropy: bool,
+        comparison: Comparison | None,
+    ) -> TokenStatistics:
         """Map (m, H) hidden states to (m,) log-probabilities without values."""
-        return KeepsLogits.apply(base_model(self.model).get_output_embeddings()(hidden)), None
+        return TokenStatistics(KeepsLogits.apply(self.logits(hidden)))
 
 
 class KeepsSelectedLogits(KeepsLogits):

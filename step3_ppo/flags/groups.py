@@ -13,6 +13,10 @@ from pipeline.rewards.functions import RewardFunction, function_of_file
 from step3_ppo.flags.methods import METHODS, MethodName
 
 POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
+Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
+DIVERGENCES: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
 
 
 def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
@@ -128,7 +132,7 @@ class PPOCoefficients(Group):
     method: MethodName = flag(
         "ppo",
         "How rewards become advantages: ppo trains a critic; grpo and rloo compare the responses to a prompt; "
-        "reinforce_pp compares those of a batch",
+        "reinforce_pp compares those of a batch; distill follows the log-probabilities of a teacher",
     )
     ppo_epochs: int = flag(1, "Passes over each rollout", ge=1, other_tools="num_ppo_epochs")
     policy_loss: str = flag(
@@ -221,8 +225,12 @@ class PPOCoefficients(Group):
         0.1, "Weight of the KL penalty; its initial value with --kl-target", ge=0, other_tools="init_kl_coef beta"
     )
     log_kl: bool = flag(False, "Log objective/kl at --kl-coef 0 too, which loads the reference", before=True)
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "Estimator of the KL per token")
-    kl_in_loss: bool = flag(False, "Put the KL into the policy loss (k2 or k3) instead of the reward")
+    kl_estimator: Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"] = flag(
+        "k1",
+        "Estimator of the KL per token. reverse_kl, forward_kl and jsd are exact, from the whole distributions: with "
+        "--kl-in-loss alone",
+    )
+    kl_in_loss: bool = flag(False, "Put the KL into the policy loss instead of the reward; not k1")
     kl_target: float = flag(0.0, "KL in nats per sequence to which --kl-coef adapts; 0: it is fixed", ge=0)
     kl_horizon: int = flag(10_000, "Sequences in which an adaptive --kl-coef changes by at most a fifth", ge=1)
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
@@ -257,8 +265,18 @@ class PPOCoefficients(Group):
 
     @property
     def has_reference(self) -> bool:
-        """True if the KL to the reference has a weight or is logged."""
+        """True if the KL to the reference, or to a teacher in its place, has a weight or is logged."""
         return bool(self.kl_coef or self.log_kl)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The exact divergence of --kl-estimator; None for an estimate from the sampled tokens."""
+        return next((name for name in DIVERGENCES if name == self.kl_estimator), None)
+
+    @property
+    def sampled_estimator(self) -> Estimator:
+        """The estimator of the KL from sampled tokens; there is one wherever the KL is not an exact one in the loss."""
+        return next(name for name in ESTIMATORS if name == self.kl_estimator)
 
     @property
     def loss_file(self) -> RewardFunction | None:
@@ -306,8 +324,20 @@ class PPOCoefficients(Group):
         return self
 
     @model_validator(mode="after")
+    def _teaches(self) -> Self:
+        if METHODS[self.method].has_teacher and not self.kl_coef:
+            raise ValueError(
+                "kl_coef: got 0, the weight of what --method distill learns from; give 1, or another method"
+            )
+        if METHODS[self.method].has_teacher and self.kl_target:
+            raise ValueError("kl_target: holds a policy near its start, not near a teacher; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _each_is_read(self) -> Self:
         weights, reasons = self.off_policy_weights, dict[str, str]()
+        if METHODS[self.method].has_teacher:
+            reasons["group_baseline"] = f"method {self.method} subtracts the prompt's mean reward already"
         if METHODS[self.method].compares:
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss == "cispo":
@@ -332,4 +362,6 @@ class PPOCoefficients(Group):
         if self.kl_in_loss and self.kl_estimator == "k1":
             why = "which has no useful gradient as a loss (--kl-in-loss, which method grpo sets)"
             raise ValueError(f"kl_estimator: got k1, {why}; use k2 or k3, or --kl-in-loss false")
+        if self.divergence and not self.kl_in_loss:
+            raise ValueError(f"kl_estimator: got {self.divergence}, a term of the loss; give --kl-in-loss true too")
         return self

@@ -1,7 +1,7 @@
 """The methods of stage 3: which models each trains, and its defaults of flags.
 
 Sources: Schulman et al. 2017 (PPO), arXiv 1707.06347; Shao et al. 2024 (GRPO), 2402.03300; Ahmadian et al. 2024 (RLOO),
-2402.14740; Hu et al. 2025 (REINFORCE++), 2501.03262.
+2402.14740; Hu et al. 2025 (REINFORCE++), 2501.03262; Agarwal et al. 2024 (on-policy distillation), 2306.13649.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
 
-MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp"]
+MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp", "distill"]
 # Factors of LoRA's default learning rate over that of full training: for PPO, and for the methods without a critic.
 # Measured with SmolLM2-135M-Instruct: GRPO of all weights at 1e-5 learns more than LoRA of rank 32 at 1e-4 and less
 # than at 5e-4
 # (benchmarks/reports/lora_rates_smollm2_h100_202611.md). PPO was not measured and takes the factor of GRPO.
 PPO_LORA_FACTOR = 20.0
 LORA_FACTOR = 20.0
-# Defaults if functions alone reward. 256 tokens truncate 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
+# Defaults if no reward model scores responses. 256 tokens truncate 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
 OF_FUNCTIONS: Mapping[str, Any] = {"missing_eos_penalty": 0.0, "max_answer_seq_len": 512}
 
 
@@ -28,12 +28,14 @@ class Method:
     title: its name in logs and model cards.
     has_critic: True = a value model learns beside the policy.
     compares: True = an advantage compares several responses to one prompt.
+    has_teacher: True = the policy learns from a teacher's log-probabilities, with or without rewards.
     settings: flag -> its default under this method; other flags have their usual default.
     """
 
     title: str
     has_critic: bool = False
     compares: bool = False
+    has_teacher: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -56,6 +58,17 @@ METHODS: Mapping[str, Method] = {
         settings={"num_samples_per_prompt": 4, "kl_coef": 0.05, "whiten_advantages": False},
     ),
     "reinforce_pp": Method("REINFORCE++", settings={"num_samples_per_prompt": 1, "whiten_advantages": True}),
+    "distill": Method(
+        "distillation",
+        has_teacher=True,
+        settings={
+            "kl_coef": 1.0,
+            "kl_in_loss": True,
+            "kl_estimator": "reverse_kl",
+            "gamma": 0.0,
+            "whiten_advantages": False,
+        },
+    ),
 }
 # Flags with a default of some method. A preset gives their values for PPO.
 SET_BY_METHODS = frozenset(name for method in METHODS.values() for name in method.settings)
@@ -81,8 +94,9 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
     name = named_method(layers)
     method = METHODS.get(name, METHODS["ppo"])
     below: Layers = [(f"{OF_METHOD}{name}", dict(method.settings))]
-    if given.get("reward_function") and not given.get("reward_model_name_or_path"):
-        below.append((f"{OF_METHOD}{name}, where functions alone reward", dict(OF_FUNCTIONS)))
+    if (given.get("reward_function") or method.has_teacher) and not given.get("reward_model_name_or_path"):
+        why = "where functions alone reward" if given.get("reward_function") else "without rewards"
+        below.append((f"{OF_METHOD}{name}, {why}", dict(OF_FUNCTIONS)))
     without_preset = [
         (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
         for origin, values in (layers if not method.has_critic else ())

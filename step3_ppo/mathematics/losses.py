@@ -91,6 +91,12 @@ def kl_loss(
     return weighted_sum(value + (k2 - k2.detach()), response_mask, weights)
 
 
+def exact_kl_loss(divergence: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
+    """sum_t D_t over the response tokens; D_t compares the whole distributions at a token, with its gradient."""
+    (divergence,) = zero_outside(response_mask, divergence)
+    return weighted_sum(divergence, response_mask, weights)
+
+
 def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """sum_t H(pi(. | s_t)) over the response tokens, which a loss gets less; Schulman et al. 2017, equation 9.
 

@@ -22,7 +22,7 @@ from pipeline.rewards.reward_model import RewardModel, separate_tokenizer
 from pipeline.rewards.rows import WeightedReward
 from pipeline.run.run import Run
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig
-from step3_ppo.models.roles import Role
+from step3_ppo.models.roles import COMPARED, Role
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ class Models:
 
     tokenizer: tokenizer of the models that learn.
     trained: policy ("actor") and value model ("critic").
-    frozen: "reference" and "reward", each only if it is loaded separately. Otherwise the actor serves as the reference
-        policy, with its adapters switched back to those that training began with. So does the critic as the reward
-        model, with the head that it began with.
+    frozen: "reference" or "teacher", and "reward", each only if it is loaded separately. Otherwise the actor serves as
+        the reference policy, with its adapters switched back to those that training began with. So does the critic as
+        the reward model, with the head that it began with.
     rewards: reward models, with their constants.
-    has_reference: False = the run needs no log-probabilities of a reference policy.
+    has_reference: False = the run needs no log-probabilities of a reference policy. A teacher is one.
     """
 
     tokenizer: Any
@@ -95,11 +95,15 @@ class Models:
             if not names or name in names:
                 engine.release_gathered()
 
+    def release_reference(self) -> None:
+        """Free what ZeRO-3 has gathered of the reference or the teacher."""
+        self.release_gathered(*COMPARED)
+
     @contextmanager
     def reference_policy(self) -> Iterator[Any]:
-        """Open the reference policy: a separate model, or the actor as it was before training."""
-        if "reference" in self.frozen:
-            yield self.frozen["reference"]
+        """Open the reference policy: a separate model, such as a teacher, or the actor as it was before training."""
+        if separate := [self.frozen[name] for name in COMPARED if name in self.frozen]:
+            yield separate[0]
         else:
             with start_model(self.actor.module.model):
                 yield self.actor

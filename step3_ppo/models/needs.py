@@ -28,6 +28,7 @@ from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds, step_ar
 from pipeline.tensor_ops import round_up
 from pipeline.training.micro_batches import LENGTH_UNIT
 from step3_ppo.config import PPOConfig
+from step3_ppo.models.roles import COMPARED
 from step3_ppo.rollout import Schedule, generation_options, make_schedule
 
 TRUNCATION_BYTES = 24  # bytes for each logit, to scale, mask, sort, normalise, sum and compare it in fp32
@@ -44,7 +45,7 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
         phases={
             "generate": [prefill(config, buffers)],
             "score": scoring(config, buffers.num_responses, {use.role for use in models}),
-            "train": updates(config, buffers.num_responses, [role.name for role in config.trained_roles]),
+            "train": updates(config, buffers.num_responses, [role.name for role in config.held_roles]),
         },
         batch=batch_lines(config, schedule, ranks),
         rollout=buffers,
@@ -122,8 +123,8 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
     if config.ppo.old_log_probs != "sampler":
         passes.append(Pass("actor", micro, length, micro * longest, times=-(-num_responses // micro)))
     # Without a separate model, the actor with its adapters off is the reference, and so is the critic the reward model.
-    reference = "reference" if "reference" in roles else "actor"
-    if config.ppo.has_reference:
+    reference = next((name for name in COMPARED if name in roles), "actor")
+    if config.ppo.has_reference and not config.compares_in_updates:
         passes.append(Pass(reference, rows, length, rows * longest, times=times, without_adapters=reference == "actor"))
     reward = "reward model" if "reward model" in roles else "critic"
     if "critic" in roles:
@@ -136,12 +137,18 @@ def scoring(config: PPOConfig, num_responses: int, roles: set[str]) -> list[Pass
 
 
 def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pass]:
-    """Return the passes of an optimizer step: trained models on a micro-batch, and the actor on ptx text."""
+    """Return the passes of an optimizer step: trained models on a micro-batch, and the actor on ptx text.
+
+    With an exact divergence in the loss the reference's or the teacher's too.
+    """
     longest, optimizer = config.sampling.max_answer_seq_len, config.optimizer
     length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
     times = num_responses * config.ppo.ppo_epochs // rows
     passes = [Pass("actor", rows, length, rows * longest, trains=True, accumulates=accumulates, times=times)]
+    if config.ppo.divergence:
+        compared = next(name for name in COMPARED if name in roles)
+        passes.append(Pass(compared, rows, length, rows * longest, times=times))
     if "critic" in roles:
         passes.append(Pass("critic", rows, length, trains=True, accumulates=accumulates, times=times))
     if config.data.unsupervised_data_path:

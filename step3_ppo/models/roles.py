@@ -38,11 +38,13 @@ class Role:
 
 
 REWARD_PREFIX = "reward_model_"
+COMPARED = ("reference", "teacher")  # policies to which the actor is compared; a run has at most one of them
 REWARD = Role("reward", "reward model", "critic", prefix=REWARD_PREFIX, path="reward_path", has_values=True)
 ROLES = (
     Role("actor", "actor", "actor", card="-tuned model"),
     Role("critic", "critic", "critic", card=" critic", has_values=True),
     Role("reference", "reference", "actor"),
+    Role("teacher", "teacher", "actor", prefix="teacher_model_", path="teacher_path"),
     REWARD,
 )
 

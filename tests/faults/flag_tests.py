@@ -239,6 +239,8 @@ TWINS |= shared_twins(TWINS)
 
 # Test -> flags that it fails without.
 TESTS: dict[str, str] = {
+    "step3_ppo/test_distillation_runs.py::test_a_teacher_is_planned_with_its_own_flags":
+        "ppo.teacher_model_name_or_path ppo.teacher_model_zero_stage ppo.teacher_model_quantization",
     "configuration/test_ds_config.py::test_fp16":
         "sft.loss_scale sft.initial_scale_power sft.loss_scale_window sft.hysteresis",
     "configuration/test_ds_config.py::test_monitors": "sft.deepspeed_monitor",

@@ -26,7 +26,10 @@ SHAPES = [
 STAGES_1_AND_2 = [(1, 1, "m2"), (1, 2, "m2"), (2, 1, "m1"), (2, 2, "m1"), (1, 3, "m2")]
 QUICK_SHAPES = [(1, 0, "m4"), (2, 0, "m1"), (2, 3, "m1"), (2, 2, "m1")]
 BOTH_STAGES = [f"z{stage} {name}" for stage in (0, 3) for name in ("lora", "small batches", "partial", "sampler")]
-VARIANTS = [*BOTH_STAGES, *(f"z{stage} ptx" for stage in range(4)), "z0 recomputed", "z0 two samples", "z0 kl in loss"]
+VARIANTS = [
+    *BOTH_STAGES, *(f"z{stage} ptx" for stage in range(4)), "z0 recomputed", "z0 two samples", "z0 kl in loss",
+    "z0 exact kl", "z3 exact kl",
+]  # fmt: skip
 SLOW_VARIANTS = [*(name for name in BOTH_STAGES if name.startswith("z3")), "z1 ptx", "z2 ptx", "z3 ptx"]
 BAD = [f"z{stage} bad {engine}" for stage in range(4) for engine in ("actor", "critic")]
 SAVED = [*(f"z{stage} saved" for stage in range(4)), "z3 unpartitioned saved"]
@@ -132,13 +135,19 @@ def test_variants_are_equal(found: Found, case: str) -> None:
         assert_equal_updates(mine, found[1][0][f"z0{case[2:]}"])
 
 
+def test_layers_that_are_gathered_one_by_one_give_the_same_divergence(found: Found) -> None:
+    for mine in every_rank(found, "z3 exact kl by layers"):
+        assert_equal_rollouts(mine, found[1][0]["z0 exact kl"])
+        assert_equal_updates(mine, found[1][0]["z0 exact kl"])
+
+
 @pytest.mark.parametrize("variant", ["recomputed", "small batches"])
 def test_these_variants_change_nothing(found: Found, variant: str) -> None:
     assert_equal_rollouts(found[1][0][f"z0 {variant}"], found[1][0]["z0 m2"])
     assert_equal_updates(found[1][0][f"z0 {variant}"], found[1][0]["z0 m2"])
 
 
-@pytest.mark.parametrize("variant", ["lora", "kl in loss", "ptx"])
+@pytest.mark.parametrize("variant", ["lora", "kl in loss", "exact kl", "ptx"])
 def test_these_variants_change_something(found: Found, variant: str) -> None:
     mine, reference = found[1][0][f"z0 {variant}"]["metrics"], found[1][0]["z0 m2"]["metrics"]
     assert numbers_apart(mine["actor/grad_norm"], reference["actor/grad_norm"]) > 100 * TOLERANCE

@@ -344,12 +344,14 @@ def cases() -> dict[str, Any]:
         "kl in loss": ("--kl-in-loss", "--kl-estimator", "k3", "--entropy-coef", 0.1),
     }.items():
         found[f"z0 {name}"] = partial(rollouts, micro=micro, words=words)
+    exact = ("--kl-in-loss", "--kl-estimator", "jsd", "--kl-coef", 5)
     one_step = ("--ppo-epochs", 1, "--gradient-accumulation-steps", PROMPTS_PER_ROLLOUT // micro // size)
     for stage in (0, 3):
         found[f"z{stage} sampler"] = partial(
             rollouts, micro=micro, stage=stage, words=("--old-log-probs", "sampler", *one_step)
         )
         found[f"z{stage} lora"] = partial(rollouts, micro=micro, stage=stage, words=lora)
+        found[f"z{stage} exact kl"] = partial(rollouts, micro=micro, stage=stage, words=exact)
         found[f"z{stage} small batches"] = partial(rollouts, micro=micro, stage=stage, batches=2)
         found[f"z{stage} partial"] = partial(rollouts, micro=micro, stage=stage, first=2, count=1)
         found[f"z{stage} saved lora"] = partial(saved, stage=stage, words=lora)
@@ -362,6 +364,7 @@ def cases() -> dict[str, Any]:
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
     found["z3 by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3-gather", "layers"))
+    found["z3 exact kl by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3-gather", "layers", *exact))
     offload = ("--offload", "--offload-parameters", "--offload-reference-model", "--offload-reward-model")
     found["z3 offload"] = partial(rollouts, micro=micro, stage=3, words=offload)
     found["z3 offload bad actor"] = partial(bad_gradient, stage=3, engine="actor", words=("--offload",))

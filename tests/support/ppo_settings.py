@@ -8,10 +8,13 @@ from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
 from step3_ppo.config import PPOConfig
 from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, SamplingConfig
+from step3_ppo.flags.teacher import TeacherConfig
 from step3_ppo.stage import STAGE
 
 
-def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumulation=1, **ppo) -> PPOConfig:
+def ppo_config(
+    folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumulation=1, teacher="", **ppo
+) -> PPOConfig:
     return PPOConfig(
         actor=ModelConfig(model_name_or_path=folders.actor, learning_rate=actor_rate, **(actor or {})),
         critic=ModelConfig(model_name_or_path=folders.reward, learning_rate=critic_rate),
@@ -20,6 +23,7 @@ def ppo_config(folders, *, actor_rate=1e-3, critic_rate=1e-3, actor=None, accumu
             per_device_generation_batch_size=4, generation_batches=1, max_answer_seq_len=8, temperature=TEMPERATURE
         ),
         ppo=PPOCoefficients(**ppo),
+        teacher=TeacherConfig(teacher_model_name_or_path=teacher),
         optimizer=PPOConfig().optimizer.replace(
             per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, max_bad_steps=2,
             per_device_eval_batch_size=2,

@@ -4,28 +4,47 @@ B rows, S positions, M selected tokens, V vocabulary, H hidden size. Position t 
 a piece of logits are in `kernels/token_statistics.py`, the backbone's pass in `hidden_states.py`.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.kernels.divergences import Divergence, divergences
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
 from pipeline.models.forward.hidden_states import hidden_states
 from pipeline.models.loading import WrappedModel, base_model
 
 # Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
+# The same in fp32 where two models' distributions are compared, which needs several tensors of this size.
+COMPARED_BYTES = 64 * 2**20
 # Selected tokens per row that the number of pieces is computed from. Not the true number: under ZeRO-3 every rank must
 # call the head equally often, and the ranks' rows differ.
 ROW_TOKENS = 1024
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the selected next tokens, 0 elsewhere: log_probs and entropy, each (B, S - 1) fp32."""
+    """Statistics of the selected next tokens, 0 elsewhere, each (B, S - 1) fp32; None: not asked for."""
 
     log_probs: torch.Tensor
-    entropy: torch.Tensor | None
+    entropy: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Another model's distributions of the same selected tokens.
+
+    kind: the divergence from them.
+    hidden: (M, H') that model's hidden states (see `hidden_of`), in its type.
+    model: maps pieces of them to logits.
+    """
+
+    kind: Divergence
+    hidden: torch.Tensor
+    model: "CausalLM"
 
 
 class CausalLM(WrappedModel):
@@ -43,7 +62,9 @@ class CausalLM(WrappedModel):
         num_tokens: int | None = None,
         right_padded: bool = False,
         with_entropy: bool = False,
-    ) -> TokenStatistics:
+        comparison: Comparison | None = None,
+        hidden_only: bool = False,
+    ) -> TokenStatistics | torch.Tensor:
         """Return log-probabilities (fp32, nats) of the selected tokens given the tokens before them.
 
         Args:
@@ -56,6 +77,8 @@ class CausalLM(WrappedModel):
             num_tokens: number of real tokens, to compute padded rows without their padding (see `hidden_states`).
             right_padded: False: rows are checked for padding on their left, which synchronises with a GPU.
             with_entropy: compute also the entropy of each selected token's distribution.
+            comparison: compute also the divergence of that distribution from another model's.
+            hidden_only: return the (M, H) hidden states of the selected tokens alone, for a `Comparison`.
         """
         hidden = hidden_states(
             self.model, input_ids, attention_mask, position_ids, num_tokens=num_tokens, right_padded=right_padded
@@ -64,21 +87,27 @@ class CausalLM(WrappedModel):
         places = flat.nonzero() if num_selected is None else torch.nonzero_static(flat, size=num_selected)
         index = places.squeeze(1)  # (M,) into (B, S - 1)
         places = index + index // max(1, selected.shape[1])  # the same positions in (B, S)
-        log_probs, entropy = self._in_pieces(
-            hidden.flatten(0, 1).index_select(0, places),
+        chosen = hidden.flatten(0, 1).index_select(0, places)
+        if hidden_only:
+            return chosen
+        columns = self._in_pieces(
+            chosen,
             input_ids.flatten().index_select(0, places + 1),
             LogitScaling.from_config(self.config, temperature),
-            num_pieces=self._num_pieces(len(input_ids)),
+            num_pieces=self._num_pieces(len(input_ids), is_compared=comparison is not None),
             with_entropy=with_entropy,
+            comparison=comparison,
         )
         zeros = torch.zeros(selected.numel(), dtype=torch.float32, device=hidden.device)
-        return TokenStatistics(
-            zeros.scatter(0, index, log_probs).view_as(selected),
-            None if entropy is None else zeros.scatter(0, index, entropy).view_as(selected),
-        )
+        wide = [None if column is None else zeros.scatter(0, index, column).view_as(selected) for column in columns]
+        return TokenStatistics(*wide)  # type: ignore[arg-type]  # there are always log-probabilities
 
-    def _num_pieces(self, rows: int) -> int:
-        row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
+    def _num_pieces(self, rows: int, *, is_compared: bool) -> int:
+        """Return the number of pieces, the same on every rank for micro-batches of so many rows."""
+        row_logits = self.config.vocab_size * ROW_TOKENS
+        if is_compared:  # a piece may be less than a row
+            return -(-rows * row_logits * 4 // COMPARED_BYTES)
+        row_bytes = row_logits * next(self.model.parameters()).element_size()
         return -(-rows // max(1, PIECE_BYTES // row_bytes))
 
     def _in_pieces(
@@ -89,19 +118,48 @@ class CausalLM(WrappedModel):
         *,
         num_pieces: int,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map (M, H) hidden states and (M,) targets to (M,) log-probabilities and (M,) entropies, piece by piece."""
+        comparison: Comparison | None,
+    ) -> TokenStatistics:
+        """Map (M, H) hidden states and (M,) targets to statistics (M,), piece by piece."""
         if num_pieces == 1:
-            return self.head(hidden, targets, scaling, with_entropy)
+            return self.head(hidden, targets, scaling, with_entropy, comparison)
         # Logits are not saved for the backward pass: each piece recomputes them.
         head = partial(checkpoint, self.head, use_reentrant=False) if torch.is_grad_enabled() else self.head
         pairs = zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True)
-        parts = [head(part, next_ids, scaling, with_entropy) for part, next_ids in pairs]
-        log_probs, entropies = zip(*parts, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+        others: list[Comparison | None] = [None] * num_pieces
+        if comparison is not None:
+            others = [replace(comparison, hidden=part) for part in comparison.hidden.tensor_split(num_pieces)]
+        parts = [head(*pair, scaling, with_entropy, other) for pair, other in zip(pairs, others, strict=True)]
+        wide = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+        return TokenStatistics(*wide)  # type: ignore[arg-type]
 
     def head(
-        self, hidden: torch.Tensor, targets: torch.Tensor, scaling: LogitScaling, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = base_model(self.model).get_output_embeddings()(hidden)  # (m, V) in the model's type
-        return token_statistics(logits, targets, scaling, with_entropy=with_entropy)
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        scaling: LogitScaling,
+        with_entropy: bool,
+        comparison: Comparison | None,
+    ) -> TokenStatistics:
+        """Map a piece (m, H) of hidden states and its (m,) targets to statistics (m,)."""
+        logits = self.logits(hidden)
+        divergence = None
+        if comparison is not None:
+            divergence = self.compared(logits, comparison, scaling)
+        return TokenStatistics(*token_statistics(logits, targets, scaling, with_entropy=with_entropy), divergence)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states (m, H) to logits (m, V) in the model's type."""
+        logits: torch.Tensor = base_model(self.model).get_output_embeddings()(hidden)
+        return logits
+
+    def compared(self, logits: torch.Tensor, comparison: Comparison, scaling: LogitScaling) -> torch.Tensor:
+        """Return the divergences (m,) of the distributions that logits (m, V) give from those of another model."""
+        theirs = LogitScaling.from_config(comparison.model.config, scaling.temperature)
+        with torch.no_grad():
+            others = comparison.model.logits(comparison.hidden)
+        # Heads are padded to different widths; the tokens of the tokenizer come first.
+        width = min(logits.shape[1], others.shape[1])
+        log_probs = torch.log_softmax(scaling.applied_to(logits[:, :width].float()), dim=-1)
+        other_log_probs = torch.log_softmax(theirs.applied_to(others[:, :width].float()), dim=-1)
+        return divergences(log_probs, other_log_probs, kind=comparison.kind)

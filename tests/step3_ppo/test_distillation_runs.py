@@ -1,0 +1,167 @@
+"""Distillation as a user has it: a command, its refusals, its plan, a stop and a resume."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.in_process import error_lines, undone_afterwards
+from support.marks import slow_but
+from support.messages import naming
+from support.tiny_run import make_folder, read_metrics, save_base
+from transformers import AutoTokenizer
+
+from benchmarks.speed.planned import planner_of
+from pipeline.configuration.flags import Resolved, parse
+from step3_ppo.config import PPOConfig
+from step3_ppo.main import main
+from step3_ppo.stage import STAGE, starts_of
+
+STEPS = 4
+REWARD = "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_folder(tmp_path_factory.mktemp("distill"), num_train=16, num_test=4)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    save_base(folder / "teacher", tokenizer, seed=3, hidden_size=48, ffn_dim=96, word_embed_proj_dim=48)
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+def words(folder: Path, out: Path, **changes: Any) -> list[str]:
+    flags = {
+        "actor_model": folder / "base", "teacher_model": folder / "teacher", "method": "distill",
+        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
+        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
+        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "dtype": "fp32", "max_steps": STEPS,
+        "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant", "enable_tensorboard": "false", "ppo_epochs": 2,
+    } | changes  # fmt: skip
+    return [str(word) for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+
+
+def resolved_of(folder: Path, out: Path, **changes: Any) -> Resolved:
+    return parse(PPOConfig, words(folder, out, **changes), section="ppo")
+
+
+def trained(folder: Path, out: Path, **changes: Any) -> int:
+    with undone_afterwards():
+        return main(words(folder, out, **changes))
+
+
+CASES = {
+    "exact": {},
+    "sampled": {"kl_in_loss": "false", "kl_estimator": "k1"},
+    "rewarded": {"reward_function": "@rewards.py:fifth", "num_samples_per_prompt": 2},
+    "judged, LoRA": {"reward_model": "@scorer", "num_samples_per_prompt": 2, "actor_lora_dim": 2},
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["exact"], CASES))
+def test_it_trains_saves_and_resumes(folder, tmp_path, case):
+    """Stopped within a rollout: the rest of it is of the policy that began it."""
+    changes = {name: str(value).replace("@", f"{folder}/") for name, value in CASES[case].items()}
+    assert trained(folder, tmp_path / "whole", **changes) == 0
+    assert trained(folder, tmp_path / "parts", max_steps=STEPS - 1, **changes) == 0
+    assert trained(folder, tmp_path / "parts", **changes) == 0
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["actor", "runs"]
+    whole, parts = (read_metrics(tmp_path / name / "runs/ppo") for name in ("whole", "parts"))
+    steps, resumed = ([line for line in lines if "step_s" in line] for lines in (whole, parts))
+    assert [line["step"] for line in steps] == [line["step"] for line in resumed] == [1, 2, 3, 4]
+    for name in ("loss/policy", "loss/kl", "actor/grad_norm", "policy/approx_kl", "objective/scores"):
+        assert [line.get(name) for line in resumed] == [line.get(name) for line in steps], name
+    assert all(("loss/kl" in line) == (case != "sampled") and line["actor/grad_norm"] > 0 for line in steps)
+    assert ("objective/scores" in steps[0]) == (case != "exact")
+    last = [line for line in whole if "eval_rows" in line][-1]
+    assert last["eval_objective/teacher_kl"] > 0 and "eval_objective/kl" not in last
+    assert (last["eval_objective/scores"] == -last["eval_objective/teacher_kl"]) == ("reward" not in str(changes))
+    weights = [(path / "actor/model.safetensors").read_bytes() for path in (tmp_path / "whole", tmp_path / "parts")
+               if "LoRA" not in case]  # fmt: skip
+    assert len({*weights}) <= 1
+    state = json.loads((tmp_path / f"whole/runs/ppo/checkpoints/step-{STEPS}/state.json").read_text())
+    assert list(state["engines"]) == ["actor"] and "teacher model" in state["fingerprints"]
+
+
+def test_another_teacher_is_not_resumed_with(folder, tmp_path, capsys):
+    assert trained(folder, tmp_path, max_steps=1) == 0
+    save_base(tmp_path / "other", AutoTokenizer.from_pretrained(folder / "base"), seed=9)
+    capsys.readouterr()
+    assert trained(folder, tmp_path, teacher_model=tmp_path / "other") == 2
+    assert any("--teacher-model-name-or-path: the content" in line for line in error_lines(capsys.readouterr().err))
+
+
+REFUSED = {
+    "no teacher": ({"teacher_model": None}, "--teacher-model-name-or-path: missing"),
+    "no weight": ({"kl_coef": 0}, "--kl-coef: got 0"),
+    "a target": ({"kl_target": 3}, "--kl-target"),
+    "exact in the reward": ({"kl_in_loss": "false"}, "--kl-estimator: got reverse_kl ... --kl-in-loss true"),
+    "one response of a prompt": ({"reward_function": "length"}, "--num-samples-per-prompt: got 1 ... method distill"),
+    "a second baseline": ({"group_baseline": "true", "num_samples_per_prompt": 2}, "--group-baseline"),
+    "another method": ({"method": "reinforce_pp", "reward_function": "length"}, "teacher (--method distill)"),
+    "too long": ({"max_answer_seq_len": 120}, "--max-prompt-seq-len + --max-answer-seq-len"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_a_line(folder, tmp_path, capsys, case):
+    changes, message = REFUSED[case]
+    assert trained(folder, tmp_path / "out", **changes) == 2
+    assert any(line == naming(message) for line in error_lines(capsys.readouterr().err))
+
+
+def test_a_teacher_of_other_tokens_is_refused_with_both_sizes(folder, tmp_path, capsys):
+    shutil.copytree(folder / "teacher", tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    assert trained(folder, tmp_path / "out", teacher_model=tmp_path / "teacher") == 2
+    message = f"--teacher-model-name-or-path {tmp_path / 'teacher'} ... {size + 1} tokens ... {size}"
+    assert any(line == naming(message) for line in error_lines(capsys.readouterr().err))
+
+
+def test_a_teacher_is_planned_with_its_own_flags(folder, tmp_path):
+    own = {"teacher_model_quantization": "int8", "teacher_model_zero_stage": 3, "actor_zero_stage": 2}
+    config = resolved_of(folder, tmp_path, **own).config
+    assert [role.name for role in config.held_roles] == ["actor", "teacher"]
+    actor, teacher = (config.flags_of(role) for role in config.held_roles)
+    assert (teacher.quantization, teacher.zero_stage) == ("int8", 3) != (actor.quantization, actor.zero_stage)
+    starts = {model.flag: model.path for model in STAGE.start_models(config, {})}
+    assert starts == {
+        "--actor-model-name-or-path": f"{folder}/base",
+        "--teacher-model-name-or-path": f"{folder}/teacher",
+    }
+    needs = STAGE.needs(config, {}, "bf16", 1)
+    roles = {phase: [(one.role, one.trains) for one in passes] for phase, passes in needs.phases.items()}
+    assert ("teacher", False) in roles["train"] and "teacher" not in dict(roles["score"])
+    sampled = resolved_of(folder, tmp_path, kl_in_loss="false", kl_estimator="k1").config
+    roles = {
+        phase: [one.role for one in passes] for phase, passes in STAGE.needs(sampled, {}, "bf16", 1).phases.items()
+    }
+    assert "teacher" in roles["score"] and "teacher" not in roles["train"]
+
+
+def test_the_plan_counts_the_bytes_of_the_teacher():
+    models = "--actor-model-name-or-path tiny --teacher-model-name-or-path tiny"
+    given = f"{models} --method distill --old-log-probs sampler"
+    plans = [planner.memory(resolved) for planner, resolved in (
+        planner_of("ppo", given + more, "1xH100") for more in ("", " --teacher-model-quantization int8")
+    )]  # fmt: skip
+    assert plans[0].sizes["teacher"].num_bytes > plans[1].sizes["teacher"].num_bytes > 1e5
+    for phase in ("generate", "score", "train"):
+        fewer = plans[0].phases[phase].states - plans[1].phases[phase].states
+        assert fewer == plans[0].sizes["teacher"].num_bytes - plans[1].sizes["teacher"].num_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "prefixes"),
+    [
+        ({"method": "distill"}, ["actor_"]),
+        ({"method": "distill", "reward_function": ["length"]}, ["actor_"]),
+        ({"method": "distill", "reward_model_name_or_path": "r"}, ["actor_", "reward_model_"]),
+    ],
+)
+def test_without_rewards_no_reward_model_is_looked_for(given, prefixes):
+    assert list(starts_of(given)) == prefixes
