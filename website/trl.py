@@ -28,6 +28,7 @@ TRAINERS = (
     ("GRPOTrainer, GRPOConfig", "`--step 3 --method grpo`", "section `ppo`"),
     ("RLOOTrainer, RLOOConfig", "`--step 3 --method rloo`", "section `ppo`"),
     ("DPOTrainer, DPOConfig", "`--step 3 --method dpo`", "section `dpo`; IPO is `--method ipo`"),
+    ("DistillationTrainer, GKDTrainer", "`--step 3 --method distill`", "section `ppo`, `--ppo.teacher-model`"),
     ("KTOTrainer, KTOConfig", "`--step 3 --method kto`", "section `dpo`"),
     ("train_dataset", "`--data-path`", "hub ids, files or folders, each with an optional weight"),
     ("processing_class", "the model's tokenizer", "template: `--template`, or `chat_template.jinja` in its folder"),
