@@ -43,7 +43,7 @@ def task_lines(planned: PlannedStage) -> Iterator[str]:
         return
     argv = ["rlhf", "reward", *functions, "--data", parse_path(data[0])[0], "--model", planned.base]
     argv += ["--column-map", values["column_map"]] if values["column_map"] else []
-    for name in ("num_samples_per_prompt", "max_answer_seq_len"):
+    for name in ("num_samples_per_prompt", "max_prompt_seq_len", "max_answer_seq_len"):
         argv += [dashed(name), str(values[name])]
     argv += ["--output", str(stages_folder(planned.run_dir))]
     yield f"whether this model can learn this task: {shlex.join(argv)}"

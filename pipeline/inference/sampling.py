@@ -196,7 +196,9 @@ def take(chat_model: ChatModel, one: Pending, event: Finished) -> None:
     """Add a finished answer to its prompt. Raises InputError: its log-probabilities are not finite."""
     log_prob = event.log_probs.double().sum().item()
     if not math.isfinite(log_prob):
-        raise InputError(f"{chat_model.path}: its logits are not finite; give another --temperature or --dtype")
+        raise InputError(
+            f"{chat_model.path}: its logits are not finite; look at its weights, and at dtype and temperature"
+        )
     answer, n = finished_answer(chat_model, event.ids.tolist()), event.request.sample
     one.ids[n], one.answers[n] = [*answer.ids], SampledAnswer(answer.text, len(answer.ids), log_prob, event.reason)
 

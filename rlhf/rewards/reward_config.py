@@ -35,6 +35,12 @@ class RewardTrialConfig(WorkerFlags):
         ge=1,
         other_tools="max_completion_length max_new_tokens",
     )
+    max_prompt_seq_len: int = flag(
+        0,
+        "With --model: most tokens of a prompt, longer ones are dropped as in training; 0: what --max-answer-seq-len "
+        "leaves",
+        ge=0,
+    )
     output: str = flag(
         "", "With --model: the output folder of the run to come, whose report shows the trial; none: print", kind="path"
     )
@@ -47,7 +53,8 @@ class RewardTrialConfig(WorkerFlags):
             raise ValueError("completion: got it with --model, whose answers are scored; give one of both")
         if self.model and self.num_samples_per_prompt < 2:
             raise ValueError("num_samples_per_prompt: got 1 with --model, which compares answers; expected 2 or more")
-        others = {name: type(self).model_fields[name].default for name in ("max_answer_seq_len", "output", "seed")}
+        names = ("max_answer_seq_len", "max_prompt_seq_len", "output", "seed")
+        others = {name: type(self).model_fields[name].default for name in names}
         if not self.model and (given := [name for name, default in others.items() if getattr(self, name) != default]):
             raise ValueError(f"{given[0]}: got it without --model, which answers the rows; give both or neither")
         return self

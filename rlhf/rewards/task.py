@@ -41,7 +41,7 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
     if folder:
         check_folder(folder)
     limit, k, source = config.max_answer_seq_len, config.num_samples_per_prompt, ModelSource(config.model)
-    data = read_prompts([config.data], source, column_map=config.column_map, max_length=0,
+    data = read_prompts([config.data], source, column_map=config.column_map, max_length=config.max_prompt_seq_len,
                         max_new_tokens=limit, limit_flag="--max-answer-seq-len")  # fmt: skip
     say(*(f"note: {line}" for line in data.notes))
     prompts = drawn([one for one in data.prompts if not one.copy], config.n or NUM_PROMPTS, config.seed)

@@ -325,6 +325,7 @@ TESTS: dict[str, str] = {
     "rlhf/test_reward.py::test_a_task_is_judged_by_the_answers_that_sample_would_write":
         "reward_trial.model reward_trial.max_answer_seq_len reward_trial.output",
     "rlhf/test_reward.py::test_answers_of_a_task_depend_on_the_seed": "reward_trial.seed",
+    "rlhf/test_reward.py::test_prompts_that_training_drops_are_not_tried": "reward_trial.max_prompt_seq_len",
     "rlhf/test_reward.py::test_values_of_tokens_and_failures": "reward_trial.n reward_trial.reward_timeout_s",
     "rlhf/test_reward.py::test_values_of_two_functions":
         "reward_trial.reward_function reward_trial.data reward_trial.completion",

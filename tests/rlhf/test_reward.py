@@ -267,6 +267,17 @@ def test_answers_of_a_task_depend_on_the_seed(folder, rambling, capsys):
     assert printed[0] == printed[2] != printed[1]
 
 
+def test_prompts_that_training_drops_are_not_tried(folder, rambling, capsys):
+    long = [{"prompt": f"What is {' + '.join(['1'] * 12)} + {n}?"} for n in range(3)]
+    write_rows("q.jsonl", [{"prompt": f"What is {n}?"} for n in range(4)] + long)
+    words = ["length", "--data", "q.jsonl", "--model", rambling, "--max-answer-seq-len", "8"]
+    for limit, count in (((), 7), (("--max-prompt-seq-len", "40"), 4)):
+        assert main([*words, *limit]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith(f"{count} prompts x ")
+        assert ("3 dropped: prompt longer" in printed.err) == (count == 4)
+
+
 def test_prompts_of_a_task_are_drawn_at_random():
     prompts = [SamplePrompt(n, "", (), Prompt.of([n]), 0, "", "train") for n in range(100)]
     first, again, other = (drawn(prompts, 20, seed) for seed in (1, 1, 2))
@@ -301,7 +312,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_sampling(folder, ramblin
     assert printed.out == "" and error_lines(printed.err) == [naming("error: ... file/out")]
 
 
-@pytest.mark.parametrize("words", [("--output", "out"), ("--seed", "3"), ("--max-answer-seq-len", "8")])
+@pytest.mark.parametrize(
+    "words", [("--output", "out"), ("--seed", "3"), ("--max-answer-seq-len", "8"), ("--max-prompt-seq-len", "8")]
+)
 def test_flags_of_a_task_need_its_model(folder, capsys, words):
     assert main(["f.py:length", "--data", "d.jsonl", "--completion", "x", *words]) == 2
     assert error_lines(capsys.readouterr().err) == [naming(f"error: {words[0]} ... --model")]

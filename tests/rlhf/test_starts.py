@@ -64,10 +64,11 @@ def test_a_first_run_of_groups_names_the_trial_of_its_task():
         return [line for line in start_lines(planned(*own, *words)) if "rlhf reward" in line]
 
     expected = "whether this model can learn this task: rlhf reward r.py:f length:0.1 --data q.jsonl --model small"
-    sizes = "--num-samples-per-prompt 8 --max-answer-seq-len 512"
+    sizes = "--num-samples-per-prompt 8 --max-prompt-seq-len 256 --max-answer-seq-len 512"
     assert command("--method", "grpo") == [f"{expected} {sizes} --output output"]
     given = ["--ppo.column-map", "prompt=q", "--ppo.num-samples-per-prompt", "4", "--ppo.max-answer-seq-len", "64"]
-    sizes = "--column-map prompt=q --num-samples-per-prompt 4 --max-answer-seq-len 64"
+    given += ["--ppo.max-prompt-seq-len", "32"]
+    sizes = "--column-map prompt=q --num-samples-per-prompt 4 --max-prompt-seq-len 32 --max-answer-seq-len 64"
     assert command("--method", "rloo", *given, "--ppo.output-dir", "out") == [f"{expected} {sizes} --output out"]
     assert command("--method", "ppo", "--ppo.num-samples-per-prompt", "4") == []
     assert command("--method", "grpo", "--ppo.reward-model-name-or-path", "tiny") == []
