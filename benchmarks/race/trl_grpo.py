@@ -1,0 +1,146 @@
+"""GRPO by TRL's trainer with vLLM in its process, to compare with. A worker: prints one JSON line.
+
+It imports nothing of this project. `--settings` are those that the race searches, as JSON; sizes are the row's.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29617",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def even(completions: list[str], **columns: Any) -> list[float]:
+    """Return 1 for a response with an even number of characters: rewards that differ, without a cost."""
+    return [float(len(text) % 2 == 0) for text in completions]
+
+
+def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """The same method; each call's seconds, the device's work included, are added to a list."""
+    import torch
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = method(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return call
+
+
+def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
+    """TRL's trainer for the row's sizes with the settings of a candidate."""
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_gpu, micro = torch.cuda.is_available(), settings["micro_batch"]
+    vllm: dict[str, Any] = {"use_vllm": False}
+    if on_gpu:
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": options.prompt + options.answer}
+        vllm |= {name: settings[name] for name in settings if name.startswith("vllm_")}
+    config = GRPOConfig(
+        output_dir=options.output,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=options.prompts * options.samples // micro,
+        num_generations=options.samples,
+        max_completion_length=options.answer,
+        max_steps=options.warm_up + options.steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        gradient_checkpointing=settings["gradient_checkpointing"],
+        use_liger_kernel=settings["use_liger_kernel"],
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        model_init_kwargs={"dtype": settings["weights"]},
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=1,
+        **vllm,
+    )
+    rows = load_dataset("json", data_files=options.data, split="train")
+    adapters = None
+    if options.lora:
+        adapters = LoraConfig(r=options.lora, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+    return GRPOTrainer(model=options.model, reward_funcs=even, args=config, train_dataset=rows, peft_config=adapters)
+
+
+def main() -> None:
+    """Train so many steps and print the median seconds of a step and of its phases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("model", "data", "output", "settings"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("prompts", "samples", "prompt", "answer", "steps", "warm_up", "lora"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    os.environ.update(VLLM)
+    import torch
+    import trl
+    from transformers import TrainerCallback
+
+    trainer = trainer_of(options, json.loads(options.settings))
+    ends, sampled, rollouts = list[float](), list[float](), list[float]()
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    lengths = list[int]()
+    score = trainer._calculate_rewards
+
+    def seen(inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
+        lengths.extend(map(len, completion_ids))
+        return score(inputs, prompts, completions, completion_ids)
+
+    trainer._calculate_rewards = seen
+    trainer._generate = timed(trainer._generate, sampled)
+    trainer._generate_and_score_completions = timed(trainer._generate_and_score_completions, rollouts)
+    trainer.add_callback(Clock())
+    trainer.train()
+    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)][options.warm_up :]
+    found = {
+        "step_s": median(steps),
+        "generate_s": median(sampled[options.warm_up :]),
+        "score_s": median(rollouts[options.warm_up :]) - median(sampled[options.warm_up :]),
+        "train_s": median(steps) - median(rollouts[options.warm_up :]),
+        "start_s": ends[0] - started,
+        "mean_length": sum(lengths) / len(lengths),
+        "steps": len(steps),
+        "torch_peak_gib": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
+        "versions": {"trl": trl.__version__, "torch": torch.__version__},
+    }
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # vLLM's threads may hold the process
+
+
+if __name__ == "__main__":
+    main()
