@@ -282,10 +282,6 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="after")
     def _functions_reward(self) -> Self:
-        if self.ppo.positive_nll_coef and not self.rewards.reward_function:
-            raise ValueError("positive_nll_coef: needs a --reward-function to tell correct responses; leave it out")
-        if self.ppo.positive_score != 1.0 and not self.ppo.positive_nll_coef:
-            raise ValueError("positive_score: needs --positive-nll-coef; leave it out")
         if self.ppo.replace_equal_groups and self.has_reward_model:
             raise ValueError("replace_equal_groups: scores of a reward model are never equal; leave it out")
         return self

@@ -214,7 +214,6 @@ class Experience(Rows):
     ref_log_probs: (N, T) fp32; None without a reference.
     advantages: (N, T) fp32, whitened with `--whiten-advantages`.
     targets: those of a critic; None without one.
-    positive_mask: (N, T) bool, True = a token of a right response that counts; None without `--positive-nll-coef`.
     """
 
     response_mask: Tensor
@@ -222,7 +221,6 @@ class Experience(Rows):
     ref_log_probs: Tensor | None
     advantages: Tensor
     targets: ValueTargets | None
-    positive_mask: Tensor | None = None
 
     def narrowed(self, width: int) -> "Experience":
         """Return the first `width` response tokens."""

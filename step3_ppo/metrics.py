@@ -89,11 +89,6 @@ METRICS: dict[str, Metric] = SHARED | {
         better=0,
         title="entropy bonus",
     ),
-    "loss/positive_nll": Metric(
-        "negative log-likelihood of right responses, in the mean of --loss-aggregation over them, times "
-        "--positive-nll-coef; 0 where none is",
-        title="loss of right responses",
-    ),
     "loss/value": Metric("value loss per response token", "squared score", title="value loss"),
     "loss/ptx": Metric("language-model loss per token of the ptx text"),
     "value/clipfrac": Metric(
@@ -106,13 +101,6 @@ METRICS: dict[str, Metric] = SHARED | {
         better=1,
         title="explained variance of the critic",
     ),
-    "advantages/lambda": Metric(
-        "mean over responses of the lambda of their advantages, with --lambda-alpha",
-        "number",
-        "value",
-        better=0,
-        title="lambda of the advantages",
-    ),
     "advantages/mean": Metric("mean of the advantages before whitening", "score", "value", better=0),
     "advantages/std": Metric("standard deviation of the advantages before whitening", "score", "value", better=0),
     "completions/mean_length": Metric(
@@ -123,13 +111,6 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "completions/eos_fraction": Metric(
         "share of responses that ended with an EOS or a stop string", "share", "completions", better=1
-    ),
-    "completions/right_fraction": Metric(
-        "share of responses that are right by --positive-score, with --positive-nll-coef",
-        "share",
-        "completions",
-        better=1,
-        title="right responses",
     ),
     "completions/empty_fraction": Metric(
         "share of responses that consist of an EOS or a stop string of one token", "share", "completions"

@@ -25,7 +25,6 @@ from step3_ppo.mathematics.losses import (
     exact_kl_loss,
     kl_loss,
     policy_loss,
-    positive_nll,
     row_factors,
     value_loss,
 )
@@ -44,9 +43,6 @@ class StepSize:
     num_response_tokens: response tokens of all rows.
     num_trained: response tokens of rows with a finite reward, which losses are divided by.
     num_trained_rows: number of these rows.
-    num_positive: response tokens of responses whose weighted sum of reward functions is at least `--positive-score`;
-        0 without `--positive-nll-coef`.
-    num_positive_rows: number of these responses.
     """
 
     num_rows: int
@@ -55,8 +51,6 @@ class StepSize:
     num_response_tokens: int
     num_trained: int
     num_trained_rows: int = 0
-    num_positive: int = 0
-    num_positive_rows: int = 0
 
 
 class Sums:
@@ -207,10 +201,6 @@ class PolicyObjective(Objective):
             bonus = self.ppo.entropy_coef * entropy_bonus(entropy, mask, weights=factors)
             sums.add(entropy_bonus=bonus)
             loss = loss - bonus
-        if experience.positive_mask is not None:
-            nll = self.ppo.positive_nll_coef * self.positive_nll(log_probs, experience.positive_mask)
-            sums.add(positive_nll=nll)
-            loss = loss + nll
         return loss
 
     def comparison(self, part: Responses, batch: MicroBatch) -> Comparison | None:
@@ -228,13 +218,6 @@ class PolicyObjective(Objective):
             return exact_kl_loss(divergence, mask, weights=factors)
         assert reference is not None
         return kl_loss(log_probs, reference, mask, estimator=self.ppo.sampled_estimator, weights=factors)
-
-    def positive_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
-        """Return the positive NLL of the responses in `mask`, aggregated over them alone by `--loss-aggregation`."""
-        num_positive, num_rows = self.size.num_positive, self.size.num_positive_rows
-        factors = self.row_factors(mask, num_tokens=num_positive, num_rows=max(num_rows, 1))
-        num_tokens = self.size.num_trained
-        return positive_nll(log_probs, mask, num_positive=num_positive, num_tokens=num_tokens, weights=factors)
 
     def row_factors(self, mask: Tensor, *, num_tokens: int, num_rows: int) -> Tensor | None:
         """Return the (n, 1) factors of rows that `--loss-aggregation` asks for; None: all are 1."""
@@ -289,7 +272,7 @@ class PolicyObjective(Objective):
             "policy/clipfrac": totals["clipped"] / num_tokens,
             "policy/approx_kl": totals["approx_kl"] / num_tokens,
         }
-        for name in ("kl", "entropy_bonus", "positive_nll"):
+        for name in ("kl", "entropy_bonus"):
             if name in totals:
                 metrics[f"loss/{name}"] = totals[name] / num_tokens
         if self.text is not None:

@@ -16,7 +16,6 @@ from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import (
     DEVIATION_EPSILON,
-    adaptive_lambda,
     equal_groups,
     estimate_advantages,
     group_advantages,
@@ -142,7 +141,6 @@ def reward_responses(
             ref_log_probs,
             trained,
             None if values is None else ValueTargets(values, returns),
-            mask & is_right(by_reward, ppo, terms).unsqueeze(1) if ppo.positive_nll_coef else None,
         ),
         valid=valid,
         scores=weighted_sum(raw, [*weights, *terms.functions.values()]) if raw else -kl.sum(1),
@@ -165,15 +163,6 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
         return counts
     applies = scored.applies.any(1) if not terms.models else counts
     return counts & applies & (scored.failures == 0).all(1)
-
-
-def is_right(by_reward: Mapping[str, Tensor], ppo: PPOCoefficients, terms: Terms) -> Tensor:
-    """(N,) bool, True = the raw values (N,) of reward functions, weighted and summed, are `--positive-score` or more.
-
-    A function that does not apply adds 0. Scores of reward models have no part in it: none of theirs means "right".
-    """
-    values = [by_reward[name].nan_to_num(0.0) for name in terms.functions]
-    return weighted_sum(values, list(terms.functions.values())) >= ppo.positive_score
 
 
 def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> Tensor:
@@ -256,9 +245,10 @@ def advantages_of(
     if ppo.group_baseline:
         baseline = shaped - group_advantages(shaped, valid, group_size=group_size, scale=False)
         rewards = rewards - token_rewards(baseline, torch.zeros_like(rewards), mask, kl_coef=0.0)
-    own = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha) if ppo.lambda_alpha else ppo.gae_lambda
     of_returns = ppo.gae_lambda if ppo.returns_lambda < 0 else ppo.returns_lambda
-    return estimate_advantages(rewards, values, mask, gamma=ppo.gamma, gae_lambda=own, returns_lambda=of_returns)
+    return estimate_advantages(
+        rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, returns_lambda=of_returns
+    )
 
 
 def taught_advantages(ppo: PPOCoefficients, taught: Tensor, shaped: Tensor, mask: Tensor, *, group_size: int) -> Tensor:
@@ -288,5 +278,4 @@ def off_policy_weights(ppo: PPOCoefficients, old: Tensor, sampled: Tensor, mask:
         kind=ppo.off_policy_weights,  # type: ignore[arg-type]  # not called for "none" and "auto"
         cap=ppo.off_policy_cap,
         low=ppo.off_policy_low,
-        veto=ppo.off_policy_veto,
     )

@@ -17,7 +17,7 @@ from pipeline.training.metrics import finite
 from step3_ppo.experience import Experience, Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
-from step3_ppo.mathematics.estimators import adaptive_lambda, explained_variance
+from step3_ppo.mathematics.estimators import explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
 from step3_ppo.rewarding import Rewarded, off_policy_weights
 
@@ -31,7 +31,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     """
     valid, mask = rewarded.valid, rewarded.experience.response_mask
     finished = responses.finished.float()
-    metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience, ppo)
+    metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
     metrics |= reward_metrics(responses, rewarded)
     kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
     if METHODS[ppo.method].has_teacher:
@@ -39,8 +39,6 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     for name, kl in kls.items():
         if kl is not None:
             metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
-    if (positive := rewarded.experience.positive_mask) is not None:
-        metrics["completions/right_fraction"] = mean_of(positive.any(1).float(), mask.any(1))
     if rewarded.by_reward or rewarded.kl is not None:  # a teacher that the updates alone run gives no score
         metrics["objective/scores"] = mean_of(rewarded.scores, valid)
     if rewarded.by_reward:
@@ -130,17 +128,13 @@ def policy_metrics(responses: Responses, scores: Scores, mask: torch.Tensor, ppo
     return {"objective/entropy": mean_of(scores.entropy, mask)} | numbers
 
 
-def value_metrics(experience: Experience, ppo: PPOCoefficients) -> dict[str, float]:
-    """Return the metrics of the critic before the updates, and the mean lambda if it is adaptive; {} without one."""
+def value_metrics(experience: Experience) -> dict[str, float]:
+    """Return the metrics of the critic before the updates; {} without one."""
     if (targets := experience.targets) is None:
         return {}
     mask = experience.response_mask
     errors = moments(targets.returns - targets.values, mask)
-    metrics = {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
-    if not ppo.lambda_alpha:
-        return metrics
-    lambdas = adaptive_lambda(mask.sum(1), alpha=ppo.lambda_alpha).squeeze(1)
-    return metrics | {"advantages/lambda": mean_of(lambdas, mask.any(1))}
+    return {"value/explained_variance": explained_variance(moments(targets.returns, mask), errors).item()}
 
 
 def row_values(responses: Responses, rewarded: Rewarded, *, num_prompts: int) -> dict[str, list[float]]:

@@ -100,7 +100,6 @@ def make_control(ppo: PPO, *, resumed_step: int | None) -> RunControl:
         # With one step a rollout approx_kl is always 0: the policy has not moved when it is measured.
         shown=SHOWN
         + (("policy/approx_kl",) if ppo.schedule.steps_per_rollout > 1 else ())
-        + (("advantages/lambda",) if ppo.config.ppo.lambda_alpha else ())
         + (("loss/kl",) if ppo.config.compares_in_updates else ()),
         buffers=ppo.hybrid,
     )

@@ -75,9 +75,7 @@ class Updater:
         valid = responses.valid[rows]
         lengths = torch.where(valid, (responses.prompt_lengths + responses.response_lengths)[rows], 0)
         masks = (responses.response_mask[rows], experience.response_mask[rows])
-        positive = None if experience.positive_mask is None else experience.positive_mask[rows]
-        of_positive = () if positive is None else (positive, positive.any(1))
-        counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1), *of_positive)
+        counted = (valid, lengths, lengths.square(), *masks, masks[1].any(1))
         sums = [column.sum().double() for column in counted]
         return StepSize(*map(int, dist.sum_over_ranks(torch.stack(sums)).tolist()))
 

@@ -52,7 +52,6 @@ PIECES: dict[str, tuple[dict[str, Any], int]] = {
     "4 samples, per-prompt baseline": (FOUR_SAMPLES | {"group_baseline": "true"}, 0),
     "critic first": ({"critic_warmup_steps": 20}, 0),
     "returns lambda 1": ({"returns_lambda": 1.0}, 0),
-    "lambda by length": ({"lambda_alpha": 0.05}, 0),
     "entropy bonus": ({"entropy_coef": 0.01}, 0),
     "two epochs": ({"ppo_epochs": 2}, 0),
     "two epochs, clip above": ({"ppo_epochs": 2, "policy_clip_high": 0.28}, 0),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -44,6 +44,19 @@ AUTO = "auto"
 DEFAULT, CHOSEN, OF_METHOD, RESOLVED = "default", "chosen for ", "method ", "auto: "
 
 
+class Removed(NamedTuple):
+    """A flag that is gone: the default that it had, the last commit that has it, and what to do instead."""
+
+    default: Any
+    last: str
+    instead: str
+
+    @property
+    def reason(self) -> str:
+        """The words for somebody who gives the flag, or whose checkpoint has it."""
+        return f"removed after commit {self.last}: {self.instead}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The rules of a flag besides type, default and meaning; a wrong name or value is an error at import.
@@ -61,6 +74,8 @@ class Rules:
     name.
     ignored: flags of DeepSpeed-Chat that change nothing here, and why; they are accepted with a note.
     refused: flags of other programs without a counterpart, and what to do instead.
+    removed: flags of earlier versions, and what to do instead; they are refused, and so is a checkpoint that has one at
+    another value than its default.
     instead_of: a weaker setting of that flag ends where this one is given.
     switches: of a list of words: names of flags that are true or false, and the word that each adds or takes out.
     positional: words before the first flag of a command line are its values.
@@ -81,6 +96,7 @@ class Rules:
     other_tools: Words = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    removed: Mapping[str, Removed] = field(default_factory=dict)
     instead_of: str = ""
     switches: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False

@@ -27,6 +27,7 @@ class Names:
     known: every accepted name -> the flag's own.
     switches: names that add a word to a list or take it out -> a flag that is true or false.
     ignored, refused: DeepSpeed-Chat's flags -> the reason.
+    removed: flags of earlier versions -> the reason.
     other_tools: a flag's name in TRL or LLaMA-Factory, or without its prefix -> the flags that it may mean here.
     positional: the flag of words before any flag.
     """
@@ -38,11 +39,13 @@ class Names:
         self.known |= {name: flag.name for flag in self.table.values() for name in flag.switches}
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.removed: dict[str, str] = {}
         self.other_tools: dict[str, list[str]] = {}
         self.positional = next((flag.name for flag in self.table.values() if flag.positional), "")
         for flag in self.table.values():
             self.ignored |= flag.ignored
             self.refused |= flag.refused
+            self.removed |= {name: gone.reason for name, gone in flag.removed.items()}
             for name in flag.other_tools:
                 self.other_tools.setdefault(name, []).append(flag.name)
             if flag.path[-1] not in self.known:
@@ -58,6 +61,8 @@ class Names:
         if flags := self.other_tools.get(name):
             place = ", the words before any flag" if self.positional in flags else ""
             return f"unknown flag; here it is {' or '.join(map(spell, flags))}{place}"
+        if name in self.removed:
+            return self.removed[name]
         if name in self.refused:
             return f"a flag of other programs without a counterpart here: {self.refused[name]}"
         return f"unknown flag{nearest(name, (*self.known, *more), spell)}"

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.flag_table import OnResume, flag_table, flat_items
+from pipeline.configuration.flag_table import OnResume, Removed, flag_table, flat_items
 from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, dashed
@@ -43,9 +43,13 @@ def memory_flags(config: BaseModel) -> dict[str, Any]:
 
 
 def defaults_of(config: BaseModel) -> dict[str, Any]:
-    """Return what stands for each flag that a run does not name: its default, or what older versions did."""
+    """Return what stands for each flag that a run does not name: its default, or what older versions did.
+
+    For a flag that is gone, its `Removed` stands.
+    """
     table, before = flag_table(type(config)), values_before(config)
-    return {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined} | before
+    gone = {name: one for flag in table.values() for name, one in flag.removed.items()}
+    return gone | {n: flag.default for n, flag in table.items() if flag.default is not PydanticUndefined} | before
 
 
 def values_before(config: BaseModel) -> dict[str, Any]:
@@ -103,6 +107,10 @@ def changed_settings(
         defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
     """
     held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
+    for name in sorted(saved):
+        gone = defaults.get(name)
+        if isinstance(gone, Removed) and saved[name] != gone.default:
+            yield f"{dashed(name)}: {gone.reason}; {holder} has {held[name]!r}"
     for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
         if held.get(name) != current.get(name):
             yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {held.get(name)!r}"

@@ -5,13 +5,16 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from pipeline.configuration.flag_table import flag
+from pipeline.configuration.flag_table import Removed, flag
 from pipeline.configuration.groups import DataConfig, Group
 from pipeline.errors import InputError, counted
 from pipeline.generation.options import MAX_SAMPLES, BackendChoice, StopTexts
 from pipeline.rewards.functions import RewardFunction, function_of_file
 from step3_ppo.flags.methods import METHODS, MethodName
 
+# The last commit with VAPO's pieces and the veto of off-policy responses.
+LAST_WITH_VAPO = "f693daee"
+GAINED_NOTHING = "it gained nothing when it was measured"
 POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
 Estimator = Literal["k1", "k2", "k3"]
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
@@ -167,9 +170,13 @@ class PPOCoefficients(Group):
         before="none",
     )
     off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0)
-    off_policy_low: float = flag(0.5, "With a mask: smallest off-policy weight; lower weights become 0", ge=0)
-    off_policy_veto: float = flag(
-        0.0, "Drop a response if a token's ratio, trainer to sampler, is below this (1e-4); 0: drop none", ge=0
+    off_policy_low: float = flag(
+        0.5,
+        "With a mask: smallest off-policy weight; lower weights become 0",
+        ge=0,
+        removed={
+            "off_policy_veto": Removed(0.0, LAST_WITH_VAPO, "--off-policy-weights geometric_mask drops responses")
+        },
     )
     value_clip: float = flag(
         0.2,
@@ -180,17 +187,16 @@ class PPOCoefficients(Group):
     )
     gamma: float = flag(1.0, "Discount per token", ge=0, le=1)
     gae_lambda: float = flag(
-        0.95, "Lambda of generalised advantage estimation", ge=0, le=1, needs="a critic", other_tools="lam"
+        0.95,
+        "Lambda of generalised advantage estimation",
+        ge=0,
+        le=1,
+        needs="a critic",
+        other_tools="lam",
+        removed={"lambda_alpha": Removed(0.0, LAST_WITH_VAPO, f"{GAINED_NOTHING}; --gae-lambda is one number")},
     )
     returns_lambda: float = flag(
         -1.0, "Lambda of the critic's target returns (VC-PPO: 1); -1: as --gae-lambda", ge=-1, le=1, needs="a critic"
-    )
-    lambda_alpha: float = flag(
-        0.0,
-        "Lambda of a response's advantages is 1 - 1 / (lambda_alpha x length), at least 0 (VAPO: 0.05, for long ones: "
-        "256 tokens get 0.92, 64 get 0.69, 20 get 0); 0: as --gae-lambda",
-        ge=0,
-        needs="a critic",
     )
     whiten_advantages: bool = flag(
         True,
@@ -212,14 +218,12 @@ class PPOCoefficients(Group):
         "Weight of the policy's entropy, which is subtracted from the loss; 0: none",
         ge=0,
         other_tools="entropy_loss_coef entropy_coeff",
-    )
-    positive_nll_coef: float = flag(
-        0.0,
-        "Weight of the negative log-likelihood of correct responses in the policy loss (VAPO: 0.1); 0: none",
-        ge=0,
-    )
-    positive_score: float = flag(
-        1.0, "--positive-nll-coef: a response is correct if the weighted sum of its functions is at least this"
+        removed={
+            "positive_nll_coef": Removed(
+                0.0, LAST_WITH_VAPO, f"{GAINED_NOTHING}; --policy-loss FILE.py:NAME is your own"
+            ),
+            "positive_score": Removed(1.0, LAST_WITH_VAPO, "it belonged to --positive-nll-coef"),
+        },
     )
     kl_coef: float = flag(
         0.1, "Weight of the KL penalty; its initial value with --kl-target", ge=0, other_tools="init_kl_coef beta"
@@ -344,14 +348,12 @@ class PPOCoefficients(Group):
             reasons["policy_clip"] = "--policy-loss cispo caps ratios at --ratio-cap"
         elif self.loss_file is None:
             reasons["ratio_cap"] = "only --policy-loss cispo caps ratios"
-        if self.lambda_alpha and self.returns_lambda >= 0:
-            reasons["gae_lambda"] = "--lambda-alpha is the policy's and --returns-lambda the critic's"
         if not self.kl_target:
             reasons["kl_horizon"] = "only --kl-target has one"
         if not self.enable_ema:
             reasons["ema_decay"] = "only --enable-ema has an average"
         if weights == "none":
-            reasons |= dict.fromkeys(("off_policy_cap", "off_policy_veto"), "--off-policy-weights is none")
+            reasons["off_policy_cap"] = "--off-policy-weights is none"
         if not weights.endswith("_mask"):
             reasons["off_policy_low"] = "only --off-policy-weights with a mask have a lower limit"
         refuse_unread(self, reasons)

@@ -106,5 +106,5 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
 
 def is_of_all_methods(flag: str) -> bool:
     """Return True if a preset's value of a flag holds for every method: neither a critic's nor set by one."""
-    of_critic = ("value_clip", "gae_lambda", "returns_lambda", "lambda_alpha")
+    of_critic = ("value_clip", "gae_lambda", "returns_lambda")
     return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in of_critic

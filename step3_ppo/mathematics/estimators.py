@@ -132,7 +132,7 @@ def estimate_advantages(
     response_mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float | Tensor,
+    gae_lambda: float,
     returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of later rewards.
@@ -158,7 +158,7 @@ def gae(
     response_mask: Tensor,
     *,
     gamma: float,
-    gae_lambda: float | Tensor,
+    gae_lambda: float,
     returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
@@ -168,7 +168,6 @@ def gae(
     response: its score is penalised, and the critic's guess does not continue it.
 
     Args:
-        gae_lambda: one number, or (B, 1) with one for each row.
         returns_lambda: lambda of the A in the returns; None: that of the advantages.
     """
     rewards, values = zero_outside(response_mask, rewards, values)
@@ -180,28 +179,11 @@ def gae(
     return advantages, discounted_sums(errors, gamma * returns_lambda) + values
 
 
-def adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
-    """Return 1 - 1 / (alpha * length), (B, 1) float64 in [0, 1]; VAPO, section 4.2.
-
-    With alpha = 0.05 a response of up to 20 tokens gets 0, one of 64 gets 0.69, one of 256 gets 0.92.
-    """
-    assert lengths.dim() == 1 and alpha > 0, (lengths.shape, alpha)
-    return (1 - 1 / (alpha * lengths.double())).clamp(0, 1).unsqueeze(1)
-
-
-def discounted_sums(terms: Tensor, decay: float | Tensor) -> Tensor:
+def discounted_sums(terms: Tensor, decay: float) -> Tensor:
     """(B, T) -> (B, T): s_t = terms_t + decay * s_{t+1}, as products with powers of `decay` in fp64.
 
-    A loop over tokens would launch thousands of small kernels. Blocks keep the matrix of powers small. With a decay for
-    each row, (B, 1), each row would need a matrix; there sums over 1, 2, 4, ... tokens are computed from each other.
+    A loop over tokens would launch thousands of small kernels. Blocks keep the matrix of powers small.
     """
-    if isinstance(decay, Tensor):
-        assert decay.shape == (len(terms), 1), (decay.shape, terms.shape)
-        doubled, reach = terms.double(), 1
-        while reach < terms.shape[1]:
-            doubled = doubled + decay.double() ** reach * functional.pad(doubled[:, reach:], (0, reach))
-            reach *= 2
-        return doubled.to(terms.dtype)
     sums = torch.empty_like(terms)
     carried = terms.new_zeros(len(terms), 1, dtype=torch.float64)  # the sum after the block
     for stop in range(terms.shape[1], 0, -SUM_BLOCK):

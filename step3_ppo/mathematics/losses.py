@@ -106,23 +106,6 @@ def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | N
     return weighted_sum(entropy, response_mask, weights)
 
 
-def positive_nll(
-    log_probs: Tensor, positive_mask: Tensor, *, num_positive: int, num_tokens: int, weights: Tensor | None = None
-) -> Tensor:
-    """-sum_t log pi(a_t | s_t) over the tokens of right responses, times num_tokens / num_positive; VAPO, section 4.3.
-
-    Divided by `num_tokens`, as every loss is, it is the mean over the tokens of right responses, or what `weights` of
-    `row_factors` for them make of it.
-
-    Args:
-        positive_mask: (B, T) bool, True on the tokens of responses that are right.
-        num_positive: these tokens in the whole step; 0: the loss is 0.
-        num_tokens: response tokens that count, of the whole step.
-    """
-    (log_probs,) = zero_outside(positive_mask, log_probs)
-    return weighted_sum(-log_probs, positive_mask, weights) * (num_tokens / max(num_positive, 1))
-
-
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,

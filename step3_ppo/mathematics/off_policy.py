@@ -38,7 +38,7 @@ class WeightShares(NamedTuple):
 
 
 def importance_weights(
-    old: Tensor, mu: Tensor, mask: Tensor, *, kind: WeightKind, cap: float, low: float = 0.0, veto: float = 0.0
+    old: Tensor, mu: Tensor, mask: Tensor, *, kind: WeightKind, cap: float, low: float = 0.0
 ) -> Tensor:
     """Weights of tokens, (N, T) without a gradient, that multiply the loss of each: estimates of old / mu.
 
@@ -54,13 +54,10 @@ def importance_weights(
     Only W without a cap makes the expected gradient that of the policy; w_t leaves out that mu drew the other tokens of
     the row too. Losses are divided by the number of all tokens, those of weight 0 among them. Logarithms of ratios are
     clamped to +-20.
-
-    Args:
-        veto: rows with any w_t below it get 0, whatever the kind; 0: none.
     """
     old, mu = zero_outside(mask, old.detach(), mu.detach())
     log_ratio = old - mu
-    ratio = token_ratio = _exp(log_ratio)
+    ratio = _exp(log_ratio)
     if kind in ("sequence_truncate", "sequence_mask"):
         ratio = _exp(log_ratio.sum(1, keepdim=True))
     elif kind == "geometric_mask":
@@ -70,8 +67,7 @@ def importance_weights(
     else:
         accepted = torch.ones_like(ratio) if kind == "geometric_mask" else ratio
         weights = torch.where((ratio >= low) & (ratio <= cap), accepted, 0)
-    vetoed = (mask & (token_ratio < veto)).any(1, keepdim=True)
-    return torch.where(mask & ~vetoed, weights, 0)
+    return torch.where(mask, weights, 0)
 
 
 def difference_metrics(old: Tensor, mu: Tensor, mask: Tensor) -> Difference:

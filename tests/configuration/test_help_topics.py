@@ -21,7 +21,12 @@ from step3_ppo.config import PPOConfig
 from website import flags as pages
 
 CONFIGS = {**pages.STAGES, **pages.COMMANDS}
-MODELS = {"sft": "--model", "reward": "--model", "dpo": "--model", "ppo": "--actor-model --critic-model --reward-model"}
+MODELS = {
+    "sft": "--model",
+    "reward": "--model",
+    "dpo": "--model",
+    "ppo": "--actor-model --critic-model --reward-model --teacher-model",
+}
 UNDERSCORED = re.compile(r"(?<![\w-])--[a-z][a-z0-9.]*_\w*")
 
 

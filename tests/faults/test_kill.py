@@ -56,9 +56,9 @@ METHODS = {
     "grpo": "--num-samples-per-prompt 4 --replace-equal-groups true",
     "rloo": "--num-samples-per-prompt 2 --reward-scaling running",
     "reinforce_pp": "--reward-scaling batch",
-    # VAPO and more; the critic's first steps end within a rollout.
+    # VC-PPO and more; the critic's first steps end within a rollout.
     "ppo": "--num-samples-per-prompt 4 --group-baseline true --critic-warmup-steps 3 --returns-lambda 1 "
-    "--lambda-alpha 0.5 --entropy-coef 0.01 --positive-nll-coef 0.1 --policy-clip-high 0.28 "
+    "--entropy-coef 0.01 --policy-clip-high 0.28 "
     "--loss-aggregation sequence_mean --reward-function {folder}/rewards.py:length",
 }
 

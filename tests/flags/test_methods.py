@@ -7,6 +7,7 @@ import pytest
 from support.messages import naming
 
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError, dashed
 from rlhf.train_plan import make_plan
 from step3_ppo.config import PPOConfig
@@ -89,7 +90,6 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--ema-decay 0.5", "ema-decay", "only --enable-ema"),
         ("--unsup-coef 3", "unsup-coef", "only --unsupervised-data-path"),
         ("--policy-loss cispo --policy-clip 0.3", "policy-clip", "ratio-cap"),
-        ("--lambda-alpha 0.05 --gae-lambda 0.9 --returns-lambda 1", "gae-lambda", "--returns-lambda the critic's"),
         ("--policy-loss cispo --ratio-cap 0.9", "ratio-cap", "1"),
         (
             "--kl-coef 0 --kl-target 3",
@@ -99,7 +99,6 @@ def test_ppo_takes_all_of_its_preset(tmp_path: Path) -> None:
         ("--method grpo --reward-function exact_match --kl-target 3", "kl-target", "kl-coef"),
         ("--kl-horizon 50", "kl-horizon", "only --kl-target"),
         ("--off-policy-weights none --off-policy-cap 3", "off-policy-cap", "is none"),
-        ("--off-policy-weights none --off-policy-veto 1e-4", "off-policy-veto", "is none"),
         ("--off-policy-weights token_truncate --off-policy-low 0.3", "off-policy-low", "with a mask"),
         ("--off-policy-low 0.3", "off-policy-low", "with a mask"),
         ("--method grpo", "reward-model-name-or-path", "--reward-function"),
@@ -231,3 +230,21 @@ def test_a_flag_of_another_method_of_stage_3_is_named_with_its_section(tmp_path,
     with pytest.raises(InputError) as error:
         make_plan([*words, "--deployment-type", "foo"], prog="python train.py")
     assert "foo" in str(error.value) and "max_seq_len" not in str(error.value), "it is a flag of this method's stage"
+
+
+GONE = {"positive_nll_coef": 0.1, "positive_score": 0.5, "lambda_alpha": 0.05, "off_policy_veto": 1e-4}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_flag_that_is_gone_is_refused_by_its_name(name):
+    with pytest.raises(InputError, match=f"{dashed(name)}: removed after commit f693daee: "):
+        resolved(dashed(name), str(GONE[name]))
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_checkpoint_of_a_flag_that_is_gone_goes_on_only_if_it_had_its_default(name):
+    config = parse(PPOConfig, [], section="ppo").config
+    current, defaults = values_by_rule(config, "same"), defaults_of(config)
+    check_same_settings(Path("step-1"), current | {name: defaults[name].default}, current, defaults=defaults)
+    with pytest.raises(InputError, match=f"{dashed(name)}: removed after commit f693daee: .*{GONE[name]}"):
+        check_same_settings(Path("step-1"), current | {name: GONE[name]}, current, defaults=defaults)

@@ -6,10 +6,9 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from support.ragged import B, T, ragged_mask, random_tokens, sequences
+from support.ragged import ragged_mask, random_tokens, sequences
 
 from step3_ppo.mathematics.estimators import (
-    adaptive_lambda,
     equal_groups,
     estimate_advantages,
     gae,
@@ -135,39 +134,17 @@ def slow_sums(errors: np.ndarray, decay: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gae_with_a_lambda_for_each_row_and_one_for_returns_equals_a_slow_loop(seed):
+def test_gae_with_another_lambda_for_returns_equals_a_slow_loop(seed):
     mask = ragged_mask(seed)
     rewards, values = random_tokens(seed, 2, mask)
-    lambdas = torch.rand(B, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    lambdas[:2, 0] = torch.tensor([0.0, 1.0])
-    for chosen in (0.7, lambdas):
+    for chosen in (0.7, 0.0, 1.0):
         advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=chosen, returns_lambda=0.8)
-        for row, (r, v, a, g) in enumerate(sequences(mask, rewards, values, advantages, returns)):
+        for r, v, a, g in sequences(mask, rewards, values, advantages, returns):
             errors = r + 0.9 * np.append(v[1:], 0)[: len(v)] - v
-            own = chosen if isinstance(chosen, float) else chosen[row].item()
-            np.testing.assert_allclose(a, slow_sums(errors, 0.9 * own), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(a, slow_sums(errors, 0.9 * chosen), rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(g, slow_sums(errors, 0.9 * 0.8) + v, rtol=1e-5, atol=1e-5)
         assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
         assert advantages.dtype == returns.dtype == torch.float32
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 255, 257, 1000])
-def test_a_lambda_for_each_row_gives_what_one_number_gives(length):
-    random = np.random.default_rng(length)
-    rewards, values = (torch.tensor(x, dtype=torch.float32) for x in random.normal(size=(2, 3, length)))
-    mask = torch.ones(3, length, dtype=torch.bool)
-    same = gae(rewards, values, mask, gamma=0.999, gae_lambda=0.97)
-    by_row = gae(rewards, values, mask, gamma=0.999, gae_lambda=torch.full((3, 1), 0.97, dtype=torch.float64))
-    for found, expected in zip(by_row, same, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_lambdas_of_another_shape_than_one_for_each_row_are_refused():
-    mask = ragged_mask(0)
-    rewards, values = random_tokens(0, 2, mask)
-    for wrong in (torch.ones(B), torch.ones(T), torch.ones(B, T), torch.ones(1, 1)):
-        with pytest.raises(AssertionError):
-            gae(rewards, values, mask, gamma=1.0, gae_lambda=wrong)
 
 
 def test_returns_of_lambda_one_are_the_rewards_to_come():
@@ -176,17 +153,6 @@ def test_returns_of_lambda_one_are_the_rewards_to_come():
     _, returns = estimate_advantages(rewards, values, mask, gamma=1.0, gae_lambda=0.3, returns_lambda=1.0)
     for r, g in sequences(mask, rewards, returns):
         np.testing.assert_allclose(g, np.cumsum(r[::-1])[::-1], rtol=1e-5, atol=1e-5)
-
-
-def test_the_lambda_of_a_length_by_hand():
-    # alpha 0.05: 1 - 20 / length; 0 from 20 tokens down, a row without tokens among them.
-    lengths = torch.tensor([0, 1, 20, 40, 64, 256, 1000])
-    expected = [0, 0, 0, 0.5, 0.6875, 0.921875, 0.98]
-    found = adaptive_lambda(lengths, alpha=0.05)
-    assert found.shape == (7, 1)
-    assert found.squeeze(1).tolist() == pytest.approx(expected, abs=1e-12)
-    with pytest.raises(AssertionError):
-        adaptive_lambda(lengths, alpha=0.0)
 
 
 # --- scale of rewards ---

@@ -17,7 +17,6 @@ from step3_ppo.mathematics.losses import (
     entropy_bonus,
     kl_loss,
     policy_loss,
-    positive_nll,
     row_factors,
 )
 
@@ -176,15 +175,7 @@ def step_loss(name: str, tensors: list[torch.Tensor], aggregation: str, totals: 
     loss = loss + 0.1 * kl_loss(log_probs, old, mask, estimator="k3", weights=factors)
     entropy = torch.where(mask, torch.where(mask, log_probs, 0).square(), NAN)
     loss = loss - 0.3 * entropy_bonus(entropy, mask, weights=factors)
-    right, counts = right_mask(advantages, mask), {"num_tokens": totals["right"], "num_rows": totals["right_rows"]}
-    own = row_factors(right, aggregation=aggregation, longest=T + 3, **counts)
-    nll = {"num_positive": totals["right"], "num_tokens": totals["num_tokens"], "weights": own}
-    return (loss + 0.2 * positive_nll(log_probs, right, **nll)) / totals["num_tokens"]
-
-
-def right_mask(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The tokens of rows whose first advantage is above 0."""
-    return mask & (advantages[:, :1] > 0)
+    return loss / totals["num_tokens"]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -193,10 +184,7 @@ def test_micro_batches_order_and_padding_change_nothing(name, aggregation):
     batch = batch_of(8)
     mask = batch[-1]
     leaf = batch[0].requires_grad_()
-    right = right_mask(batch[2], mask)
     totals = {"num_tokens": int(mask.sum()), "num_rows": int(mask.any(1).sum())}
-    totals |= {"right": int(right.sum()), "right_rows": int(right.any(1).sum())}
-    assert 0 < totals["right_rows"] < totals["num_rows"]
     whole = step_loss(name, batch, aggregation, totals)
     expected = gradient(whole, leaf)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -294,30 +282,3 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_whole_distributions_by_a_slow_
         expected = (slow(logits.detach() + step) - slow(logits.detach() - step)) / 2e-5
         assert found[place].item() == pytest.approx(expected, rel=1e-4, abs=1e-9)
     assert found.isfinite().all() and (found[~mask] == 0).all()
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_loss_of_right_responses_is_their_own_mean_by_a_slow_loop(aggregation):
-    log_probs, _, advantages, _, mask = batch_of(6)
-    right = right_mask(advantages, mask)
-    num_tokens, num_right, num_rows = int(mask.sum()), int(right.sum()), int(right.any(1).sum())
-    log_probs.requires_grad_()
-    factors = row_factors(right, aggregation=aggregation, num_tokens=num_right, num_rows=num_rows, longest=20)
-    loss = positive_nll(log_probs, right, num_positive=num_right, num_tokens=num_tokens, weights=factors) / num_tokens
-    total, expected = 0.0, torch.zeros(B, T)
-    for row in range(B):
-        length = int(mask[row].sum())
-        if length == 0 or advantages[row, 0] <= 0:
-            continue
-        divisor = {"token_mean": num_right, "sequence_mean": num_rows * length, "constant": 20 * num_rows}[aggregation]
-        total += sum(-log_probs[row, t].item() for t in range(length)) / divisor
-        expected[row, :length] = -1 / divisor
-    assert loss.item() == pytest.approx(total, rel=1e-5) and 0 < num_right < num_tokens
-    torch.testing.assert_close(gradient(loss, log_probs), expected)
-
-
-def test_without_a_right_response_there_is_no_loss_of_them():
-    log_probs, *_, mask = batch_of(7)
-    log_probs.requires_grad_()
-    loss = positive_nll(log_probs, mask & False, num_positive=0, num_tokens=int(mask.sum()))
-    assert loss.item() == 0 and (gradient(loss, log_probs) == 0).all()

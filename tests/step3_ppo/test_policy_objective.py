@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.reward_rows import LENGTHS, random_scores, rewarded, rows_of, scores_by_hand
+from support.reward_rows import rewarded, rows_of, scores_by_hand
 
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.objectives import PolicyObjective, StepSize, Sums
-from step3_ppo.rollout_metrics import rollout_metrics, value_metrics
+from step3_ppo.rollout_metrics import rollout_metrics
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -47,14 +47,14 @@ def test_weights_are_of_the_policy_before_the_updates_and_rows_count_over_the_wh
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_kl_entropy_and_right_responses_in_the_loss_are_means_over_rows_as_it_is(aggregation, estimator):
+def test_kl_and_entropy_in_the_loss_are_means_over_rows_as_it_is(aggregation, estimator):
     """Off-policy weights are the clipped loss's alone; values and gradients by a slow loop over tokens."""
     generator, lengths = torch.Generator().manual_seed(5), [3, 1, 2]
     new, old, reference, advantages = torch.randn(4, 3, 3, generator=generator).unbind(0)
-    entropy, right = torch.rand(3, 3, generator=generator), torch.tensor([False, True, True]).unsqueeze(1)
+    entropy = torch.rand(3, 3, generator=generator)
     responses = replace(rows_of(lengths, [True] * 3), sampler_log_probs=old - 0.3)
     mask = responses.response_mask
-    known = Experience(mask, old, reference, advantages, None, mask & right)
+    known = Experience(mask, old, reference, advantages, None)
     new.requires_grad_(True)
     entropy.requires_grad_(True)
 
@@ -64,30 +64,28 @@ def test_kl_entropy_and_right_responses_in_the_loss_are_means_over_rows_as_it_is
     objective = PolicyObjective(
         engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
         ppo=PPOCoefficients(
-            kl_in_loss=True, kl_estimator=estimator, entropy_coef=0.2, positive_nll_coef=0.4,
+            kl_in_loss=True, kl_estimator=estimator, entropy_coef=0.2,
             loss_aggregation=aggregation, off_policy_weights="token_truncate",
         ),
-        size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7, num_positive=5, num_positive_rows=2),
+        size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7),
     )  # fmt: skip
     sums = Sums()
     loss = objective.loss(MicroBatch((0, 1, 2), 4, 3, 6), responses, known, sums)
-    kl = bonus = nll = 0.0
+    kl = bonus = 0.0
     of_new, of_entropy = torch.zeros(3, 3), torch.zeros(3, 3)
     for n, length in enumerate(lengths):
         factor = {"token_mean": 1.0, "sequence_mean": 30 / (7 * length), "constant": 30 / (7 * 8)}[aggregation]
-        own = {"token_mean": 30 / 5, "sequence_mean": 30 / (2 * length), "constant": 30 / (2 * 8)}[aggregation]
         for t in range(length):
             d = new[n, t].item() - reference[n, t].item()
             kl += 0.7 * factor * (0.5 * d * d if estimator == "k2" else math.exp(-d) - 1 + d)
             bonus += 0.2 * factor * entropy[n, t].item()
-            nll -= 0.4 * own * new[n, t].item() * right[n].item()
-            of_new[n, t] = 0.7 * factor * d - 0.4 * own * right[n].item()
+            of_new[n, t] = 0.7 * factor * d
             of_entropy[n, t] = -0.2 * factor
-    found = {name: sums.sums[name].item() for name in ("kl", "entropy_bonus", "positive_nll")}
-    assert found == pytest.approx({"kl": kl, "entropy_bonus": bonus, "positive_nll": nll}, rel=1e-5)
-    assert loss.item() - sums.sums["policy"].item() == pytest.approx(kl - bonus + nll, rel=1e-4)
+    found = {name: sums.sums[name].item() for name in ("kl", "entropy_bonus")}
+    assert found == pytest.approx({"kl": kl, "entropy_bonus": bonus}, rel=1e-5)
+    assert loss.item() - sums.sums["policy"].item() == pytest.approx(kl - bonus, rel=1e-4)
     alone = PPOCoefficients(loss_aggregation=aggregation, off_policy_weights="token_truncate")
-    of_policy, known = replace(objective, ppo=alone), replace(known, positive_mask=None)
+    of_policy = replace(objective, ppo=alone)
     plain = of_policy.loss(MicroBatch((0, 1, 2), 4, 3, 6), responses, known, Sums())
     (gradient,) = torch.autograd.grad(plain, new)
     loss.backward()
@@ -100,15 +98,6 @@ def test_a_cut_response_of_one_token_is_no_empty_one():
     responses = rows_of([1, 1, 2], [True, False, True])
     metrics = rollout_metrics(responses, scores.scores, rewarded(responses, scores), PPOCoefficients())
     assert metrics["completions/empty_fraction"] == pytest.approx(1 / 3)
-
-
-def test_the_lambda_of_a_masked_row_is_in_no_mean():
-    scores, responses = random_scores(LENGTHS), rows_of(LENGTHS, [True] * 5)
-    bad = scores._replace(judged=torch.where(torch.arange(5).unsqueeze(1) == 2, math.nan, scores.judged))
-    found = rewarded(responses, bad, lambda_alpha=0.5)
-    measured = value_metrics(found.experience, PPOCoefficients(lambda_alpha=0.5))
-    lambdas = [max(0.0, 1 - 1 / (0.5 * length)) for n, length in enumerate(LENGTHS) if n != 2]
-    assert measured["advantages/lambda"] == pytest.approx(sum(lambdas) / 4)
 
 
 def test_what_tells_sampler_and_trainer_apart_is_measured_by_the_update_itself():

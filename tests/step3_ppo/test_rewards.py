@@ -2,17 +2,17 @@
 
 import copy
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 from support.reward_rows import LENGTHS, Outputs, constants, random_scores, rewarded, rows_of, scores_by_hand
 
-from step3_ppo.experience import FunctionScores, Scores
+from step3_ppo.experience import Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.rewarding import Terms, reward_responses
-from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics, value_metrics
+from step3_ppo.rollout_metrics import evaluation_metrics, rollout_metrics
 
 
 def test_the_reward_stands_at_the_last_token_by_hand():
@@ -66,26 +66,18 @@ def sums(errors: list[float], decay: float) -> list[float]:
 
 
 def test_the_critic_learns_returns_of_a_lambda_of_its_own():
-    """VC-PPO and VAPO: lambda 1 for the returns, for the advantages one that depends on the response's length."""
+    """VC-PPO: lambda 1 for the returns."""
     responses, outputs = rows_of(LENGTHS, [True] * 5), random_scores(LENGTHS)
-    for settings, of_advantages, of_returns in (
-        ({"gae_lambda": 0.8, "returns_lambda": 1.0}, lambda length: 0.8, 1.0),
-        ({"gae_lambda": 0.8, "returns_lambda": 0.0}, lambda length: 0.8, 0.0),
-        ({"gae_lambda": 0.8, "lambda_alpha": 0.5}, lambda length: max(0.0, 1 - 1 / (0.5 * length)), 0.8),
-    ):
-        found = rewarded(responses, outputs, kl_coef=0.0, gamma=0.9, **settings)
+    for of_returns in (1.0, 0.0):
+        found = rewarded(responses, outputs, kl_coef=0.0, gamma=0.9, gae_lambda=0.8, returns_lambda=of_returns)
         for n, length in enumerate(LENGTHS):
             values = [*outputs.scores.values[n, :length].tolist(), 0.0]
             errors = [0.9 * values[t + 1] - values[t] for t in range(length)]
             errors[-1] += outputs.judged[n].item()
-            advantages = sums(errors, 0.9 * of_advantages(length))
+            advantages = sums(errors, 0.9 * 0.8)
             returns = [s + v for s, v in zip(sums(errors, 0.9 * of_returns), values, strict=False)]
             np.testing.assert_allclose(found.experience.advantages[n, :length], advantages, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(found.experience.targets.returns[n, :length], returns, rtol=1e-4, atol=1e-5)
-    lambdas = [max(0.0, 1 - 1 / (0.5 * length)) for length in LENGTHS]
-    measured = value_metrics(found.experience, PPOCoefficients(lambda_alpha=0.5))
-    assert measured["advantages/lambda"] == pytest.approx(sum(lambdas) / 5)
-    assert "advantages/lambda" not in value_metrics(found.experience, PPOCoefficients())
 
 
 def test_the_mean_reward_to_a_prompt_is_taken_off_before_the_critics_estimate_by_a_slow_loop():
@@ -106,31 +98,6 @@ def test_the_mean_reward_to_a_prompt_is_taken_off_before_the_critics_estimate_by
             returns = found.experience.targets.returns[n, t].item()
             assert returns == pytest.approx(following + values[t], rel=1e-4, abs=1e-5)
     assert found.sequence_rewards[:5].equal(outputs.judged[:5, 0]), "what is logged is the reward itself"
-
-
-def test_right_responses_are_those_whose_functions_sum_to_the_threshold_by_a_slow_loop():
-    """The reward model has no part in it, nor has a function that does not apply; a failed call masks its row."""
-    nan = math.nan
-    values = torch.tensor([[1.0, 0.0], [0.5, 1.0], [0.4, 0.9], [nan, 2.0], [2.0, nan], [0.0, 0.0]])
-    lengths = [2, 1, 3, 2, 1, 2]
-    applies = torch.tensor([[True, True]] * 3 + [[False, True], [True, True], [True, True]])
-    failures = torch.zeros(6, 2, dtype=torch.int64)
-    failures[4, 1] = 1
-    scored = FunctionScores(values.nan_to_num(0.0), applies, failures, None)
-    responses = replace(rows_of(lengths, [True] * 6), scored=scored)
-    outputs = random_scores(lengths)._replace(judged=torch.full((6, 1), 50.0))
-    terms = Terms([constants(1.0, 0.0, 1.0)], functions={"a": 1.0, "b": 0.5})
-    for threshold, right in ((1.0, [0, 1, 3]), (0.85, [0, 1, 2, 3]), (1.01, [])):
-        ppo = PPOCoefficients(positive_nll_coef=0.1, positive_score=threshold)
-        found = reward_responses(responses, outputs.scores, outputs.judged, ppo, kl_coef=0.2, terms=terms)
-        expected = [n in right for n in range(6)]
-        assert found.experience.positive_mask.any(1).tolist() == expected
-        mask = found.experience.response_mask & torch.tensor(expected).unsqueeze(1)
-        assert found.experience.positive_mask.equal(mask)
-        measured = rollout_metrics(responses, outputs.scores, found, ppo)["completions/right_fraction"]
-        assert measured == pytest.approx(len(right) / 5)
-    found = reward_responses(responses, outputs.scores, outputs.judged, PPOCoefficients(), kl_coef=0.2, terms=terms)
-    assert found.experience.positive_mask is None
 
 
 def test_experience_equals_a_slow_loop():

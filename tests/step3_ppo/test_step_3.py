@@ -32,14 +32,12 @@ ZERO_3: dict[str, object] = {
 }  # fmt: skip
 # Metrics of GPUs, and of --kl-in-loss.
 ONLY_ELSEWHERE = {
-    "advantages/lambda",  # with --lambda-alpha
+    "objective/teacher_kl",  # of --method distill
     "groups/equal",  # several responses to a prompt: test_equal_groups.py
     "groups/further_prompts",
     "objective/sampled_scores",
     "policy/weights_cut",
     "loss/entropy_bonus",  # with --entropy-coef
-    "loss/positive_nll",  # with --positive-nll-coef
-    "completions/right_fraction",
     "policy/weights_rejected",
     "loss/kl",
     "mfu",
@@ -267,11 +265,6 @@ COMPLAINTS = {
     "critic without a head": ({"critic_model_name_or_path": "base"}, "no reward head"),
     "rows that do not divide": ({"per_device_train_batch_size": 3}, "the nearest that fit are"),
     "too many tokens": ({"max_answer_seq_len": 4096}, "positions"),
-    "right responses without a function": ({"positive_nll_coef": 0.1}, "needs a --reward-function"),
-    "a threshold of right responses that nothing reads": (
-        {"positive_score": 2.0},
-        "--positive-score: needs --positive-nll-coef",
-    ),
     "a baseline of one response": ({"group_baseline": "true"}, "give 2 or more"),
     "k1 in the loss": ({"kl_in_loss": "true"}, "k1"),
     "sampler's log-probs": ({"old_log_probs": "sampler"}, "--old-log-probs ... sampler ... 4"),

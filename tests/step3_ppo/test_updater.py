@@ -19,7 +19,6 @@ from support.ppo_updates import (
     make_responses,
     make_updater,
     plain_entropies,
-    plain_log_probs,
     plain_models,
     plain_values,
     slow_update,
@@ -90,43 +89,35 @@ def test_a_kl_in_the_loss_adds_its_gradient(world, opt, seen_gradients):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("batches", SPLITS[:2], ids=["whole", "pairs"])
-def test_entropy_and_right_responses_add_their_gradients(world, folders, seen_gradients, batches):
-    """Of the distributions whole, in nats a token; the right ones' is a mean over their own tokens."""
-    responses, right, coefficients = make_responses(), (1, 2, 4), {"entropy_coef": 0.7, "positive_nll_coef": 0.4}
+def test_the_entropy_adds_its_gradient(world, folders, seen_gradients, batches):
+    """Of the distributions whole, in nats a token."""
+    responses, terms = make_responses(), {"entropy_coef": 0.7}
     experience = make_experience(folders, responses)
-    rows = torch.tensor([n in right for n in range(6)])
-    experience = replace(experience, positive_mask=experience.response_mask & rows.unsqueeze(1))
-    metrics, stepped = update(make_updater(world, folders, **coefficients), responses, experience, batches)
-    terms = {"entropy_coef": 0.7, "nll_coef": 0.4, "right": right}
+    metrics, stepped = update(make_updater(world, folders, **terms), responses, experience, batches)
     actor, critic, numbers = slow_update(folders, responses, experience, **terms)
     assert stepped
-    for name in ("loss/policy", "loss/entropy_bonus", "loss/positive_nll"):
+    for name in ("loss/policy", "loss/entropy_bonus"):
         assert metrics[name] == pytest.approx(numbers[name], rel=1e-3), name
     assert_same_gradients(seen_gradients[0], actor)
     assert_same_gradients(seen_gradients[1], critic)
     plain, _, _ = slow_update(folders, responses, experience)
     assert all(not actor[name].allclose(plain[name], rtol=0.01) for name in actor if actor[name].abs().max() > 1e-3)
-    update(make_updater(world, folders, **coefficients, old_log_probs="sampler"), responses, experience, batches)
+    update(make_updater(world, folders, **terms, old_log_probs="sampler"), responses, experience, batches)
     exact = replace(experience, log_probs=make_experience(folders, responses, spread=0.0).log_probs)
     assert_same_gradients(seen_gradients[2], slow_update(folders, responses, exact, **terms)[0])
 
 
-def test_entropy_and_right_responses_have_the_mean_of_the_loss(world, opt):
-    """Over responses of the mean of each, the right ones among themselves; and for sums over the longest response."""
-    responses, right = make_responses(), (1, 2, 4)
+def test_the_entropy_has_the_mean_of_the_loss(world, opt):
+    """Over responses of the mean of each; and for sums over the longest response."""
+    responses = make_responses()
     experience = make_experience(opt, responses)
-    rows = torch.tensor([n in right for n in range(6)])
-    experience = replace(experience, positive_mask=experience.response_mask & rows.unsqueeze(1))
     actor, _ = plain_models(opt)
     entropy = [plain_entropies(actor, responses, n).sum().item() for n in range(5)]
-    nll = {n: -plain_log_probs(actor, responses, n).sum().item() for n in right}
     for aggregation, lengths in (("sequence_mean", [length for _, length in SIZES]), ("constant", [6] * 6)):
-        models = make_updater(world, opt, entropy_coef=0.7, positive_nll_coef=0.4, loss_aggregation=aggregation)
+        models = make_updater(world, opt, entropy_coef=0.7, loss_aggregation=aggregation)
         metrics, _ = update(models, responses, experience)
         bonus = 0.7 * sum(entropy[n] / lengths[n] for n in range(5)) / 5
-        loss = 0.4 * sum(nll[n] / lengths[n] for n in right) / 3
         assert metrics["loss/entropy_bonus"] == pytest.approx(bonus, rel=1e-4), aggregation
-        assert metrics["loss/positive_nll"] == pytest.approx(loss, rel=1e-4), aggregation
 
 
 def test_ptx_adds_its_gradient(world, folders, seen_gradients):

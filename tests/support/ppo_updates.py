@@ -148,22 +148,16 @@ def make_experience(folders, responses: Responses, *, spread: float = 0.3) -> Ex
 
 
 def slow_update(
-    folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0, entropy_coef=0.0,
-    nll_coef=0.0, right=(),
+    folders, responses, experience, *, kl_coef=0.0, kl_in_loss=False, text=None, unsup_coef=2.0, entropy_coef=0.0
 ):  # fmt: skip
-    """(gradients of the actor, of the critic, numbers) by a loop over tokens; PPO's equations written out again.
-
-    right: rows of right responses.
-    """
+    """(gradients of the actor, of the critic, numbers) by a loop over tokens; PPO's equations written out again."""
     actor, critic = plain_models(folders)
-    policy = value = kl = entropy = nll = torch.zeros(())
+    policy = value = kl = entropy = torch.zeros(())
     ratios, clipped, value_clipped, approx_kl = [], 0, 0, 0.0
     for n in range(5):
         new, now = plain_log_probs(actor, responses, n), plain_values(critic, responses, n)
         if entropy_coef:
             entropy = entropy + entropy_coef * plain_entropies(actor, responses, n).sum() / NUM_RESPONSE_TOKENS
-        if n in right:
-            nll = nll - nll_coef * new.sum() / sum(SIZES[row][1] for row in right)
         for t in range(SIZES[n][1]):
             old, advantage = experience.log_probs[n, t], experience.advantages[n, t]
             ratio = (new[t] - old).exp()
@@ -186,8 +180,8 @@ def slow_update(
         "policy/first_ratio_error": max(abs(math.log(ratio)) for ratio in ratios),
     }  # fmt: skip
     numbers |= {"loss/kl": kl.item() / NUM_RESPONSE_TOKENS} if kl_in_loss else {}
-    numbers |= {"loss/entropy_bonus": entropy.item(), "loss/positive_nll": nll.item()} if entropy_coef else {}
-    loss = (policy + kl) / NUM_RESPONSE_TOKENS - entropy + nll
+    numbers |= {"loss/entropy_bonus": entropy.item()} if entropy_coef else {}
+    loss = (policy + kl) / NUM_RESPONSE_TOKENS - entropy
     if text is not None:
         batches = text.micro_batches
         labels = [torch.where(b.trained_mask, b.input_ids, -100) for b in batches]
