@@ -18,7 +18,7 @@ from pipeline.generation.options import why_not_streamed
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
-from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig
+from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig, refuse_unread
 from step3_ppo.flags.methods import METHODS, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
@@ -270,6 +270,21 @@ class PPOConfig(StageConfig):
             return self
         if not (self.reward_functions or self.method.has_critic or self.reward_model_name_or_path):
             raise ValueError("reward_model_name_or_path: missing: give it, or --reward-function, to reward responses")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_read(self) -> Self:
+        if not self.method.has_teacher or self.has_rewards:
+            return self
+        if self.ppo.missing_eos_penalty and self.sampling.num_samples_per_prompt < 2:
+            raise ValueError(
+                "missing_eos_penalty: without other rewards it compares the responses to a prompt, got one; leave it "
+                "out, or give --num-samples-per-prompt 2 or more"
+            )
+        if self.compares_in_updates and not self.ppo.missing_eos_penalty:
+            why = "without rewards the loss is the divergence from the teacher alone"
+            names = ("policy_loss", "policy_clip", "policy_clip_high", "dual_clip", "policy_ratio")
+            refuse_unread(self.ppo, dict.fromkeys(names, why))
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "objective/kl_k3": Metric("the same by the k3 estimator", better=0),
     "objective/teacher_kl": Metric(
-        "mean over sequences of the sum of log pi - log teacher over tokens, with --method distill",
+        "mean over sequences of the mean of log pi - log teacher over their tokens, with --method distill",
         better=-1,
         title="KL to the teacher",
     ),

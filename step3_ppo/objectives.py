@@ -207,7 +207,7 @@ class PolicyObjective(Objective):
         """Return the distributions that an exact KL compares with those of the policy; None for an estimate."""
         if self.models is None or self.ppo.divergence is None:
             return None
-        return comparison_of(self.models, part, batch, kind=self.ppo.divergence)
+        return comparison_of(self.models, part, batch, kind=self.ppo.divergence, longest=self.longest)
 
     def kl(
         self, log_probs: Tensor, divergence: Tensor | None, experience: Experience, factors: Tensor | None

@@ -38,7 +38,8 @@ class Rewarded:
     experience: tensors for the updates.
     valid: (N,) bool, True = the row counts and all its numbers are finite.
     scores: (N,) fp32, raw scores, of several rewards their weighted sum; NaN where a reward gives no score. Without
-        rewards, minus the sums of `kl`: how much more probable the teacher finds the response than the policy does.
+        rewards, minus the mean of `kl` over the response: how much more probable the teacher finds its tokens than
+        the policy does.
     by_reward: name of a reward -> (N,) fp32, its raw scores; NaN where it gives none.
     sequence_rewards: (N,) fp32, rewards before the KL penalty.
     total_rewards: (N,) fp32, sums of the rewards of a row's tokens: with the KL penalty unless it is in the loss.
@@ -143,7 +144,7 @@ def reward_responses(
             None if values is None else ValueTargets(values, returns),
         ),
         valid=valid,
-        scores=weighted_sum(raw, [*weights, *terms.functions.values()]) if raw else -kl.sum(1),
+        scores=weighted_sum(raw, [*weights, *terms.functions.values()]) if raw else -means_of_rows(kl, mask),
         by_reward=by_reward,
         sequence_rewards=shaped,
         total_rewards=per_token.sum(1),
@@ -249,6 +250,11 @@ def advantages_of(
     return estimate_advantages(
         rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, returns_lambda=of_returns
     )
+
+
+def means_of_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the means (N,) of values (N, T) over the tokens of each row; 0 for a row without any."""
+    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def taught_advantages(ppo: PPOCoefficients, taught: Tensor, shaped: Tensor, mask: Tensor, *, group_size: int) -> Tensor:

@@ -19,7 +19,7 @@ from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
-from step3_ppo.rewarding import Rewarded, off_policy_weights
+from step3_ppo.rewarding import Rewarded, means_of_rows, off_policy_weights
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,11 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     finished = responses.finished.float()
     metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
     metrics |= reward_metrics(responses, rewarded)
-    kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
+    kls: dict[str, torch.Tensor | None] = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
     if METHODS[ppo.method].has_teacher:
-        kls = {"objective/teacher_kl": rewarded.kl}
+        if rewarded.kl is not None:  # per token: the policy may answer much shorter or longer than it did
+            metrics["objective/teacher_kl"] = mean_of(means_of_rows(rewarded.kl, mask), valid)
+        kls = {}
     for name, kl in kls.items():
         if kl is not None:
             metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
@@ -75,7 +77,7 @@ def group_metrics(rewarded: Rewarded, sampled: Mapping[str, float] | None, *, gr
 
     sampled: tally of a rollout that replaced such prompts; None without --replace-equal-groups.
     """
-    metrics = {"groups/equal": rewarded.equal_share} if group_size > 1 else {}
+    metrics = {"groups/equal": rewarded.equal_share} if group_size > 1 and rewarded.by_reward else {}
     if sampled is None:
         return metrics
     return metrics | {"groups/further_prompts": sampled["further"], "objective/sampled_scores": sampled["score"]}

@@ -32,17 +32,15 @@ def statistics_of(
     comparison: Comparison | None = None,
 ) -> TokenStatistics:
     """Return statistics (n, T) of a micro-batch's response tokens; entropies and divergences only if asked for."""
-    output: TokenStatistics = policy(
-        **inputs_of(responses, batch), temperature=temperature, with_entropy=with_entropy, comparison=comparison
-    )
+    settings: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy, "comparison": comparison}
+    output: TokenStatistics = policy(responses.sequences, **inputs_of(responses, batch), **settings)
     wide = [None if column is None else responses.in_response_space(column) for column in output]
     return TokenStatistics(*wide)  # type: ignore[arg-type]  # there are always log-probabilities
 
 
 def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
-    """Return the inputs of a policy for the response tokens of a micro-batch."""
+    """Return the inputs of a policy beside the ids of a micro-batch, which select its response tokens."""
     return {
-        "input_ids": responses.sequences,
         "attention_mask": responses.attention_mask,
         "selected": responses.predicts_response,
         "num_selected": batch.num_response_tokens,
@@ -51,10 +49,13 @@ def inputs_of(responses: Responses, batch: MicroBatch) -> dict[str, Any]:
     }
 
 
-def comparison_of(models: Models, responses: Responses, batch: MicroBatch, *, kind: Divergence) -> Comparison:
+def comparison_of(
+    models: Models, responses: Responses, batch: MicroBatch, *, kind: Divergence, longest: int
+) -> Comparison:
     """Return the distributions of the reference policy, or of the teacher, at a micro-batch's response tokens."""
     with models.reference_policy() as reference:
-        return Comparison(kind, reference(**inputs_of(responses, batch), hidden_only=True), reference.module)
+        hidden = reference(responses.sequences, **inputs_of(responses, batch), hidden_only=True)
+        return Comparison(kind, hidden, reference.module, longest)
 
 
 def values_of(critic: Any, responses: Responses, batch: MicroBatch) -> Tensor:

@@ -246,8 +246,8 @@ def check_teacher_tokens(teacher: ModelSource, actor: ModelSource, flag: str) ->
     if teacher.path != actor.path and not same_tokens(teacher.tokenizer, actor.tokenizer):
         sizes = [len(one.tokenizer) for one in (teacher, actor)]
         raise InputError(
-            f"{flag} {teacher.path}: its vocabulary of {sizes[0]} tokens is not the one of {sizes[1]} of {actor.path}; "
-            "distillation compares both models token by token. Give a teacher of the actor's family"
+            f"{flag} {teacher.path}: its vocabulary, {sizes[0]} tokens, is not that of {actor.path}, {sizes[1]} "
+            "tokens; distillation compares both models token by token. Give a teacher of the actor's family"
         )
 
 

@@ -123,7 +123,7 @@ def paid_for_length(history: History) -> tuple[float, ...]:
     The gain at equal length comes from an analysis of covariance: it is the gain minus the growth in length times the
     slope of scores over lengths within both evaluations.
     """
-    if len(history.samples) < 2 or min(map(len, history.samples)) < LEAST:
+    if len(history.samples) < 2 or min(map(len, history.samples)) < LEAST or has_teacher(history):
         return ()
     scores, lengths = ([[float(row[key]) for row in rows] for rows in history.samples] for key in ("score", "tokens"))
     (before, after), (short, long) = map(statistics.fmean, scores), map(statistics.fmean, lengths)
@@ -154,9 +154,17 @@ def sampler_drifts(history: History) -> tuple[float, ...]:
     return (error, first) if error > max(DRIFT_FACTOR * first, DRIFT_BOUND) else ()
 
 
+def has_teacher(history: History) -> bool:
+    """Return True for distillation, whose evaluations have a KL to the teacher."""
+    return bool(history.counts["eval_objective/teacher_kl"])
+
+
 def nothing_learnt(history: History) -> tuple[object, ...]:
     """Check for a quarter of a run without a gain above noise. Steps that train only the critic do not count."""
-    for name, words, better in (("loss", "training loss", -1), ("objective/scores", "score", 1)):
+    signs = [("loss", "training loss", -1), ("objective/scores", "score", 1)]
+    if has_teacher(history):
+        signs.append(("loss/kl", "divergence from the teacher", -1))
+    for name, words, better in signs:
         first, last = history.first[name], history.last[name]
         steps, total = (number - history.frozen_steps for number in (history.step, history.total_steps))
         if steps >= QUARTER * total and history.counts[name] >= FIRST + LAST:
@@ -189,7 +197,9 @@ RULES = (
     Rule("negative_kl", lambda run: below(run.mean("objective/kl", 1), LEAST_KL),
          "the mean KL is negative, {0:.2f} nats per sequence: responses are not sampled from the policy that scores "
          "them; look at --top-p and --top-k (1 and 0 change nothing) and at policy/sampler_error"),
-    Rule("cut_responses", lambda run: above(run.mean("completions/truncated_fraction"), MOST_CUT),
+    # A teacher judges each token by itself, so a cut response teaches as much as a whole one.
+    Rule("cut_responses", lambda run: above(run.mean("completions/truncated_fraction"), MOST_CUT)
+                          if not has_teacher(run) else (),
          "{0:.0%} of the responses are cut at --max-answer-seq-len: the reward judges fragments; raise "
          "--missing-eos-penalty, or the limit where the model has more positions"),
     Rule("empty_responses", lambda run: above(run.latest("completions/empty_fraction"), MOST_EMPTY),

@@ -1,7 +1,8 @@
 """The groups of flags that only stage 3 has: prompts, rollouts, coefficients of its methods."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -22,10 +23,13 @@ Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
 
 
-def refuse_unread(group: Group, reasons: Mapping[str, str]) -> None:
-    """Raise ValueError for a flag that differs from its default although nothing reads it; `reasons` tells why."""
+def refuse_unread(group: Group, reasons: Mapping[str, str], defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise ValueError for a flag that differs from its default although nothing reads it; `reasons` tells why.
+
+    defaults: those of a method, which its flags have in place of their own.
+    """
     for name, reason in reasons.items():
-        if getattr(group, name) != type(group).model_fields[name].default:
+        if getattr(group, name) != defaults.get(name, type(group).model_fields[name].default):
             raise ValueError(f"{name}: {reason}; leave it out")
 
 
@@ -335,6 +339,9 @@ class PPOCoefficients(Group):
             )
         if METHODS[self.method].has_teacher and self.kl_target:
             raise ValueError("kl_target: holds a policy near its start, not near a teacher; leave it out")
+        if METHODS[self.method].has_teacher and not self.kl_in_loss and self.kl_estimator in ("k2", "k3"):
+            why = "whose mean is no reward that leads to the teacher"
+            raise ValueError(f"kl_estimator: got {self.kl_estimator} in the reward, {why}; give k1, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -342,6 +349,8 @@ class PPOCoefficients(Group):
         weights, reasons = self.off_policy_weights, dict[str, str]()
         if METHODS[self.method].has_teacher:
             reasons["group_baseline"] = f"method {self.method} subtracts the prompt's mean reward already"
+            if self.kl_in_loss:
+                reasons["gamma"] = "with the KL in the loss a token has no reward of the teacher"
         if METHODS[self.method].compares:
             reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
         if self.policy_loss == "cispo":
@@ -356,7 +365,7 @@ class PPOCoefficients(Group):
             reasons["off_policy_cap"] = "--off-policy-weights is none"
         if not weights.endswith("_mask"):
             reasons["off_policy_low"] = "only --off-policy-weights with a mask have a lower limit"
-        refuse_unread(self, reasons)
+        refuse_unread(self, reasons, METHODS[self.method].settings)
         return self
 
     @model_validator(mode="after")
@@ -366,4 +375,6 @@ class PPOCoefficients(Group):
             raise ValueError(f"kl_estimator: got k1, {why}; use k2 or k3, or --kl-in-loss false")
         if self.divergence and not self.kl_in_loss:
             raise ValueError(f"kl_estimator: got {self.divergence}, a term of the loss; give --kl-in-loss true too")
+        if self.divergence and not self.kl_coef:
+            raise ValueError(f"kl_estimator: got {self.divergence} at --kl-coef 0, its weight; give --kl-coef too")
         return self

@@ -10,6 +10,7 @@ from support.tiny_models import tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from pipeline.kernels import token_statistics
 from pipeline.kernels.divergences import divergences
 from pipeline.models.forward import causal_lm
 from pipeline.models.forward.causal_lm import CausalLM, Comparison
@@ -109,16 +110,21 @@ def test_pieces_of_the_tokens_give_value_and_gradient_of_all_logits(inputs, monk
     """A policy beside a wider teacher whose head is padded further, against both models' own logits."""
     policy = model_of(4, vocab_size=VOCABULARY, hidden_size=HIDDEN[0])
     teacher = model_of(5, vocab_size=PADDED, hidden_size=HIDDEN[1])
-    monkeypatch.setattr(causal_lm, "ROW_TOKENS", LENGTH - 1)
     monkeypatch.setattr(causal_lm, "COMPARED_BYTES", piece * VOCABULARY * 4)
+    calls = []
+    policy.model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         hidden = teacher(**inputs, hidden_only=True)
     with Largest() as seen:
-        comparison = Comparison(kind, hidden, teacher)
+        comparison = Comparison(kind, hidden, teacher, LENGTH - 1)
         output = policy(**inputs, temperature=TEMPERATURE, with_entropy=True, comparison=comparison)
         weights = torch.rand(output.divergence.shape, generator=torch.Generator().manual_seed(6))
         (output.divergence * weights + 0.1 * output.log_probs).sum().backward()
-    assert seen.tokens <= piece if piece < 1000 else seen.tokens == inputs["selected"].sum()
+    if piece == 3:
+        pieces = ROWS * (LENGTH - 1) // piece
+        assert seen.tokens <= piece and len(calls) == 2 * pieces, "each piece is made again for the backward pass"
+    else:
+        assert seen.tokens == inputs["selected"].sum() and len(calls) == 1
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
     policy.zero_grad()
     own, other = (
@@ -135,6 +141,25 @@ def test_pieces_of_the_tokens_give_value_and_gradient_of_all_logits(inputs, monk
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_model_scales_its_own_logits_and_both_are_compared_in_fp32(inputs, monkeypatch, dtype):
+    """Cohere multiplies, Gemma 2 caps; in 16 bits the softmax of V logits is that of their values in fp32."""
+    policy, teacher = (model_of(seed, vocab_size=VOCABULARY).to(dtype) for seed in (4, 5))
+    monkeypatch.setattr(token_statistics, "declared", lambda config, name: getattr(config, name, None))
+    policy.config.final_logit_softcapping, teacher.config.logit_scale = 0.8, 3.0
+    with torch.no_grad():
+        hidden = teacher(**inputs, hidden_only=True)
+        comparison = Comparison("reverse_kl", hidden, teacher, LENGTH - 1)
+        output = policy(**inputs, temperature=TEMPERATURE, comparison=comparison)
+        own, other = (model.model(inputs["input_ids"]).logits[:, :-1].double() for model in (policy, teacher))
+    capped = torch.log_softmax(0.8 * torch.tanh(own / 0.8) / TEMPERATURE, -1)
+    scaled = torch.log_softmax(3.0 * other / TEMPERATURE, -1)
+    expected = (capped.exp() * (capped - scaled)).sum(-1)[inputs["selected"]]
+    found = output.divergence[inputs["selected"]]
+    assert found.dtype == torch.float32 and (expected > 0.01).all()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
 
 
 def test_without_a_comparison_nothing_is_compared(inputs):

@@ -18,6 +18,7 @@ from pipeline.data.templates import set_template
 from pipeline.rewards.rows import WeightedReward
 from step3_ppo.experience import Collected, Scores
 from step3_ppo.flags.groups import PPOCoefficients
+from step3_ppo.models.engines import Models
 from step3_ppo.rewarding import Terms, reward_responses
 
 VOCABULARY = 400
@@ -103,7 +104,7 @@ def test_the_advantage_of_a_token_is_what_the_teacher_finds_it_more_probable(
     """And, discounted, the tokens after it; by a slow loop."""
     loop = loop_of(world, trained_folders, tmp_path, teacher, gamma=gamma, kl_estimator="k1")
     for _ in range(2):
-        rollout = loop.collect()
+        rollout, means = loop.collect(), list[float]()
         for n, (policy, other, ids) in enumerate(distributions(loop, teacher, rollout, width=None)):
             assert len(other[0]) > len(policy[0]) == VOCABULARY
             chosen = [one.gather(1, ids[:, None])[:, 0] for one in (policy, other)]
@@ -115,9 +116,9 @@ def test_the_advantage_of_a_token_is_what_the_teacher_finds_it_more_probable(
             found = rollout.experience.advantages[n]
             assert found[: len(gains)].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
             assert not found[len(gains) :].any()
-            assert -2 * rollout.metrics["objective/teacher_kl"] == pytest.approx(
-                2 * rollout.metrics["objective/scores"], rel=1e-6
-            )
+            means.append(-sum(gains) / len(gains))
+        assert rollout.metrics["objective/teacher_kl"] == pytest.approx(sum(means) / len(means), rel=1e-3)
+        assert rollout.metrics["objective/scores"] == -rollout.metrics["objective/teacher_kl"]
         loop.update(loop.restored(rollout))
     assert "loss/kl" not in loop.control.steps[0][1]
 
@@ -141,12 +142,23 @@ def test_rewards_are_compared_within_a_prompt_and_added_to_what_the_teacher_says
     torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_an_update_has_gathered_of_the_teacher_is_released(world, trained_folders, teacher, tmp_path, monkeypatch):
+    released = []
+    monkeypatch.setattr(Models, "release_gathered", lambda self, *names: released.append(names))
+    loop = loop_of(world, trained_folders, tmp_path, teacher, kl_in_loss=True, kl_estimator="jsd")
+    rollout = loop.collect()
+    released.clear()
+    loop.update(rollout)
+    assert released == [("reference", "teacher")] * len(loop.control.steps)
+
+
 def test_an_evaluation_scores_by_the_teacher(world, trained_folders, teacher, tmp_path):
     loop = loop_of(world, trained_folders, tmp_path, teacher, kl_in_loss=True, kl_estimator="jsd")
     loop.evaluate()
     (found,) = loop.control.evaluations
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    kl = sum(row["kl"] for row in rows) / len(rows)
+    kl = sum(row["kl"] / row["tokens"] for row in rows) / len(rows)
+    assert all(row["tokens"] > 1 for row in rows)
     assert found["eval_objective/teacher_kl"] == pytest.approx(kl, abs=1e-3) != 0
     assert found["eval_objective/scores"] == -found["eval_objective/teacher_kl"]
     assert not found.keys() & {"eval_objective/kl", "eval_objective/rlhf_reward"}

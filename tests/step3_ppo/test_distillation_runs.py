@@ -13,6 +13,7 @@ from support.tiny_run import make_folder, read_metrics, save_base
 from transformers import AutoTokenizer
 
 from benchmarks.speed.planned import planner_of
+from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import Resolved, parse
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
@@ -101,6 +102,14 @@ REFUSED = {
     "a second baseline": ({"group_baseline": "true", "num_samples_per_prompt": 2}, "--group-baseline"),
     "another method": ({"method": "reinforce_pp", "reward_function": "length"}, "teacher (--method distill)"),
     "too long": ({"max_answer_seq_len": 120}, "--max-prompt-seq-len + --max-answer-seq-len"),
+    "k3 as a reward": ({"kl_in_loss": "false", "kl_estimator": "k3"}, "--kl-estimator: got k3 in the reward"),
+    "a discount of nothing": ({"gamma": 0.9}, "--gamma: with the KL in the loss"),
+    "a penalty of nothing": ({"missing_eos_penalty": 1}, "--missing-eos-penalty ... --num-samples-per-prompt 2"),
+    "a clip of nothing": ({"policy_clip": 0.1}, "--policy-clip: without rewards"),
+    "an exact KL without a weight": (
+        {"method": "grpo", "teacher_model": None, "reward_function": "length", "kl_estimator": "jsd"},
+        "--kl-estimator: got jsd at --kl-coef 0",
+    ),
 }
 
 
@@ -120,20 +129,49 @@ def test_a_teacher_of_other_tokens_is_refused_with_both_sizes(folder, tmp_path, 
     assert trained(folder, tmp_path / "out", teacher_model=tmp_path / "teacher") == 2
     message = f"--teacher-model-name-or-path {tmp_path / 'teacher'} ... {size + 1} tokens ... {size}"
     assert any(line == naming(message) for line in error_lines(capsys.readouterr().err))
+    file = folder / "teacher/tokenizer.json"  # as many tokens, two of which have changed places
+    swapped = json.loads(file.read_text())
+    vocabulary = swapped["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(swapped))
+    assert trained(folder, tmp_path / "out", teacher_model=tmp_path / "teacher") == 2
+    assert any("its vocabulary" in line for line in error_lines(capsys.readouterr().err))
+
+
+def test_a_teacher_of_fewer_positions_is_refused(folder, tmp_path, capsys):
+    save_base(tmp_path / "short", AutoTokenizer.from_pretrained(folder / "base"), max_position_embeddings=50)
+    assert trained(folder, tmp_path / "out", teacher_model=tmp_path / "short") == 2
+    (line,) = [line for line in error_lines(capsys.readouterr().err) if "positions" in line]
+    assert f"{tmp_path}/short has 50 positions" in line
 
 
 def test_a_teacher_is_planned_with_its_own_flags(folder, tmp_path):
-    own = {"teacher_model_quantization": "int8", "teacher_model_zero_stage": 3, "actor_zero_stage": 2}
-    config = resolved_of(folder, tmp_path, **own).config
-    assert [role.name for role in config.held_roles] == ["actor", "teacher"]
-    actor, teacher = (config.flags_of(role) for role in config.held_roles)
-    assert (teacher.quantization, teacher.zero_stage) == ("int8", 3) != (actor.quantization, actor.zero_stage)
+    for given, expected in (
+        ({"teacher_model_quantization": "int8"}, ("int8", 0)),
+        ({"teacher_model_zero_stage": 3}, ("none", 3)),
+    ):
+        config = resolved_of(folder, tmp_path, actor_zero_stage=0, **given).config
+        assert [role.name for role in config.held_roles] == ["actor", "teacher"]
+        actor, teacher = (config.flags_of(role) for role in config.held_roles)
+        assert (teacher.quantization, teacher.zero_stage) == expected and (actor.quantization, actor.zero_stage) == (
+            "none",
+            0,
+        )
     starts = {model.flag: model.path for model in STAGE.start_models(config, {})}
     assert starts == {
         "--actor-model-name-or-path": f"{folder}/base",
         "--teacher-model-name-or-path": f"{folder}/teacher",
     }
+    assert (config.ppo.missing_eos_penalty, config.ppo.kl_coef, config.ppo.kl_estimator) == (0, 1, "reverse_kl")
+    place = Placement(device="cuda", dtype="bf16", ranks=1, run_dir=tmp_path, one_node=True)
+    for offloads, device in (("true", "cpu"), ("false", "none")):
+        resolved = resolved_of(folder, tmp_path, teacher_model_zero_stage=3, offload_reference_model=offloads)
+        made = resolved.config.engine_jsons(resolved.origins, place)["teacher"]["zero_optimization"]
+        assert made.get("offload_param", {"device": "none"})["device"] == device
     needs = STAGE.needs(config, {}, "bf16", 1)
+    (update,) = [one for one in needs.phases["train"] if one.role == "teacher"]
+    (actor_update,) = [one for one in needs.phases["train"] if one.role == "actor"]
+    assert (update.times, update.rows) == (actor_update.times, actor_update.rows) and update.times > 1
     roles = {phase: [(one.role, one.trains) for one in passes] for phase, passes in needs.phases.items()}
     assert ("teacher", False) in roles["train"] and "teacher" not in dict(roles["score"])
     sampled = resolved_of(folder, tmp_path, kl_in_loss="false", kl_estimator="k1").config

@@ -140,15 +140,14 @@ def test_a_rollout_comes_back_from_a_checkpoint_with_every_tensor():
     responses = responses.map(lambda tensor: sampled if tensor is responses.sampler_log_probs else tensor)
     old, ref, advantages, values, returns = numbers
     for targets in (ValueTargets(values, returns), None):
-        for positive in (responses.response_mask & torch.tensor([[True], [False], [True]]), None):
-            experience = Experience(responses.response_mask, old, ref, advantages, targets, positive)
-            whole = Collected(responses, experience, {"objective/kl": 0.5}, Minibatches(1, []))
-            found = Collected.restored(
-                dict(whole.tensors()),
-                whole.metrics,
-                torch.device("cpu"),
-                minibatches=lambda responses: Minibatches(1, []),
-            )
-            before, after = whole.tensors(), found.tensors()
-            assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-            assert len(before) == 8 + 4 + 2 * (targets is not None) + (positive is not None)
+        experience = Experience(responses.response_mask, old, ref, advantages, targets)
+        whole = Collected(responses, experience, {"objective/kl": 0.5}, Minibatches(1, []))
+        found = Collected.restored(
+            dict(whole.tensors()),
+            whole.metrics,
+            torch.device("cpu"),
+            minibatches=lambda responses: Minibatches(1, []),
+        )
+        before, after = whole.tensors(), found.tensors()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        assert len(before) == 8 + 4 + 2 * (targets is not None)

@@ -259,7 +259,7 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
     for steps in (1, 2):
         schedule = SimpleNamespace(total_steps=4, steps_per_rollout=steps)
         models, rows = SimpleNamespace(named=dict), SimpleNamespace(counts=Counts())
-        config = SimpleNamespace(compares_in_updates=False)
+        config = SimpleNamespace(compares_in_updates=steps == 1)
         training.make_control(
             SimpleNamespace(
                 run=None,
@@ -274,6 +274,7 @@ def test_the_terminal_shows_approx_kl_only_where_it_moves(tmp_path, monkeypatch)
             resumed_step=None,
         )
     assert ["policy/approx_kl" in shown for shown in seen] == [False, True]
+    assert ["loss/kl" in shown for shown in seen] == [True, False], "all that distillation without rewards shows"
 
 
 def test_an_evaluation_takes_batches_on_each_rank(world, trained_folders, tmp_path):

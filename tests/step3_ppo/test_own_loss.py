@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from support.tiny_run import make_folder, read_metrics
 from pipeline.checkpoints.shared_names import shareable_flags
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
+from pipeline.models.forward.causal_lm import TokenStatistics
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Experience
@@ -127,7 +127,7 @@ def objective_loss(name: str, **flags: Any) -> tuple[float, torch.Tensor, torch.
     new.requires_grad_(True)
     ppo = PPOCoefficients(policy_loss=name, **flags)
     objective = PolicyObjective(
-        engine=lambda *_, **settings: SimpleNamespace(log_probs=new, entropy=None), work=None, kl_coef=0.0,
+        engine=lambda *_, **settings: TokenStatistics(log_probs=new), work=None, kl_coef=0.0,
         temperature=1.0, unsup_coef=0.0, world=None, longest=8, ppo=ppo,
         size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7), own_loss=load_loss(ppo),
     )  # fmt: skip

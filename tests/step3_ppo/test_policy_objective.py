@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.reward_rows import rewarded, rows_of, scores_by_hand
 
+from pipeline.models.forward.causal_lm import TokenStatistics
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience
 from step3_ppo.flags.groups import PPOCoefficients
@@ -27,7 +27,7 @@ def test_weights_are_of_the_policy_before_the_updates_and_rows_count_over_the_wh
     new.requires_grad_(True)
 
     def engine(*_, **settings):
-        return SimpleNamespace(log_probs=new, entropy=None)
+        return TokenStatistics(log_probs=new, entropy=None)
 
     objective = PolicyObjective(
         engine=engine, work=None, kl_coef=0.0, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
@@ -59,7 +59,7 @@ def test_kl_and_entropy_in_the_loss_are_means_over_rows_as_it_is(aggregation, es
     entropy.requires_grad_(True)
 
     def engine(*_, **settings):
-        return SimpleNamespace(log_probs=new, entropy=entropy)
+        return TokenStatistics(log_probs=new, entropy=entropy)
 
     objective = PolicyObjective(
         engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
@@ -93,6 +93,38 @@ def test_kl_and_entropy_in_the_loss_are_means_over_rows_as_it_is(aggregation, es
     torch.testing.assert_close(entropy.grad, of_entropy)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_an_exact_divergence_is_a_mean_over_rows_that_count(aggregation):
+    """Neither off-policy weights nor row 1, which is masked, have a part in it; its gradient by a slow loop."""
+    generator, lengths = torch.Generator().manual_seed(6), [3, 1, 2]
+    new, old, advantages = torch.randn(3, 3, 3, generator=generator).unbind(0)
+    divergence = torch.rand(3, 3, generator=generator).requires_grad_(True)
+    responses = replace(rows_of(lengths, [True] * 3), sampler_log_probs=old - 0.3)
+    mask = responses.response_mask & torch.tensor([True, False, True]).unsqueeze(1)
+
+    def engine(*_, **settings):
+        return TokenStatistics(log_probs=new, divergence=divergence)
+
+    objective = PolicyObjective(
+        engine=engine, work=None, kl_coef=0.7, temperature=1.0, unsup_coef=0.0, world=None, longest=8,
+        ppo=PPOCoefficients(
+            kl_in_loss=True, kl_estimator="jsd", loss_aggregation=aggregation, off_policy_weights="token_truncate"
+        ),
+        size=StepSize(9, 0, 0, 40, num_trained=30, num_trained_rows=7),
+    )  # fmt: skip
+    sums = Sums()
+    objective.loss(
+        MicroBatch((0, 1, 2), 4, 3, 6), responses, Experience(mask, old, None, advantages, None), sums
+    ).backward()
+    expected, total = torch.zeros(3, 3), 0.0
+    for n in (0, 2):
+        factor = {"token_mean": 1.0, "sequence_mean": 30 / (7 * lengths[n]), "constant": 30 / (7 * 8)}[aggregation]
+        expected[n, : lengths[n]] = 0.7 * factor
+        total += 0.7 * factor * divergence[n, : lengths[n]].sum().item()
+    torch.testing.assert_close(divergence.grad, expected)
+    assert sums.sums["kl"].item() == pytest.approx(total, rel=1e-5)
+
+
 def test_a_cut_response_of_one_token_is_no_empty_one():
     scores = scores_by_hand([[-1.0, 0]] * 3, [[-1.0, 0]] * 3, [[0.0, 0]] * 3, [1.0, 2.0, 3.0])
     responses = rows_of([1, 1, 2], [True, False, True])
@@ -117,7 +149,7 @@ def test_what_tells_sampler_and_trainer_apart_is_measured_by_the_update_itself()
         part, index = responses.select(torch.tensor([row])), torch.tensor([row])
 
         def engine(*_, row=row, **settings):
-            return SimpleNamespace(log_probs=new[row : row + 1], entropy=entropy[row : row + 1])
+            return TokenStatistics(log_probs=new[row : row + 1], entropy=entropy[row : row + 1])
 
         objective.engine = engine
         objective.loss(MicroBatch((row,), 4, 3, lengths[row]), part, known.select(index), sums)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +213,21 @@ def test_nothing_is_said_to_be_learnt_too_early_or_where_the_loss_falls():
     assert findings(falls, total_steps=160) == {} and findings(rises, total_steps=160).keys() == {"nothing_learnt"}
     scores = [{"step": line["step"], "objective/scores": line["loss"]} for line in rises]
     assert findings(scores, total_steps=160) == {}, "a score is to rise"
+
+
+def test_a_teacher_judges_tokens_and_pays_for_no_length():
+    """Cut responses teach as much as whole ones, and a longer one gets no more for it."""
+    lines = recorded("ppo_long")
+    taught = [line | {"eval_objective/teacher_kl": 1.0} if "eval_rows" in line else line for line in lines]
+    assert findings(lines, total_steps=STEPS["ppo_long"]).keys() == {"paid_for_length", "cut_responses"}
+    assert not findings(taught, total_steps=STEPS["ppo_long"])
+
+
+@pytest.mark.parametrize(("falls", "is_taught", "found"), [(0.0, True, True), (0.02, True, False), (0.0, False, False)])
+def test_distillation_without_rewards_is_judged_by_the_divergence_in_its_loss(falls, is_taught, found):
+    lines = [{"step": step, "loss/kl": 1 + 0.1 * math.sin(step) - falls * step} for step in range(1, 51)]
+    first = [{"step": 0, "eval_rows": 8.0} | ({"eval_objective/teacher_kl": 1.0} if is_taught else {})]
+    assert ("nothing_learnt" in findings(first + lines, total_steps=50)) == found
 
 
 def test_pairs_that_are_equal_on_both_sides():

@@ -40,11 +40,13 @@ class Comparison:
     kind: the divergence from them.
     hidden: (M, H') that model's hidden states (see `hidden_of`), in its type.
     model: maps pieces of them to logits.
+    longest: most selected tokens of a row, the same on every rank.
     """
 
     kind: Divergence
     hidden: torch.Tensor
     model: "CausalLM"
+    longest: int
 
 
 class CausalLM(WrappedModel):
@@ -94,7 +96,7 @@ class CausalLM(WrappedModel):
             chosen,
             input_ids.flatten().index_select(0, places + 1),
             LogitScaling.from_config(self.config, temperature),
-            num_pieces=self._num_pieces(len(input_ids), is_compared=comparison is not None),
+            num_pieces=self._num_pieces(len(input_ids), comparison),
             with_entropy=with_entropy,
             comparison=comparison,
         )
@@ -102,12 +104,11 @@ class CausalLM(WrappedModel):
         wide = [None if column is None else zeros.scatter(0, index, column).view_as(selected) for column in columns]
         return TokenStatistics(*wide)  # type: ignore[arg-type]  # there are always log-probabilities
 
-    def _num_pieces(self, rows: int, *, is_compared: bool) -> int:
+    def _num_pieces(self, rows: int, comparison: Comparison | None) -> int:
         """Return the number of pieces, the same on every rank for micro-batches of so many rows."""
-        row_logits = self.config.vocab_size * ROW_TOKENS
-        if is_compared:  # a piece may be less than a row
-            return -(-rows * row_logits * 4 // COMPARED_BYTES)
-        row_bytes = row_logits * next(self.model.parameters()).element_size()
+        if comparison is not None:  # a piece may be less than a row
+            return -(-rows * comparison.longest * self.config.vocab_size * 4 // COMPARED_BYTES)
+        row_bytes = self.config.vocab_size * ROW_TOKENS * next(self.model.parameters()).element_size()
         return -(-rows // max(1, PIECE_BYTES // row_bytes))
 
     def _in_pieces(
