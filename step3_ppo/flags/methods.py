@@ -12,11 +12,11 @@ from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
 
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp", "distill"]
 # Factors of LoRA's default learning rate over that of full training: for PPO, and for the methods without a critic.
-# Measured with SmolLM2-135M-Instruct: GRPO of all weights at 1e-5 learns more than LoRA of rank 32 at 1e-4 and less
-# than at 5e-4
-# (benchmarks/reports/lora_rates_smollm2_h100_202611.md). PPO was not measured and takes the factor of GRPO.
-PPO_LORA_FACTOR = 20.0
-LORA_FACTOR = 20.0
+# GRPO of all weights learns as much as LoRA of rank 32 at 10 to 50 times its rate with SmolLM2-135M, and at 67 times
+# with Qwen2.5-Coder-0.5B, where 20 lag and 167 fall back (benchmarks/reports/gsm8k_lora_qwen_h200_202611.md). PPO was
+# not measured and takes the factor of GRPO.
+PPO_LORA_FACTOR = 50.0
+LORA_FACTOR = 50.0
 # Defaults if no reward model scores responses. 256 tokens truncate 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
 OF_FUNCTIONS: Mapping[str, Any] = {"missing_eos_penalty": 0.0, "max_answer_seq_len": 512}
 
