@@ -31,7 +31,8 @@ NEEDS_NO_TARGET = ("--target", "--show-data", "--hostfile")
 MODELS = {
     "facebook/opt-1.3b": "opt", "facebook/opt-350m": "opt", "gpt2": "gpt2",
     "Qwen/Qwen2.5-0.5B": "qwen2", "Qwen/Qwen2.5-0.5B-Instruct": "qwen2", "Qwen/Qwen2.5-1.5B": "qwen2",
-    "Qwen/Qwen2.5-7B": "qwen2", "Qwen/Qwen3-0.6B": "qwen3", "Qwen/Qwen3-8B": "qwen3",
+    "Qwen/Qwen2.5-7B": "qwen2", "Qwen/Qwen2.5-7B-Instruct": "qwen2",
+    "Qwen/Qwen3-0.6B": "qwen3", "Qwen/Qwen3-8B": "qwen3",
     "HuggingFaceTB/SmolLM2-135M": "llama-2",
 }  # fmt: skip
 # Of two pairs one has the longer answer chosen: neither is left out to balance lengths.
