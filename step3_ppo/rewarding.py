@@ -122,14 +122,14 @@ def reward_responses(
         kl = kl_estimate(log_probs, ref_log_probs, estimator="k1")
         if not ppo.kl_in_loss:
             penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.sampled_estimator)
-    penalties = token_rewards(torch.zeros_like(shaped), penalty, mask, kl_coef=kl_coef)
     per_token = token_rewards(shaped, penalty, mask, kl_coef=kl_coef)
     if at_tokens is not None:
         # What a function gives tokens stands at them, and not at the last one.
         per_token = per_token + token_rewards(-at_tokens.sum(1), zero, mask, kl_coef=0.0) + at_tokens
     advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
     if METHODS[ppo.method].has_teacher:
-        advantages = taught_advantages(ppo, penalties, shaped, mask, group_size=terms.group_size)
+        taught = torch.where(mask, -kl_coef * penalty, 0.0)
+        advantages = taught_advantages(ppo, taught, shaped, mask, group_size=terms.group_size)
     mean, variance = finish_moments(moments(advantages, mask))
     trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     by_reward = raw_scores(responses, judged, terms)

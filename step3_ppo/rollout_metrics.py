@@ -33,14 +33,12 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
     finished = responses.finished.float()
     metrics = policy_metrics(responses, scores, mask, ppo) | value_metrics(rewarded.experience)
     metrics |= reward_metrics(responses, rewarded)
-    kls: dict[str, torch.Tensor | None] = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
-    if METHODS[ppo.method].has_teacher:
-        if rewarded.kl is not None:  # per token: the policy may answer much shorter or longer than it did
-            metrics["objective/teacher_kl"] = mean_of(means_of_rows(rewarded.kl, mask), valid)
-        kls = {}
+    kls = {"objective/kl": rewarded.kl, "objective/kl_k3": rewarded.kl_k3}
     for name, kl in kls.items():
-        if kl is not None:
+        if kl is not None and not METHODS[ppo.method].has_teacher:
             metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
+    if rewarded.kl is not None and METHODS[ppo.method].has_teacher:  # per token: lengths may change much
+        metrics["objective/teacher_kl"] = mean_of(means_of_rows(rewarded.kl, mask), valid)
     if rewarded.by_reward or rewarded.kl is not None:  # a teacher that the updates alone run gives no score
         metrics["objective/scores"] = mean_of(rewarded.scores, valid)
     if rewarded.by_reward:

@@ -1,6 +1,6 @@
 """GRPO by TRL's trainer with vLLM in its process, to compare with. A worker: prints one JSON line.
 
-It imports nothing of this project. `--settings` are those that the race searches, as JSON; sizes are the row's.
+`--settings` are those that the race searches, as JSON; sizes are the row's. `even` is the reward of both sides.
 """
 
 import argparse
@@ -8,16 +8,12 @@ import json
 import os
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
-VLLM = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
+# The group of one process that TRL's side needs for vLLM in it.
+ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29617",
     "RANK": "0",
@@ -97,24 +93,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
     started = time.perf_counter()
-    os.environ.update(VLLM)
+    # Imported here: this project's reward workers load this file for `even` alone.
+    from benchmarks.speed.vllm_rollouts import SETTINGS
+
+    os.environ.update(SETTINGS | ALONE)
     import torch
     import trl
-    from transformers import TrainerCallback
+
+    from benchmarks.speed.trainers import clock
 
     trainer = trainer_of(options, json.loads(options.settings))
-    ends, sampled, rollouts = list[float](), list[float](), list[float]()
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
-
-    lengths = list[int]()
+    sampled, rollouts, lengths = list[float](), list[float](), list[int]()
     score = trainer._calculate_rewards
 
     def seen(inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
@@ -124,15 +113,17 @@ def main() -> None:
     trainer._calculate_rewards = seen
     trainer._generate = timed(trainer._generate, sampled)
     trainer._generate_and_score_completions = timed(trainer._generate_and_score_completions, rollouts)
-    trainer.add_callback(Clock())
+    watch, began = clock(), time.perf_counter()
+    trainer.add_callback(watch)
     trainer.train()
-    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)][options.warm_up :]
+    ends = [began, *watch.times]
+    steps = [after - before for before, after in pairwise(ends)][options.warm_up :]
     found = {
         "step_s": median(steps),
         "generate_s": median(sampled[options.warm_up :]),
         "score_s": median(rollouts[options.warm_up :]) - median(sampled[options.warm_up :]),
         "train_s": median(steps) - median(rollouts[options.warm_up :]),
-        "start_s": ends[0] - started,
+        "start_s": began - started,
         "mean_length": sum(lengths) / len(lengths),
         "steps": len(steps),
         "torch_peak_gib": torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0,
