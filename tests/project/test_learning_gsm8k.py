@@ -168,13 +168,14 @@ def test_the_runs_on_a_tiny_model(tmp_path, bpe_folder):
         write(tmp_path / "work" / "data" / f"gsm8k_form_{split}.jsonl", part)
         bare = [{**row, "prompt": gsm8k.question_of(row["prompt"])} for row in part]
         write(tmp_path / "work" / "data" / f"gsm8k_bare_{split}.jsonl", bare)
-    words = "--seeds 1 --recipes base sft ppo -- --sft.max-steps 1 --ppo.max-steps 1 --ppo.max-answer-seq-len 4"
+    words = "--seeds 1 --recipes base sft grpo ppo distill imitate"
+    words += " -- --sft.max-steps 1 --ppo.max-steps 1 --ppo.max-answer-seq-len 4"
     call = [sys.executable, "-m", "benchmarks.learning", "gsm8k_runs", "--work", str(tmp_path / "work")]
     call += ["--base", str(tmp_path / "base"), *words.split(), "--dtype", "fp32"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     runs = gsm8k.runs_of(sorted((tmp_path / "work" / "answers").glob("*.jsonl")))
-    keys = ("base_bare", "base_form", "ppo_s1", "sft_s1")
+    keys = ("base_bare", "base_form", "distill_s1", "grpo_s1", "imitate_s1", "ppo_s1", "sft_s1")
     assert list(runs) == [f"{key}.{kind}" for key in keys for kind in ("greedy", "t1")]
     assert {(len(one), *{len(group) for group in one.values()}) for one in runs.values()} == {(4, 1), (4, 8)}
     assert len({frozenset(one) for one in runs.values()}) == 1, "all answer the same questions"

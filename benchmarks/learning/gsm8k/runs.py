@@ -35,8 +35,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lora": STEP_3 | {"method": "grpo", "ppo.actor_lora_dim": 32},
     "dpo": BOTH | {"step": 3, "method": "dpo"},
     "rloo": STEP_3 | {"method": "rloo", "ppo.kl_coef": 0},
-}
-ONE_SEED = ("base", "sft", "dpo")
+    "distill": {key: value for key, value in STEP_3.items() if key != "ppo.reward_function"} | {
+        "method": "distill", "ppo.num_samples_per_prompt": 1, "ppo.eval_samples_per_prompt": 1,
+        "ppo.actor_learning_rate": 1e-5, "ppo.max_steps": 100,
+    },
+    "imitate": {key: value for key, value in SFT.items() if key != "column_map"},
+}  # fmt: skip
+TEACHER = "grpo_s1"  # the run whose model `distill` learns from, and whose answers `imitate` learns
+ONE_SEED = ("base", "sft", "dpo", "imitate")
+SECTIONS = {"sft": "sft", "imitate": "sft", "dpo": "dpo"}
 FORMS = {"base_form": "form", "base_bare": "bare"}  # the base answers both forms of the prompt, all others `form`
 
 
@@ -67,18 +74,23 @@ def run(jobs: Jobs, base: str, name: str, seed: int, recipe: dict[str, Any], gpu
             answer(jobs, key, base, form, gpu)
         return
     key, output, data = f"{name}_s{seed}", jobs.folder / "gsm8k" / f"{name}_s{seed}", jobs.folder / "data"
-    section = {"sft": "sft", "dpo": "dpo"}.get(name, "ppo")
+    section, teacher = SECTIONS.get(name, "ppo"), output.parent / TEACHER / "actor"
     rows, held_out = data / "gsm8k_form_train.jsonl", data / "gsm8k_form_choice.jsonl"
     given = {"actor_model": base, "seed": seed, "data_seed": seed, "output_dir": output, "data_path": rows}
     if name == "dpo":
         given["data_path"] = pairs = data / "gsm8k_pairs.jsonl"
         sample(jobs, f"{key}.pairs", {"model": base, "data": rows, "write_as": "pairs", "n": 8, "output": pairs}, gpu)
+    elif name == "imitate":
+        given["data_path"] = written = data / "gsm8k_teacher.jsonl"
+        sample(jobs, f"{key}.rows", {"model": teacher, "data": rows, "write_as": "sft", "output": written}, gpu)
     else:
         given[f"{section}.eval_data_path"] = held_out
     if name == "ppo":
         given["ppo.critic_model"] = base
+    if name == "distill":
+        given["ppo.teacher_model"] = teacher
     jobs.run(key, "rlhf", ["train", *flags(recipe | given)], gpu=gpu)
-    answer(jobs, key, output / ("sft" if name == "sft" else "actor"), "form", gpu)
+    answer(jobs, key, output / ("sft" if section == "sft" else "actor"), "form", gpu)
 
 
 def answer(jobs: Jobs, key: str, model: object, form: str, gpu: int | None) -> None:
