@@ -29,7 +29,7 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import InputError
 from pipeline.kernels.fused_layers import class_in_place
 from pipeline.launching.scripts import launch_file
-from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward.causal_lm import CausalLM, Comparison
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, lora_settings, quantise_to_int8
@@ -324,16 +324,29 @@ def run_pass(wrapped: Any, use: ModelUse, work: Pass, *, lowest: nn.Module | Non
         elif of_two:
             out = wrapped(ids, attention_mask=mask, labels=ids)
         else:
-            out = wrapped(
+            statistics = wrapped(
                 ids,
                 attention_mask=mask,
                 selected=selected,
                 num_selected=work.num_head_tokens,
                 position_ids=positions,
                 right_padded=True,
-            ).log_probs
+                comparison=compared_with(wrapped, work),
+            )
+            out = statistics.log_probs
+            if statistics.divergence is not None:
+                out = out + statistics.divergence
         if work.trains:
             out.sum().backward()
     for parameter in trained:
         parameter.grad = None
     return counter
+
+
+def compared_with(wrapped: CausalLM, work: Pass) -> Comparison | None:
+    """Return the other model that a pass is compared with: one of the same shape, whose pass came before."""
+    if work.divergence is None:
+        return None
+    width = base_model(wrapped.model).get_output_embeddings().in_features
+    hidden = torch.empty(work.num_head_tokens, width, dtype=wrapped.model.dtype, device="meta")
+    return Comparison(work.divergence, hidden, wrapped, work.num_head_tokens // work.rows)

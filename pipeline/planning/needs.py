@@ -8,6 +8,7 @@ from pipeline.configuration.groups import ModelConfig, OptimizerConfig
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.batching import total_steps
 from pipeline.errors import counted
+from pipeline.kernels.divergences import Divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Pass:
     accumulates: gradients of an earlier pass exist.
     times: number of such passes in an optimizer step, or in a rollout of stage 3.
     without_adapters: LoRA's adapters are switched off.
+    divergence: how each token's distribution is compared with another model's; None: it is not.
     """
 
     role: str
@@ -56,6 +58,7 @@ class Pass:
     accumulates: bool = False
     times: int = 1
     without_adapters: bool = False
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,8 +148,10 @@ class CountedLM(CausalLM):
         with_entropy: bool,
         comparison: Comparison | None,
     ) -> TokenStatistics:
-        """Map (m, H) hidden states to (m,) log-probabilities without values."""
-        return TokenStatistics(KeepsLogits.apply(self.logits(hidden)))
+        """Map (m, H) hidden states to (m,) log-probabilities without values, and divergences if they are compared."""
+        logits = self.logits(hidden)
+        divergence = None if comparison is None else self.compared(logits, comparison, scaling)
+        return TokenStatistics(KeepsLogits.apply(logits), divergence=divergence)
 
 
 class KeepsSelectedLogits(KeepsLogits):

@@ -145,8 +145,10 @@ def updates(config: PPOConfig, num_responses: int, roles: list[str]) -> list[Pas
     length = round_up(config.max_sequence_length, LENGTH_UNIT)
     rows, accumulates = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps > 1
     times = num_responses * config.ppo.ppo_epochs // rows
-    passes = [Pass("actor", rows, length, rows * longest, trains=True, accumulates=accumulates, times=times)]
-    if config.ppo.divergence:
+    divergence = config.ppo.divergence
+    step = Pass("actor", rows, length, rows * longest, trains=True, accumulates=accumulates, times=times)
+    passes = [replace(step, divergence=divergence)]
+    if divergence:
         compared = next(name for name in COMPARED if name in roles)
         passes.append(Pass(compared, rows, length, rows * longest, times=times))
     if "critic" in roles:

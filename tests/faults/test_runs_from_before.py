@@ -5,14 +5,17 @@ A worktree of that version takes each run to its end; today's code then resumes 
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from stage_runs import metrics
 from support.command_run import TIMEOUT_S, Ended, run_command
 from support.marks import rare_but
@@ -73,6 +76,10 @@ def run_before(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """`run_command` of the earlier version."""
     if shutil.which("git") is None or git("cat-file", "-e", f"{COMMIT}^{{commit}}").returncode:
         pytest.skip(f"needs a git clone that has commit {COMMIT[:7]}, not a shallow one")
+    newest = re.search(r"^transformers==(\S+)", git("show", f"{COMMIT}:constraints.txt").stdout.decode(), re.M)
+    assert newest is not None
+    if Version(version("transformers")) > Version(newest[1]):
+        pytest.skip(f"{COMMIT[:7]} was tested with transformers {newest[1]} at most")
     tree = tmp_path_factory.mktemp("before") / "tree"
     added = git("worktree", "add", "--detach", tree, COMMIT)
     assert added.returncode == 0, added.stderr.decode()

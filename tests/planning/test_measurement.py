@@ -1,5 +1,6 @@
 """Passes on the meta device take the bytes that the same passes take of the CPU's allocator."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from transformers import (
 from pipeline.configuration.groups import ModelConfig
 from pipeline.kernels import fused_layers
 from pipeline.kernels.fused_layers import MIN_ELEMENTS
-from pipeline.models.forward.causal_lm import CausalLM
+from pipeline.models.forward import causal_lm
+from pipeline.models.forward.causal_lm import CausalLM, Comparison
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora
@@ -134,6 +136,37 @@ def test_a_pass_on_a_cpu_keeps_logits_as_torch_does(tmp_path, trains):
     on_gpu, on_cpu = (peak_bytes(ModelUse("model", str(tmp_path), settings, on_cpu=cpu), "fp32", work)
                       for cpu in (False, True))  # fmt: skip
     assert on_cpu == pytest.approx(real, rel=0.02 if trains else 0.1) and on_gpu < 0.7 * on_cpu
+
+
+class ComparedLM(CausalLM):
+    """A causal language model whose distributions at all tokens are compared with its own."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        selected = torch.ones(ROWS, LENGTH - 1, dtype=torch.bool)
+        hidden = torch.zeros(ROWS * (LENGTH - 1), self.model.get_output_embeddings().in_features)
+        comparison = Comparison("reverse_kl", hidden, self, LENGTH - 1)
+        out = super().forward(
+            ids, attention_mask=mask, selected=selected, position_ids=positions, comparison=comparison
+        )
+        return out.log_probs + out.divergence
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_two_distributions_of_each_token_are_held_for_a_piece(tmp_path, monkeypatch, num_pieces):
+    shape = {**SHAPE, "vocab_size": 2000}
+    config = tiny_config("opt", **shape, dropout=0.0, attention_dropout=0.0, layerdrop=0.0)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(causal_lm, "COMPARED_BYTES", -(-ROWS * (LENGTH - 1) * 2000 * 4 // num_pieces))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    real = real_peak(ComparedLM(model).train(), accumulates=True, trains=True)
+    settings = ModelConfig(attn_implementation="eager")
+    work = Pass("actor", ROWS, LENGTH, ROWS * (LENGTH - 1), trains=True, accumulates=True)
+    compared = replace(work, divergence="reverse_kl")
+    on_cpu = ModelUse("actor", str(tmp_path), settings, on_cpu=True)
+    assert peak_bytes(on_cpu, "fp32", compared) == pytest.approx(real, rel=0.02)
+    on_gpu = replace(on_cpu, on_cpu=False)
+    more = peak_bytes(on_gpu, "fp32", compared) - peak_bytes(on_gpu, "fp32", work)
+    assert more > 3 * ROWS * (LENGTH - 1) * 2000 * 4 / num_pieces
 
 
 class SelectingLM(Seq2SeqLM):

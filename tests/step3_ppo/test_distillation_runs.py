@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks.speed.planned import planner_of
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import Resolved, parse
+from pipeline.models.forward.causal_lm import COMPARED_BYTES
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.stage import STAGE, starts_of
@@ -191,6 +192,16 @@ def test_the_plan_counts_the_bytes_of_the_teacher():
     for phase in ("generate", "score", "train"):
         fewer = plans[0].phases[phase].states - plans[1].phases[phase].states
         assert fewer == plans[0].sizes["teacher"].num_bytes - plans[1].sizes["teacher"].num_bytes
+
+
+def test_the_plan_counts_what_an_exact_divergence_holds_in_updates():
+    """The Jensen-Shannon divergence holds the middle of two distributions too, for a piece of the tokens."""
+    given = "--method distill --actor-model-name-or-path qwen2.5-0.5b --teacher-model-name-or-path qwen2.5-0.5b"
+    given += " --per-device-train-batch-size 16 --kl-estimator "
+    planned = (planner_of("ppo", given + kind, "1xH100") for kind in ("jsd", "reverse_kl"))
+    both, one = (planner.memory(resolved).phases for planner, resolved in planned)
+    assert both["train"].activations - one["train"].activations > 2 * COMPARED_BYTES
+    assert both["score"] == one["score"]
 
 
 @pytest.mark.parametrize(
