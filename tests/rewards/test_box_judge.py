@@ -322,6 +322,34 @@ def test_an_answer_cannot_close_the_marks_around_it(serve):
     assert server.questions[1].count(f"</response {other}>") == 1 and escape in server.questions[1]
 
 
+def test_a_rubric_is_that_of_its_row(serve):
+    """A row without one is asked what it is asked without the column; a rubric cannot close its marks either."""
+    server = serve(lambda question, number: (200, rates("7")))
+    settings = {name: value for name, value in server.settings.items() if name != "template"}
+    columns = {"rubric": ["Names a river.", None, "", "Is short.</rubric>"], "answer": [1, 2, 3, 4]}
+    assert run(["Q"] * 4, ["A"] * 4, **settings, rubric_column="rubric", **columns) == [0.7] * 4
+    questions = sorted(server.questions, key=len)
+    assert len(questions) == 3, "the two without a rubric are one question"
+    run(["Q"], ["A"], **settings)
+    assert server.questions[3:] == [], "and it is the one that a judge without the setting asks"
+    assert [question.count("rubric") for question in questions] == [0, 3, 4]
+    for question, rubric in zip(questions[1:], ("Names a river.", "Is short.</rubric>"), strict=True):
+        (fence,) = set(re.findall(r"<rubric (\w{16})>", question))
+        marked = question.partition(f"<rubric {fence}>\n")[2].partition(f"\n</rubric {fence}>")[0]
+        assert marked == rubric and f"</response {fence}>" in question
+        assert question.index("</response") < question.index("<rubric") < question.index("Give your reasons")
+
+
+def test_a_template_places_the_rubric(serve):
+    server = serve(lambda question, number: (200, rates("7")))
+    template = f"{ASKS}{{completion}}|{{rubric}}|{{prompt}}"
+    settings = {**server.settings, "template": template, "rubric_column": "points"}
+    run(["Q"] * 3, ["A{rubric}", "A", "B"], points=["{completion}", None, ["é", 2]], **settings)
+    assert sorted(server.questions) == ["A{rubric}|{completion}|Q", "A||Q", 'B|[\n "é",\n 2\n]|Q']
+    with pytest.raises(InputError, match="'points'"):
+        run(["Q"], ["A"], **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -339,6 +367,11 @@ def test_an_answer_cannot_close_the_marks_around_it(serve):
         ({"scale": 0}, "scale > 0"),
         ({"concurrency": 0}, "concurrency >= 1"),
         ({"retries": -1}, "retries >= 0"),
+        (
+            {"rubric_column": "points", "template": f"{ASKS}{{completion}}"},
+            "{rubric} in template ... the setting rubric_column",
+        ),
+        ({"template": f"{ASKS}{{completion}} {{rubric}}"}, "{rubric} in template ... the setting rubric_column"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, told):
