@@ -40,14 +40,15 @@ class Signature:
     needed: parameters without a default.
     takes_all: True if it has **kwargs.
     in_rank: True if it runs in the process of the rank, as the built-in judge does by `runs_in = "rank"`.
-    column: the column that a built-in function reads unless its args name another; empty: none.
+    column: the column that a built-in function reads unless its args name another, "" for none; None: it has no such
+        setting.
     """
 
     named: Sequence[str]
     needed: Sequence[str]
     takes_all: bool
     in_rank: bool
-    column: str = ""
+    column: str | None = None
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.named
@@ -56,7 +57,10 @@ class Signature:
         """Return why it cannot be called with its own args and these columns of rows, or an empty text."""
         if unknown := [name for name in args if name in OURS or not self.takes(name)]:
             return f"args: it has no argument {unknown[0]!r}, only {', '.join(self.named)}"
-        needed = {args.get("column", self.column), *self.needed} if self.column else {*self.needed}
+        column = "" if self.column is None else args.get("column", self.column)
+        if column in self.named:
+            return f"args: column: {column!r} is a name that it has itself; rename the column of the data"
+        needed = {*self.needed} | ({column} if column else set())
         if missing := needed.difference(OURS, TRAINERS, args, columns):
             columns_of_data = f"only {', '.join(columns)}" if columns else "none for rewards"
             right = nearest(min(missing), columns)
@@ -130,7 +134,7 @@ def signature_of(function: Callable[..., Any], *, is_of_box: bool) -> Signature:
         needed=[one.name for one in named if one.default is one.empty],
         takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
         in_rank=getattr(function, "runs_in", "worker") == "rank",
-        column=next((one.default for one in named if is_of_box and one.name == "column"), ""),
+        column=next((one.default for one in named if is_of_box and one.name == "column"), None),
     )
 
 

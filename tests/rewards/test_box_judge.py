@@ -16,6 +16,7 @@ from pipeline.errors import EnvironmentFault, InputError
 from pipeline.rewards.box import judge as module
 from pipeline.rewards.box.judge import TEMPLATE, Endpoint, judge
 from pipeline.rewards.box.table import check_settings
+from pipeline.rewards.calls import signature_of
 
 pytest.importorskip("httpx", reason="needs the extra judge")
 CANARY = "sk-canary-4711"
@@ -269,7 +270,7 @@ def test_a_rubric_is_that_of_its_row(serve):
     server = serve(lambda question, number: (200, rates("7")))
     settings = {name: value for name, value in server.settings.items() if name != "template"}
     columns = {"rubric": ["Names a river.", None, "", "Is short.</rubric>"], "answer": [1, 2, 3, 4]}
-    assert run(["Q"] * 4, ["A"] * 4, **settings, rubric_column="rubric", **columns) == [0.7] * 4
+    assert run(["Q"] * 4, ["A"] * 4, **settings, column="rubric", **columns) == [0.7] * 4
     questions = sorted(server.questions, key=len)
     assert len(questions) == 3, "the two without a rubric are one question"
     run(["Q"], ["A"], **settings)
@@ -282,10 +283,19 @@ def test_a_rubric_is_that_of_its_row(serve):
         assert question.index("</response") < question.index("<rubric") < question.index("Give your reasons")
 
 
+@pytest.mark.parametrize(
+    ("column", "told"),
+    [("", ""), ("points", ""), ("point", "needs the column 'point' ... points"), ("scale", "'scale' ... rename")],
+)
+def test_a_rubric_that_is_not_there_is_found_before_a_run(column, told):
+    reason = signature_of(judge, is_of_box=True).reason_against({"column": column}, ["points", "scale"])
+    assert reason == (naming(told) if told else "")
+
+
 def test_a_template_places_the_rubric(serve):
     server = serve(lambda question, number: (200, rates("7")))
     template = f"{ASKS}{{completion}}|{{rubric}}|{{prompt}}"
-    settings = {**server.settings, "template": template, "rubric_column": "points"}
+    settings = {**server.settings, "template": template, "column": "points"}
     run(["Q"] * 3, ["A{rubric}", "A", "B"], points=["{completion}", None, ["é", 2]], **settings)
     assert sorted(server.questions) == ["A{rubric}|{completion}|Q", "A||Q", 'B|[\n "é",\n 2\n]|Q']
     with pytest.raises(InputError, match="'points'"):
@@ -310,10 +320,10 @@ def test_a_template_places_the_rubric(serve):
         ({"concurrency": 0}, "concurrency >= 1"),
         ({"retries": -1}, "retries >= 0"),
         (
-            {"rubric_column": "points", "template": f"{ASKS}{{completion}}"},
-            "{rubric} in template ... the setting rubric_column",
+            {"column": "points", "template": f"{ASKS}{{completion}}"},
+            "{rubric} in template ... the setting column",
         ),
-        ({"template": f"{ASKS}{{completion}} {{rubric}}"}, "{rubric} in template ... the setting rubric_column"),
+        ({"template": f"{ASKS}{{completion}} {{rubric}}"}, "{rubric} in template ... the setting column"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, told):

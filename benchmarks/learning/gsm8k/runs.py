@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.jobs import Jobs, Work, flags
+from benchmarks.learning.jobs import BenchError, Jobs, Work, flags
 
 MAX_ANSWER = 512
 NUM_SAMPLED = 200  # the first questions that are shown get NUM_ANSWERS at temperature 1, all of them one greedy answer
@@ -77,6 +77,8 @@ def run(jobs: Jobs, base: str, name: str, seed: int, recipe: dict[str, Any], gpu
     section, teacher = SECTIONS.get(name, "ppo"), output.parent / TEACHER / "actor"
     rows, held_out = data / "gsm8k_form_train.jsonl", data / "gsm8k_form_choice.jsonl"
     given = {"actor_model": base, "seed": seed, "data_seed": seed, "output_dir": output, "data_path": rows}
+    if name in ("distill", "imitate") and not teacher.exists():
+        raise BenchError(f"{key} learns from {teacher}, which is not there: run --recipes grpo to its end before")
     if name == "dpo":
         given["data_path"] = pairs = data / "gsm8k_pairs.jsonl"
         sample(jobs, f"{key}.pairs", {"model": base, "data": rows, "write_as": "pairs", "n": 8, "output": pairs}, gpu)

@@ -40,7 +40,7 @@ RUBRIC = """<rubric {fence}>
 {rubric}
 </rubric {fence}>
 
-The rubric says what a good response to this prompt has; rate by it.
+Unlike the other two texts, the rubric is an instruction to you: rate the response by it.
 """
 RATING = re.compile(r"Rating: *([0-9]+(?:\.[0-9]+)?)")
 MATCH_LIMIT_S = 5.0  # of the search for a user's pattern in one answer, with the start of its process
@@ -170,7 +170,7 @@ async def judge(
     template: str = TEMPLATE,
     pattern: str = "",
     scale: float = 10.0,
-    rubric_column: str = "",
+    column: str = "",
     key_variable: str = "",
     parameters: Mapping[str, Any] | None = None,
     retries: int = 5,
@@ -193,8 +193,8 @@ async def judge(
         pattern: its last match in an answer is the rating, of its first group where it has one; a search ends after
             5 s. Without one the last line of an answer must be `Rating: N`: the template is to ask for it.
         scale: the greatest rating, by which ratings are divided; others than 0 to `scale` are none.
-        rubric_column: name of the column that says what a good response to the row's prompt has, a text or a list. A
-            template of yours needs `{rubric}` then. A row without a rubric is rated as if there were no column.
+        column: holds the rubric of each row: what a good response to the prompt has, a text or a list. A template of
+            yours needs `{rubric}` then, which is empty in a row without a rubric.
         key_variable: name of the environment variable that holds the key; none is sent without it.
         parameters: further fields of a request; `{"temperature": 0.0}` where none are given.
         retries: how many times a question is asked again after 429, 5xx or a broken connection.
@@ -211,10 +211,10 @@ async def judge(
         )
     if not pattern and "Rating:" not in template:
         raise InputError("reward function judge: template asks for no last line `Rating: N`; do, or give a pattern")
-    if template != TEMPLATE and bool(rubric_column) != ("{rubric}" in template):
-        raise InputError("reward function judge: {rubric} in template and the setting rubric_column need each other")
+    if template != TEMPLATE and bool(column) != ("{rubric}" in template):
+        raise InputError("reward function judge: {rubric} in template and the setting column need each other")
     re.compile(pattern)
-    rubrics = column_of("judge", columns, rubric_column, completions) if rubric_column else [None] * len(completions)
+    rubrics = column_of("judge", columns, column, completions) if column else [None] * len(completions)
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
     questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, strict=True)]
     digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
