@@ -7,14 +7,15 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items, is_unset
+from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import scan
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import Names
+from pipeline.configuration.origins import DEFAULT, Kind, Origins
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import InputError, show
 from pipeline.files import refused_by_disk, write_text
@@ -94,17 +95,16 @@ def document(plan: "Plan", flags: list[str], train_command: str) -> Iterator[str
 
 
 def section_lines(
-    section: str, config: Group, usual: Sequence[str], given: Collection[str], origins: Mapping[str, str]
+    section: str, config: Group, usual: Sequence[str], given: Collection[str], origins: Origins
 ) -> Iterator[str]:
     """Yield a section: the usual and the given flags with meaning; usual flags that are not given are comments."""
     table, values = flag_table(type(config)), dict(flat_items(config))
     yield f"{section}:"
     for name in dict.fromkeys(name for name in (*usual, *given) if name in table and name not in NOT_IN_FILE):
         given_by = origins.get(name, DEFAULT)
-        preset = Path(given_by).name
-        origin = f" (preset {preset})" if preset.endswith(SUFFIXES) else ""
+        origin = f" (preset {Path(given_by.source).name})" if given_by.kind is Kind.PRESET else ""
         yield from textwrap.wrap(f"{table[name].meaning}{origin}", WIDTH, initial_indent=NOTE, subsequent_indent=NOTE)
-        is_auto = table[name].takes_auto and is_unset(given_by) and name not in given
+        is_auto = table[name].takes_auto and not given_by.is_given and name not in given
         value = json.dumps(AUTO if is_auto else values[name], ensure_ascii=False)
         yield f"  {'' if name in given else '# '}{name}: {value}"
 

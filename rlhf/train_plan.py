@@ -200,7 +200,7 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     try:
         resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
         say(*(f"note: {line}" for line in resolved.notes))
-        config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if origin != "default")
+        config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if not origin.is_default)
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()

@@ -7,6 +7,7 @@ from pydantic import model_validator
 from pipeline.configuration.ds_config import Json, Placement, frozen_json
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig
+from pipeline.configuration.origins import Origin
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import PairDataConfig, SupervisedConfig
 
@@ -55,7 +56,7 @@ class DPOConfig(SupervisedConfig):
                 raise ValueError(f"{name}: needs --method {method}, got {self.method}")
         return self
 
-    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+    def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSONs of the model and of its reference, which runs before the model is loaded."""
         reference = frozen_json(self.deepspeed, self.model, placement, offload=False, role="reference")
         return super().engine_jsons(origins, placement) | {"reference": reference}

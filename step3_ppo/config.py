@@ -11,6 +11,7 @@ from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on
 from pipeline.configuration.flag_table import Flag, Layers, flag
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload, OptimizerConfig
+from pipeline.configuration.origins import Origin
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, counted
@@ -96,9 +97,9 @@ class PPOConfig(StageConfig):
         return self.data.max_prompt_seq_len + self.sampling.max_answer_seq_len
 
     @classmethod
-    def with_method(cls, layers: Layers, preset: str) -> Layers:
+    def with_method(cls, layers: Layers) -> Layers:
         """Add the defaults of the method as the weakest layer."""
-        return with_defaults(layers, preset)
+        return with_defaults(layers)
 
     def absent(self, flag: Flag) -> str:
         """Return the model that the flag needs and this run does not have, such as "a critic"; "" if it has all."""
@@ -230,7 +231,7 @@ class PPOConfig(StageConfig):
         """The micro-batches of an optimizer step of the actor, twice as many with ptx text."""
         return self.optimizer.gradient_accumulation_steps * (2 if self.data.unsupervised_data_path else 1)
 
-    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+    def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
         check_generation(self, placement.ranks)
         resolved = Resolved(self, origins)

@@ -19,7 +19,7 @@ from benchmarks.speed.jobs import BenchError
 from benchmarks.speed.plan_runs import AT_ONCE, make_inputs, peaks_in, peaks_of, read_peaks, verdict
 from benchmarks.speed.planned import planner_of
 from benchmarks.speed.run_list import PlannedRun
-from pipeline.configuration.flag_table import CHOSEN
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.files import GIB, read_object, write_json
 from pipeline.launching.target import with_limit
 from pipeline.planning.fastest import choice_text, fastest
@@ -192,7 +192,7 @@ def measure(file: Path, num_gpus: int, part: str) -> None:
 def chosen_flags(run_dir: Path) -> dict[str, Any]:
     """Return the values that a run chose, by flag."""
     settings = read_object(run_dir / "config.json")
-    return {name: one["value"] for name, one in settings.items() if one["from"].startswith(CHOSEN)}
+    return {name: one["value"] for name, one in settings.items() if Origin.of_entry(one).kind is Kind.PLAN}
 
 
 def table(planned: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:

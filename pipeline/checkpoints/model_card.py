@@ -15,8 +15,9 @@ from huggingface_hub import ModelCardData
 from pipeline.checkpoints.card_results import results
 from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.shared_names import card_of, code, data_name, licence_of, shareable, shareable_flags
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, flag_table, flat_items
+from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.origins import DEFAULT, Kind
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.sources import hub_id, is_local, parse_path
@@ -114,9 +115,9 @@ def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
     for name, flag in flags.items():
         origin = origins.get(name, DEFAULT)
         counts = flag.on_resume in ("same", "rounding", "output") or name in LENGTHS
-        if counts and values[name] != flag.default and origin != DEFAULT and not origin.startswith(CHOSEN):
+        if counts and values[name] != flag.default and origin.kind not in (Kind.DEFAULT, Kind.PLAN):
             value = shared[name] if isinstance(shared[name], str) else json.dumps(shared[name])
-            yield [code(dashed(name)), code(value), code(str(shareable(origin)))]
+            yield [code(dashed(name)), code(value), code(str(shareable(str(origin))))]
 
 
 def settings_document(settings: dict[str, Any]) -> dict[str, str]:

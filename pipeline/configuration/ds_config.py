@@ -4,15 +4,15 @@ The check before a run and the ranks of the run call the same two functions. Not
 DeepSpeed gets the micro-batch and the accumulation and infers the global batch.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, flag_table, flags_of_key, is_unset
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
+from pipeline.configuration.origins import Origins
 from pipeline.errors import InputError, dashed
 
 Json = dict[str, Any]
@@ -86,7 +86,7 @@ def training_json(
     if ranks == 1:
         return built | {"zero_optimization": for_one_rank(built)}
     asked = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
-    if placement.one_node and not asked and is_unset(origins.get("overlap_comm", DEFAULT)):
+    if placement.one_node and not asked and not resolved.is_given("overlap_comm"):
         return built | {"zero_optimization": without_hooks(built)}
     return built
 
@@ -96,7 +96,7 @@ def role_of(config: Group, model: ModelConfig) -> str:
     return next((role for role in ("actor", "critic") if getattr(config, role, None) is model), "")
 
 
-def for_model(user: Json, origins: Mapping[str, str], model: ModelConfig) -> tuple[Json, dict[str, str]]:
+def for_model(user: Json, origins: Origins, model: ModelConfig) -> tuple[Json, Origins]:
     """Return the user's JSON, and the flags that hold against it, for one of stage 3's models.
 
     A flag of this model alone (`--critic-offload-weights cpu`) takes the place of what the JSON says for both.

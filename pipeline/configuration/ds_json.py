@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, is_unset
+from pipeline.configuration.flag_table import ZERO_STAGE, Flag
+from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.configuration.redact import shown
 from pipeline.errors import InputError, counted, dashed
 
@@ -213,16 +214,14 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
         yield f"{name}: has no effect here: {IDLE[name]}"
 
 
-def merge_user_json(
-    built: Json, user: Json, table: Mapping[str, Flag], origins: Mapping[str, str], *, source: str
-) -> Json:
+def merge_user_json(built: Json, user: Json, table: Mapping[str, Flag], origins: Origins, *, source: str) -> Json:
     """Join the user's JSON with the one built from the flags, as a new dict.
 
     Keys that DeepSpeed does not read at the ZeRO stage are left out. For every other value of the user's JSON:
     1. "auto" becomes ours; where we have none the key is left out and DeepSpeed's own default holds.
     2. A value equal to ours is fine, and so is one where we have none.
     3. A micro-batch or accumulation that differs from ours is refused, since the loaders follow the flags.
-    4. A value that differs from a flag which was given (its origin is not "default") is refused.
+    4. A value that differs from a flag which was given is refused.
     5. Any other value wins over ours.
     What the user's JSON does not mention is ours. `parse` has already turned the JSON's values into flags
     (`flags_from_json`), so that after it only values without a flag are left to rule 5.
@@ -236,7 +235,7 @@ def merge_user_json(
         names = [name for name, flag in table.items() if key in flag.deepspeed]
         if value == "auto" or not names or value == ours.get(key, value):
             continue
-        given = [f"{dashed(name)} ({origins[name]})" for name in names if not is_unset(origins.get(name, DEFAULT))]
+        given = [f"{dashed(name)} ({origins[name]})" for name in names if origins.get(name, DEFAULT).is_given]
         if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             by = " and ".join(given) or dashed(names[0])
             errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")

@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipeline.configuration.flag_table import DEFAULT, ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items, is_unset
+from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
 from pipeline.configuration.groups import Group
+from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.configuration.redact import shown_value
 from pipeline.errors import dashed
 
@@ -22,7 +23,7 @@ MAX_VALUES = 1_000_000  # of a file of flags
 ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
-def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
     """Yield a line for each path that no file can have or that is not what it looks like, and each huge number."""
     for name, flag in table.items():
         number, most = str(values.get(name, "")).lstrip("-"), 18 if "seed" in name else 15
@@ -71,15 +72,15 @@ def path_problem(flag: Flag, text: str) -> str:
     return "a file, expected a folder" if is_file else ""
 
 
-def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
     """Yield a line for each given flag of a model that a run of these settings does not have."""
     for name, flag in flag_table(type(config)).items():
-        if not is_unset(origins[name]) and (model := config.absent(flag)):
+        if origins[name].is_given and (model := config.absent(flag)):
             found = f"got {shown_value(values[name])} ({origins[name]})"
             yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
 
 
-def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = False) -> Iterator[str]:
+def idle_flags(config: BaseModel, origins: Origins, *, on_cpu: bool = False) -> Iterator[str]:
     """Yield a line for each flag that was set and has no effect, with what it needs.
 
     Args:
@@ -88,7 +89,7 @@ def idle_flags(config: BaseModel, origins: Mapping[str, str], *, on_cpu: bool = 
     """
     values = dict(flat_items(config))
     for name, flag in flag_table(type(config)).items():
-        if not is_unset(origins.get(name, DEFAULT)) and (need := unmet_need(flag, values, type(config), on_cpu)):
+        if origins.get(name, DEFAULT).is_given and (need := unmet_need(flag, values, type(config), on_cpu)):
             yield f"{dashed(name)} {values[name]} ({origins[name]}): has no effect: it needs {need}"
 
 

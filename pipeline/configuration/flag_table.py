@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from pipeline.configuration.origins import Origin
 from pipeline.errors import dashed
 
 Kind = Literal["plain", "path", "written path", "text"]
@@ -34,14 +35,11 @@ Need = Literal[
 ]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
-Layers = list[tuple[str, dict[str, Any]]]  # (origin, values by flag), a later one is stronger
+Layers = list[tuple[Origin, dict[str, Any]]]  # (origin, values by flag), a later one is stronger
 # Arguments of `flag` that are pydantic's own checks.
 CHECKS = {"ge", "gt", "le", "lt", "min_length", "max_length"}
 ZERO_STAGE = "zero_optimization.stage"  # the key of a DeepSpeed JSON that the flags of the ZeRO stage set
 AUTO = "auto"
-# Origins of values that nobody gave: a flag's default, what the plan chose for some hardware, which follows, the
-# default of a method, whose name follows, and what `auto` stands for in this run, whose reason follows.
-DEFAULT, CHOSEN, OF_METHOD, RESOLVED = "default", "chosen for ", "method ", "auto: "
 
 
 class Removed(NamedTuple):
@@ -210,11 +208,6 @@ class Flag(Rules):
             return str(self.default).lower()
         words = map(str, self.default) if isinstance(self.default, list) else [str(self.default)]
         return " ".join(words) or "none"
-
-
-def is_unset(origin: str) -> bool:
-    """Return True if a value of this origin was set neither by the user nor by a file."""
-    return origin == DEFAULT or origin.startswith((CHOSEN, OF_METHOD, RESOLVED))
 
 
 def is_group(annotation: Any) -> bool:

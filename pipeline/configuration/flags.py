@@ -1,8 +1,8 @@
 """Make a checked configuration of the command line and YAML files, with the origin of every value.
 
-Authority rises: default < DeepSpeed JSON < preset < YAML file < command line; a DeepSpeed JSON that contradicts a
-higher layer is refused. All errors are collected and reported together, each with the nearest valid name. Neither torch
-nor deepspeed is imported, so that `--help` answers at once.
+Which value wins is the order of `Kind` in origins.py; a DeepSpeed JSON that contradicts a higher layer is refused. All
+errors are collected and reported together, each with the nearest valid name. Neither torch nor deepspeed is imported,
+so that `--help` answers at once.
 """
 
 import re
@@ -20,25 +20,23 @@ from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_fro
 from pipeline.configuration.flag_checks import expanded, misplaced_flags, unsafe_values
 from pipeline.configuration.flag_table import (
     AUTO,
-    DEFAULT,
     ZERO_STAGE,
     Flag,
     Layers,
     flag_table,
     flags_of_key,
     flat_items,
-    is_unset,
     nest,
 )
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin, Origins
 from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import ContradictionError, InputError, dashed, nearest
 
 TRAIN = "train"  # the section of `rlhf train` itself
-COMMAND_LINE = "command line"
 PRESET_SECTIONS = ("sft", "reward", "ppo", "dpo")  # those of the files in launch/presets
 # Path of a preset in versions that had a file for each stage.
 PRESET_OF_STAGE = re.compile(rf"(.*presets/[\w.-]+)\.({'|'.join(PRESET_SECTIONS)})\.yaml")
@@ -54,13 +52,13 @@ class Resolved:
     """
 
     config: Any
-    origins: dict[str, str]
+    origins: dict[str, Origin]
     notes: tuple[str, ...] = ()
     preset: str = ""
 
     def is_given(self, name: str) -> bool:
         """Return True for a flag whose value is not left to its default."""
-        return not is_unset(self.origins.get(name, DEFAULT))
+        return self.origins.get(name, DEFAULT).is_given
 
 
 class FlagLoader(yaml.SafeLoader):
@@ -237,7 +235,7 @@ def parse(
     names = Names(config_class)
     given, errors, notes = read_command_line(names, argv)
     layers, preset = [], str(given.get("preset", ""))
-    for path in [given.pop(key) for key in FILE_FLAGS if key in given]:
+    for kind, path in [(kind, given.pop(key)) for key, kind in FILE_FLAGS.items() if key in given]:
         try:
             flags, about_sections = read_yaml(path, section, sections, flags=names.known)
         except InputError as error:
@@ -248,8 +246,8 @@ def parse(
         notes += more_notes
         now, of_stage = preset_section(path)
         notes += [f"{path} is the section {of_stage} of {now} now"] if now else []
-        layers.append((path, values))
-    layers = config_class.with_method([*layers, (COMMAND_LINE, given)], preset)
+        layers.append((Origin(kind, path), values))
+    layers = config_class.with_method([*layers, (COMMAND_LINE, given)])
     resolved = resolve_layers(config_class, layers, errors)
     return replace(resolved, notes=(*notes, *resolved.notes), preset=preset)
 
@@ -265,9 +263,9 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
     origins = dict.fromkeys(table, DEFAULT)
     values = {name: flag.default for name, flag in table.items() if flag.default is not PydanticUndefined}
     for origin, layer in layers:
-        layer = with_switches(layer, table, values, errors, origin)
+        layer = with_switches(layer, table, values, errors, str(origin))
         ended = {table[name].instead_of for name in layer} & (values.keys() - layer.keys())
-        ended = {name for name in ended if not is_unset(origins[name])}
+        ended = {name for name in ended if origins[name].is_given}
         left = {name for name, value in layer.items() if table[name].takes_auto and value == AUTO}
         values |= layer | {name: table[name].default for name in (*ended, *left)}
         origins |= dict.fromkeys([*layer, *ended], origin) | dict.fromkeys(left, DEFAULT)
@@ -286,7 +284,7 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
     return Resolved(config, origins, tuple(notes))
 
 
-def validated(config_class: type[Group], values: Mapping[str, Any], origins: Mapping[str, str]) -> Group:
+def validated(config_class: type[Group], values: Mapping[str, Any], origins: Origins) -> Group:
     """Validate flat values as the model. Raises InputError with a line for each value that does not fit."""
     table = flag_table(config_class)
     try:
@@ -297,7 +295,7 @@ def validated(config_class: type[Group], values: Mapping[str, Any], origins: Map
         raise kind("\n".join(lines)) from None
 
 
-def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tuple[Group, list[str]]:
+def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) -> tuple[Group, list[str]]:
     """Set the flags that the user's DeepSpeed JSON names; `origins` gets the file's name for each of them.
 
     Returns (configuration, what the file changes, a line each).
@@ -307,7 +305,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     """
     table, values, errors = flag_table(type(config)), dict(flat_items(config)), []
     whole, changed = read_user_json(path), list[str]()
-    said = flags_from_json(whole, table)
+    said, file = flags_from_json(whole, table), Origin(Kind.DEEPSPEED_JSON, path)
     stage_flags = flags_of_key(type(config), ZERO_STAGE)
     stages = {said[name][1] if name in said else values[name] for name in stage_flags}
     user, unread = at_stages(whole, stages)
@@ -315,11 +313,11 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     for name, (key, value) in flags_from_json(user, table, dtype=values["dtype"]).items():
         # A list of DeepSpeed's monitors may be part of a longer one.
         if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
-            origins[name] = COMMAND_LINE if origins[name] == COMMAND_LINE else path  # nothing is chosen against it
+            origins[name] = COMMAND_LINE if origins[name] == COMMAND_LINE else file  # nothing is chosen against it
             continue
         if origins[name] == DEFAULT or values[name] == AUTO:
             changed.append(name)
-            values[name], origins[name] = value, path
+            values[name], origins[name] = value, file
         else:
             errors.append(
                 f"{path}: {key}: got {shown_value(value)}, but {dashed(name)} is {before[name]} ({origins[name]});"
@@ -337,7 +335,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, str], path: str) -> tu
     return config, [f"{path}: {line}" for line in notes]
 
 
-def describe(problem: Any, table: Mapping[str, Flag], origins: Mapping[str, str]) -> str:
+def describe(problem: Any, table: Mapping[str, Flag], origins: Origins) -> str:
     """Return a line for one pydantic error: flag, value, origin, what would be right."""
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if (flag := flag_of(problem, table)) is None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flag_table import CHOSEN, DEFAULT, ZERO_STAGE, flag_table, flags_of_key, flat_items
-from pipeline.configuration.flags import COMMAND_LINE, Resolved, validated
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
+from pipeline.configuration.flags import Resolved, validated
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin, Origins
 from pipeline.errors import ContradictionError, InputError, counted, dashed
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
@@ -39,26 +40,25 @@ def with_ranks(resolved: Resolved, ranks: int | None) -> Resolved:
     resolved = with_preset_giving_way(with_sharing(resolved, ranks) if ranks else resolved, ranks)
     values, origins, notes = dict(flat_items(resolved.config)), dict(resolved.origins), list[str]()
     target, micro, steps = values["train_batch_size"], values[MICRO], 1
-    follows = dict[str, tuple[int, str]]()  # flag -> its value, and the origin of that
+    follows = dict[str, tuple[int, Origin]]()  # flag -> its value, and the origin of that
     if target and ranks and origins[MICRO] == DEFAULT:
         micro = max(divisors(max(1, round(target / ranks)), up_to=micro))
         follows[MICRO] = micro, DEFAULT
     if target and ranks:
         steps = max(1, round(target / (micro * ranks)))
-        follows[STEPS] = steps, f"--train-batch-size {target} on {counted(ranks, 'rank')}"
+        follows[STEPS] = steps, Origin(Kind.FOLLOWS, f"--train-batch-size {target} on {counted(ranks, 'rank')}")
         if steps * micro * ranks != target:
             notes.append(difference({**values, MICRO: micro}, origins, ranks, steps))
-        # One that followed before has a flag for its origin.
-        if is_by_hand(resolved, STEPS) and not origins[STEPS].startswith("--") and values[STEPS] != steps:
+        if origins[STEPS].is_by_hand and values[STEPS] != steps:
             given = f"{dashed(STEPS)} {values[STEPS]} ({origins[STEPS]})"
             notes.append(f"{given}: with --train-batch-size {target} it is {steps}")
     if is_product(resolved):
         rows = values[GENERATED] * values["num_samples_per_prompt"]
         per_step = micro * steps if target else rows
-        follows[BATCHES] = per_step // gcd(per_step, rows), dashed(GENERATED)
-    elif values.get(BATCHES) == 0 and origins.get(GENERATED) == resolved.preset:
+        follows[BATCHES] = per_step // gcd(per_step, rows), Origin(Kind.FOLLOWS, dashed(GENERATED))
+    elif values.get(BATCHES) == 0 and origins[GENERATED].kind is Kind.PRESET:
         # Decided: a planner goes on with these settings without their preset.
-        origins[BATCHES] = resolved.preset
+        origins[BATCHES] = origins[GENERATED]
     follows = {name: found for name, found in follows.items() if values[name] != found[0]}
     values |= {name: value for name, (value, _) in follows.items()}
     origins |= {name: origin for name, (_, origin) in follows.items()}
@@ -89,12 +89,12 @@ def cut(resolved: Resolved, size: int) -> dict[str, int]:
 class Choice:
     """Values of flags that are `auto`; none on a CPU.
 
-    flags: the values. origin: for which hardware they were chosen. line: them and what they give, for people. plan: the
+    flags: the values. origin: of kind PLAN. line: them and what they give, for people. plan: the
     memory and the time that the plan expects of them, for the report; {} where they were chosen before.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
-    origin: str = ""
+    origin: Origin = DEFAULT
     line: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Choice:
 
 def evaluation_unit(resolved: Resolved) -> int:
     """Return the rows of a batch that --eval-iters counts: those that were given, else the default, however chosen."""
-    if resolved.origins.get(EVALUATED, DEFAULT).startswith(CHOSEN):
+    if resolved.origins.get(EVALUATED, DEFAULT).kind is Kind.PLAN:
         return int(flag_table(type(resolved.config))[EVALUATED].default)
     return int(resolved.config.optimizer.per_device_eval_batch_size)
 
@@ -119,21 +119,17 @@ def evaluated_rows(resolved: Resolved, num_rows: int, ranks: int) -> int:
     return min(num_rows, limit or num_rows)
 
 
-def is_by_hand(resolved: Resolved, name: str) -> bool:
-    """Return True for a flag that the command line or a file other than the preset gives."""
-    return resolved.is_given(name) and resolved.origins[name] != resolved.preset
-
-
 def says_rollout(resolved: Resolved) -> bool:
     """Return True if a flag of stage 3 sets the size of its rollouts; prompts at once do only in a new run."""
-    return resolved.is_given(ROLLOUT) or bool(resolved.config.sampling.generation_batches)
+    return resolved.origins[ROLLOUT].kind >= Kind.EARLIER_RUN or bool(resolved.config.sampling.generation_batches)
 
 
 def is_product(resolved: Resolved) -> bool:
     """Return True if --generation-batches follow from prompts at once that are given by hand, and nothing else is."""
-    origin = resolved.origins.get(BATCHES)  # that of the second kind is derived again, for other ranks
-    is_free = origin in ("default", dashed(GENERATED)) and not resolved.is_given(ROLLOUT)
-    return is_free and is_by_hand(resolved, GENERATED)
+    origins = resolved.origins
+    if BATCHES not in origins or origins[BATCHES].kind > Kind.FOLLOWS:  # one that followed is derived again
+        return False
+    return origins[ROLLOUT].kind < Kind.EARLIER_RUN and origins[GENERATED].is_by_hand
 
 
 def with_sharing(resolved: Resolved, ranks: int) -> Resolved:
@@ -151,11 +147,17 @@ def with_values(resolved: Resolved, changed: Mapping[str, Any]) -> Resolved:
     return replace(resolved, config=config)
 
 
-def with_others(resolved: Resolved, changed: dict[str, Any], why: str) -> Resolved:
-    """Return the settings with other values of some flags than a file gives, and a note that says `why`."""
+def with_others(resolved: Resolved, changed: dict[str, Any], why: str, kind: Kind | None = None) -> Resolved:
+    """Return the settings with other values of some flags than a file gives, and a note that says `why`.
+
+    kind: of their origin; None: the kind of the value that each replaces.
+    """
     values, origins = dict(flat_items(resolved.config)), resolved.origins
     notes = [f"{dashed(n)} {new} in place of {values[n]} ({origins[n]}), {why}" for n, new in changed.items()]
-    new_origins = {name: f"in place of {values[name]} in {origins[name]}" for name in changed}
+    new_origins = {
+        name: Origin(origins[name].kind if kind is None else kind, f"in place of {values[name]} in {origins[name]}")
+        for name in changed
+    }
     notes = [*resolved.notes, *notes]
     return replace(with_values(resolved, changed), origins=origins | new_origins, notes=tuple(notes))
 
@@ -168,7 +170,7 @@ def with_preset_giving_way(resolved: Resolved, ranks: int | None) -> Resolved:
     """
     resolved, fault = with_lowest_stages(resolved, ranks)
     while fault and resolved.preset:
-        names = [name for name, origin in resolved.origins.items() if origin == resolved.preset]
+        names = [name for name, origin in resolved.origins.items() if origin.kind is Kind.PRESET]
         values = dict(flat_items(resolved.config))
         others = [{name: 1 if name == SHARED else False} for name in names if name == SHARED or values[name] is True]
         found = (with_others(resolved, changed, f"since {': '.join(fault)}") for changed in others)
@@ -209,7 +211,7 @@ def contradiction(resolved: Resolved, ranks: int | None) -> tuple[str, ...]:
     return ()
 
 
-def difference(values: dict[str, Any], origins: dict[str, str], ranks: int, steps: int) -> str:
+def difference(values: dict[str, Any], origins: Origins, ranks: int, steps: int) -> str:
     """Return the line about a batch that these ranks cannot have, and a micro-batch that would keep it."""
     target, micro = values["train_batch_size"], values[MICRO]
     fitting = [size for size in range(1, micro) if target % (size * ranks) == 0]

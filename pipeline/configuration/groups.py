@@ -31,8 +31,8 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @classmethod
-    def with_method(cls, layers: Layers, preset: str) -> Layers:
-        """Return layers of given flags with their method's defaults; preset: origin of the preset's layer, or ""."""
+    def with_method(cls, layers: Layers) -> Layers:
+        """Return layers of given flags with their method's defaults."""
         return layers
 
     def absent(self, flag: Flag) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pipeline.configuration.flag_table import Flag, flag_table
 from pipeline.configuration.groups import Group
 from pipeline.configuration.names import normalise
+from pipeline.configuration.origins import COMMAND_LINE
 from pipeline.console import HELP, HELP_ALL, WIDTH, wrapped
 from pipeline.errors import InputError, dashed
 
@@ -151,7 +152,7 @@ def setters(flag: Flag, configs: Sequence[type[Group]]) -> Iterator[str]:
     """Yield what sets a flag, from the weakest on; "" for what does not."""
     tables = {config: flag_table(config) for config in configs}
     methods = [(of, name) for of, table in tables.items() if "method" in table for name in table["method"].choices]
-    layers = [(method, config.with_method([("", {"method": method})], "")[0][1]) for config, method in methods]
+    layers = [(method, config.with_method([(COMMAND_LINE, {"method": method})])[0][1]) for config, method in methods]
     values = [f"{method} {layer[flag.name]}" for method, layer in layers if flag.name in layer.keys() - {"method"}]
     yield f"the method ({', '.join(values)})" if values else ""
     yield "the plan, on GPUs" if flag.auto else ""

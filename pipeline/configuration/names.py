@@ -10,9 +10,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.configuration.flag_table import Flag, convert, flag_table
+from pipeline.configuration.origins import Kind
 from pipeline.errors import dashed, nearest
 
-FILE_FLAGS = ("preset", "config")
+FILE_FLAGS = {"preset": Kind.PRESET, "config": Kind.FILE}
 
 
 def normalise(name: str) -> str:

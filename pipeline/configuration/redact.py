@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipeline.configuration.flag_table import Flag
+from pipeline.configuration.origins import Origins
 from pipeline.errors import dashed
 
 MASK = "***"
@@ -90,7 +91,7 @@ def repeated(flag: str, before: Any) -> str:
     return f"{flag}: given more than once; the last replaces {redacted(shown_value(before))}"
 
 
-def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
     """Yield a line for each flag whose value holds a secret. Free text may: it is written nowhere."""
     for name, value in values.items():
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]

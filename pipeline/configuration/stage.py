@@ -9,9 +9,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
-from pipeline.configuration.flag_table import RESOLVED, flag, flat_items
+from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import dashed
 
@@ -76,7 +77,7 @@ class SupervisedConfig(StageConfig):
         """The folder or hub id of the model."""
         return {"model": self.model.model_name_or_path}
 
-    def engine_jsons(self, origins: dict[str, str], placement: Placement) -> dict[str, Json]:
+    def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return {"model": the DeepSpeed JSON of its engine}. Raises InputError for settings that contradict."""
         return {"model": training_json(Resolved(self, origins), self.model, placement)}
 
@@ -178,14 +179,17 @@ class Stage:
         """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
         return {"rows": self.rows, "shares": self.shares, "title": self.section} | self.rows_of(config)
 
-    def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, str]]:
+    def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, Origin]]:
         """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that nobody gives."""
         values, factor = dict(flat_items(config)), self.lora_factor(config)
         of = [name.removesuffix("lora_dim") for name in values if name.endswith("lora_dim") and values[name] and factor]
         full = {f"{prefix}lora_learning_rate": f"{prefix}learning_rate" for prefix in of}
         # Six digits: 1e-6 x 10 is 9.999999999999999e-06.
         rates = {name: float(f"{factor * values[rate]:.6g}") for name, rate in full.items()}
-        return {name: (value, f"{RESOLVED}{factor:g} x {dashed(full[name])}") for name, value in rates.items()}
+        return {
+            name: (value, Origin(Kind.FOLLOWS, f"auto: {factor:g} x {dashed(full[name])}"))
+            for name, value in rates.items()
+        }
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""

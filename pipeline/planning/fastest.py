@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, Self
 
 from pipeline.configuration.ds_config import device_of
-from pipeline.configuration.flag_table import CHOSEN, flag_table, flat_items
+from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import Resolved, flag_words
 from pipeline.configuration.global_batch import (
     BATCHES,
@@ -32,6 +32,7 @@ from pipeline.configuration.global_batch import (
     with_values,
 )
 from pipeline.configuration.groups import STAGE
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.duration import RECREATE_CACHE_S
@@ -67,7 +68,7 @@ class Candidate:
     @classmethod
     def of(cls, planner: StagePlanner, resolved: Resolved, flags: Mapping[str, Any]) -> Self:
         """Plan settings with these values of flags. Raises InputError, EnvironmentFault."""
-        settings = Choice(flags, f"{CHOSEN}{planner.target}").of(resolved, planner.target.num_gpus)
+        settings = Choice(flags, Origin(Kind.PLAN, str(planner.target))).of(resolved, planner.target.num_gpus)
         plan, needs = planner.memory(settings), planner.needs(settings)
         lacks = sum(lacking(plan, planner.target, high=True))
         seconds = 0.0 if lacks else sum(planner.seconds(settings, plan)[0].values())
@@ -224,7 +225,7 @@ def with_buckets(
     planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]
 ) -> dict[str, int]:
     """Return ZeRO stages and the sizes of DeepSpeed's buckets. One GPU has these only with offload or ZeRO stage 3."""
-    settings = Choice(stages, CHOSEN).of(resolved, planner.target.num_gpus)
+    settings = Choice(stages, Origin(Kind.PLAN)).of(resolved, planner.target.num_gpus)
     zeros = [engine["zero_optimization"] for engine in planner.jsons_of(settings).values()]
     devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
     has_any = planner.target.num_gpus > 1 or devices != {"none"} or any(zero["stage"] == 3 for zero in zeros)
@@ -238,7 +239,7 @@ def choice_text(resolved: Resolved) -> str:
     """
     table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
     origins = {name: origin for name, origin in resolved.origins.items() if name not in BUCKETS}
-    chosen = {name: items[name] for name, origin in origins.items() if origin.startswith(CHOSEN)}
+    chosen = {name: items[name] for name, origin in origins.items() if origin.kind is Kind.PLAN}
     shown = {name: value for name, value in chosen.items() if value != table[name].default or name.endswith(STAGE)}
     return shlex.join(flag_words(shown))
 
@@ -263,7 +264,7 @@ def micro_batches(resolved: Resolved, names: Sequence[str]) -> list[int]:
     optimizer = resolved.config.optimizer
     micro, steps = optimizer.per_device_train_batch_size, optimizer.gradient_accumulation_steps
     # A DeepSpeed JSON that names the accumulation fixes it.
-    if MICRO not in names or resolved.origins[STEPS] == resolved.config.deepspeed.deepspeed_config:
+    if MICRO not in names or resolved.origins[STEPS].kind is Kind.DEEPSPEED_JSON:
         return [micro]
     return divisors(micro * steps, up_to=micro * steps)
 

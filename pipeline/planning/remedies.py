@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
-from pipeline.configuration.flags import COMMAND_LINE, Resolved, flag_words, validated
+from pipeline.configuration.flags import Resolved, flag_words, validated
 from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.origins import COMMAND_LINE
 from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
 from pipeline.files import GIB

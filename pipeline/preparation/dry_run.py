@@ -7,9 +7,10 @@ torch until it plans models.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.configuration.flag_table import AUTO, DEFAULT, flag_table, flat_items
+from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
+from pipeline.configuration.origins import Kind
 from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
@@ -34,7 +35,7 @@ def show_flags(stage: Stage, resolved: Resolved, *, ranks: int | None) -> None:
     if resolved.config.run.explain:
         table = flag_table(type(resolved.config))
         free = {name for name, flag in table.items() if flag.auto and not resolved.is_given(name)}
-        if MICRO in free and resolved.origins[STEPS].startswith(("--", DEFAULT)):  # it follows
+        if MICRO in free and resolved.origins[STEPS].kind in (Kind.DEFAULT, Kind.FOLLOWS):  # it follows
             free.add(STEPS)
         for name, value in flat_items(resolved.config):
             show(f"  {name:<34} {AUTO if name in free else masked(value)!s:<30} {resolved.origins[name]}")

@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from pipeline.configuration.flag_table import CHOSEN
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice, with_ranks
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
@@ -58,16 +58,16 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
     target = planner.target
-    origin = f"{CHOSEN}{target}"
+    origin = Origin(Kind.PLAN, str(target))
     before = {} if target.described else chosen_before(stage, resolved)
-    if same := {name: value for name, (value, text) in before.items() if target.is_same(text.removeprefix(CHOSEN))}:
+    if same := {name: value for name, (value, origin) in before.items() if target.is_same(origin.source)}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, target):
                 return Choice(same, origin, f"{choice_text(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
-    hardware = ", ".join(sorted({hardware.removeprefix(CHOSEN) for _, hardware in before.values()}))
+    hardware = ", ".join(sorted({origin.source for _, origin in before.values()}))
     why = "began with other flags" if same else f"began on {hardware}"
     line = f"{best.line}{f'; anew, as the run {why}' if before else ''}"
     return Choice(best.flags, origin, line, expected(best, target))

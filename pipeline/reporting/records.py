@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.errors import EXIT_STOPPED
 from pipeline.files import read_object
 from pipeline.processes import read_process
-from pipeline.run.evaluations import cost, described, is_number, json_lines, metrics_of, run_settings
+from pipeline.run.evaluations import Settings, cost, described, is_number, json_lines, metrics_of, run_settings
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
 from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
 
@@ -94,7 +94,7 @@ class RunRecord:
         return cost(self.folder)
 
     @cached_property
-    def settings(self) -> dict[str, tuple[Any, str]]:
+    def settings(self) -> Settings:
         """Value and origin of each flag."""
         return run_settings(self.folder)
 

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.files import has_config, read_object
 from pipeline.reporting.records import RunRecord
 from pipeline.run import evaluations
-from pipeline.run.evaluations import Change, is_number, without_rounding
+from pipeline.run.evaluations import Change, Settings, is_number, without_rounding
 from pipeline.run.layout import task_file
 
 ANSWERS_FILE = "prompt_eval.json"  # what `rlhf compare --output FOLDER/` writes into FOLDER
@@ -113,9 +113,9 @@ def why_no_plan(run: RunRecord) -> str:
     return "There is no plan, since every flag that a plan chooses was given (--dry-run prints one)."
 
 
-def given_flags(run: RunRecord) -> dict[str, tuple[Any, str]]:
+def given_flags(run: RunRecord) -> Settings:
     """Return value and origin of the flags whose value comes from elsewhere than the default."""
-    return {name: (value, origin) for name, (value, origin) in run.settings.items() if origin != "default"}
+    return {name: (value, origin) for name, (value, origin) in run.settings.items() if not origin.is_default}
 
 
 def differing_flags(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:

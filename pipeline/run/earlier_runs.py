@@ -16,17 +16,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import (
-    CHOSEN,
-    DEFAULT,
-    ZERO_STAGE,
-    flag_table,
-    flags_of_key,
-    flat_items,
-    is_unset,
-)
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
 from pipeline.configuration.global_batch import MICRO, STEPS, cut
+from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
@@ -91,13 +84,13 @@ def preset_of_run(stage: Stage, resolved: Resolved, default: str) -> str:
     """Return the preset that the finished run, or the one to resume from, began with ("" for none); else `default`."""
     run: RunConfig = resolved.config.run
     folder = stage.run_folder(run) if run.resumes_from == "auto" else Path(run.resumes_from).resolve().parents[1]
-    entries = read_object(folder / "config.json") if earlier_settings(folder, run.resumes_from) else {}
-    origins = " ".join(str(entry.get("from")) for entry in entries.values() if isinstance(entry, dict))
-    match = re.search(rf"presets/([\w.-]+?)(\.{stage.section})?\.yaml", origins)
-    return match[1] if match else "" if origins.strip("None ") else default
+    settings = run_settings(folder) if earlier_settings(folder, run.resumes_from) else {}
+    presets = (origin.source for _, origin in settings.values() if origin.kind is Kind.PRESET)
+    match = re.search(rf"presets/([\w.-]+?)(\.{stage.section})?\.yaml", next(presets, ""))
+    return match[1] if match else "" if settings else default
 
 
-def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]]:
+def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Origin]]:
     """Return value and origin of what the run that goes on chose for flags that nobody gives now; {} for a new run.
 
     {} too where its micro-batch does not divide the rows of an optimizer step, and where a flag was given that is
@@ -106,13 +99,13 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, str]
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
     unset = {name: settings[name] for name in table if name in settings and not resolved.is_given(name)}
-    hardware = next((origin for _, origin in unset.values() if origin.startswith(CHOSEN)), DEFAULT)
+    hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
-        if name in unset and "presets/" in unset[name][1]:
+        if name in unset and unset[name][1].kind is Kind.PRESET:
             unset[name] = unset[name][0], hardware
-    if not all(is_unset(origin) for name, (_, origin) in unset.items() if table[name].auto):
+    if any(origin.is_given for name, (_, origin) in unset.items() if table[name].auto):
         return {}
-    chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.startswith(CHOSEN)}
+    chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.kind is Kind.PLAN}
     if MICRO not in chosen:
         return chosen
     size, _ = chosen[MICRO]
@@ -160,7 +153,7 @@ def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
     changed = {name for name, value in given.items() if value not in (flags[name], before.get(name))}
     changed |= set(BATCH if changed & set(BATCH) else ())  # one without the other would change the rows of a step
     chosen = {name: value for name, value in flags.items() if name not in changed}
-    origins = resolved.origins | dict.fromkeys(chosen, str(file))
+    origins = resolved.origins | dict.fromkeys(chosen, Origin(Kind.FILE, str(file)))
     validated(type(config), dict(flat_items(config)) | chosen, origins)
     return flag_words(chosen)
 

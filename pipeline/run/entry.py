@@ -162,7 +162,7 @@ def command_flags(
     short = {f"-{name}": f"--{name}" for name in flag_table(config_class) if len(name) == 1}
     resolved = parse(config_class, [short.get(text, text) for text in argv], section=section, prog=prog)
     for name in not_empty:
-        if resolved.origins[name] != "default" and not getattr(resolved.config, name).strip():
+        if not resolved.origins[name].is_default and not getattr(resolved.config, name).strip():
             raise InputError(f"{dashed(name)}: found an empty text; give one, or leave the flag out")
     say(*(f"note: {line}" for line in resolved.notes))
     return resolved

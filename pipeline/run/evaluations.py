@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.configuration.origins import Origin
 from pipeline.files import parse_json, read_object
 from pipeline.run.layout import environment_file, meaning_file, row_values_file
 
@@ -33,6 +34,7 @@ PHRASES = {
     "same": "no difference that {rows:g} rows can show",
     "unknown": "unknown whether better or worse: the values of its rows were not stored",
 }
+Settings = dict[str, tuple[Any, Origin]]  # value and origin of each flag of a run
 Rows = Mapping[tuple[str, int], tuple[float, float]]  # a held-out row -> its value, and the weight of that
 
 
@@ -308,11 +310,11 @@ def unfinished_answers(run_dir: Path) -> str:
     return next(texts, "the first rollout logs how many reach that")
 
 
-def run_settings(run_dir: Path) -> dict[str, tuple[Any, str]]:
+def run_settings(run_dir: Path) -> Settings:
     """Return value and origin of each flag of the last run in a folder; {} where there is none."""
     content = read_object(run_dir / "config.json").items()
     flags = {name: flag for name, flag in content if isinstance(flag, dict) and "value" in flag}
-    return {name: (flag["value"], str(flag.get("from"))) for name, flag in flags.items()}
+    return {name: (flag["value"], Origin.of_entry(flag)) for name, flag in flags.items()}
 
 
 def run_flags(run_dir: Path) -> dict[str, Any]:

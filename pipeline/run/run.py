@@ -154,8 +154,7 @@ def take_folder(run: Run) -> None:
     def take() -> None:
         resolved = run.resolved
         settings = {
-            name: {"value": masked(value), "from": resolved.origins[name]}
-            for name, value in flat_items(resolved.config)
+            name: {"value": masked(value)} | resolved.origins[name].entry for name, value in flat_items(resolved.config)
         }
         with refused_by_disk(run.folder):
             if resolved.config.run.resumes_from == "never":

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.configuration.flag_table import RESOLVED, flat_items, is_unset
+from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, validated
-from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, is_by_hand, says_rollout, with_others
+from pipeline.configuration.global_batch import GENERATED, ROLLOUT, Choice, says_rollout, with_others
 from pipeline.configuration.groups import DataConfig
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.selection import DataOptions, options_of, parse_shares
@@ -147,7 +148,7 @@ def split_among(stages: list[Stage]) -> str:
 
 def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:
     """Return the settings with a split in place of `auto`, and with a note."""
-    shared = with_values(resolved, {"data_split": (split, f"--data-split {AUTO}")})
+    shared = with_values(resolved, {"data_split": (split, Origin(Kind.FOLLOWS, f"--data-split {AUTO}"))})
     return shared if shared is resolved else replace(shared, notes=(*shared.notes, *filter(None, [note])))
 
 
@@ -161,7 +162,7 @@ def with_saved_rollout(stage: Stage, resolved: Resolved) -> Resolved:
         return resolved
     folder, saved = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     is_older = ROLLOUT not in saved.get("layout", {})
-    prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or is_by_hand(resolved, GENERATED) else 0
+    prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or resolved.origins[GENERATED].is_by_hand else 0
     responses = prompts * resolved.config.sampling.num_samples_per_prompt
     return with_rollout(resolved, responses, f"as {folder} has it{', of a version without this flag' * is_older}")
 
@@ -171,32 +172,36 @@ def with_saved_values(stage: Stage, resolved: Resolved) -> Resolved:
 
     That is what it has decided where a flag of the stage says `auto`, and flags whose default was another one before.
     """
-    resolved = with_values(resolved, stage.lora_rates(resolved.config))
+    resolved = where_unset(resolved, stage.lora_rates(resolved.config))
     folder, config = stage.run_folder(resolved.config.run), resolved.config
     if not (saved := earlier_settings(folder, config.run.resumes_from)):
         return resolved
     earlier = defaults_of(config) | saved
     resolved = with_decided(resolved, {name: earlier[name] for name in stage.auto_flags if name in earlier})
-    origin = f"{RESOLVED}as {folder} has it"
-    return with_values(resolved, {name: (earlier[name], origin) for name in values_before(config)})
+    origin = Origin(Kind.EARLIER_RUN, f"auto: as {folder} has it")
+    return where_unset(resolved, {name: (earlier[name], origin) for name in values_before(config)})
 
 
 def with_decided(resolved: Resolved, decided: Mapping[str, Any]) -> Resolved:
     """Return the settings with what flags are that say `auto`."""
     values = dict(flat_items(resolved.config))
     unset = {name: value for name, value in decided.items() if values[name] == AUTO}
-    return with_values(resolved, {name: (value, f"{dashed(name)} {AUTO}") for name, value in unset.items()})
+    return with_values(
+        resolved, {name: (value, Origin(Kind.FOLLOWS, f"{dashed(name)} {AUTO}")) for name, value in unset.items()}
+    )
 
 
-def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, str]]) -> Resolved:
-    """Return the settings with other values of flags, each with its origin; one that nobody gave replaces no given one.
+def where_unset(resolved: Resolved, flags: Mapping[str, tuple[Any, Origin]]) -> Resolved:
+    """Return the settings with other values of those of these flags that nobody gave, each with its origin."""
+    return with_values(resolved, {name: new for name, new in flags.items() if not resolved.is_given(name)})
 
-    It is the same object where none changes.
-    """
+
+def with_values(resolved: Resolved, flags: Mapping[str, tuple[Any, Origin]]) -> Resolved:
+    """Return the settings with other values of flags, each with its origin; the same object where none changes."""
     before, origins = dict(flat_items(resolved.config)), dict(resolved.origins)
     values = dict(before)
     for name, (value, origin) in flags.items():
-        if value != values[name] and not (is_unset(origin) and resolved.is_given(name)):
+        if value != values[name]:
             values[name], origins[name] = value, origin
     if values == before:
         return resolved
@@ -212,7 +217,7 @@ def with_rollout(resolved: Resolved, responses: int, why: str) -> Resolved:
     """Return the settings with another --rollout-batch-size, and a note that says `why`."""
     if rollout_asked(resolved.config) == responses:
         return resolved
-    return with_others(resolved, {ROLLOUT: responses}, why)
+    return with_others(resolved, {ROLLOUT: responses}, why, Kind.EARLIER_RUN)
 
 
 def broadcast_settings(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
@@ -229,6 +234,7 @@ def broadcast_settings(stage: Stage, resolved: Resolved, choose: Choose, ranks: 
     resolved = with_split(resolved, dist.on_main(lambda: config.data.data_split))
     resolved = with_rollout(resolved, dist.on_main(lambda: rollout_asked(config)), "as rank 0 has it")
     values = dist.on_main(lambda: {name: dict(flat_items(config))[name] for name in values_before(config)})
-    resolved = with_values(resolved, {name: (value, f"{RESOLVED}as rank 0 has it") for name, value in values.items()})
+    as_rank_0 = Origin(Kind.EARLIER_RUN, "auto: as rank 0 has it")
+    resolved = where_unset(resolved, {name: (value, as_rank_0) for name, value in values.items()})
     choice = dist.on_main(lambda: choose(stage, resolved))
     return choice.of(resolved, ranks), choice

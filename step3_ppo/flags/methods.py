@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.configuration.flag_table import AUTO, OF_METHOD, Layers
+from pipeline.configuration.flag_table import AUTO, Layers
+from pipeline.configuration.origins import Kind, Origin
 
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp", "distill"]
 # Factors of LoRA's default learning rate over that of full training: for PPO, and for the methods without a critic.
@@ -74,13 +75,13 @@ METHODS: Mapping[str, Method] = {
 SET_BY_METHODS = frozenset(name for method in METHODS.values() for name in method.settings)
 
 
-def named_method(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+def named_method(layers: Iterable[tuple[Origin, Mapping[str, Any]]]) -> str:
     """Return the method that the layers of given flags name, the strongest layer last; "ppo" by default."""
     given = [str(values["method"]) for _, values in layers if "method" in values]
     return given[-1] if given else "ppo"
 
 
-def with_defaults(layers: Layers, preset: str) -> Layers:
+def with_defaults(layers: Layers) -> Layers:
     """Add the defaults of the named method as the weakest layers.
 
     A preset holds values for PPO and its critic, which other methods ignore. `auto` as the strongest value of one of
@@ -93,18 +94,22 @@ def with_defaults(layers: Layers, preset: str) -> Layers:
     ]
     name = named_method(layers)
     method = METHODS.get(name, METHODS["ppo"])
-    below: Layers = [(f"{OF_METHOD}{name}", dict(method.settings))]
+    below: Layers = [(Origin(Kind.METHOD, name), dict(method.settings))]
     if (given.get("reward_function") or method.has_teacher) and not given.get("reward_model_name_or_path"):
         why = "where functions alone reward" if given.get("reward_function") else "without rewards"
-        below.append((f"{OF_METHOD}{name}, {why}", dict(OF_FUNCTIONS)))
-    without_preset = [
-        (origin, {flag: value for flag, value in values.items() if origin != preset or is_of_all_methods(flag)})
-        for origin, values in (layers if not method.has_critic else ())
-    ]
-    return below + (without_preset or layers)
+        below.append((Origin(Kind.METHOD, f"{name}, {why}"), dict(OF_FUNCTIONS)))
+    if not method.has_critic:
+        layers = [
+            (origin, for_all_methods(values) if origin.kind is Kind.PRESET else values) for origin, values in layers
+        ]
+    return below + layers
 
 
-def is_of_all_methods(flag: str) -> bool:
-    """Return True if a preset's value of a flag holds for every method: neither a critic's nor set by one."""
+def for_all_methods(preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a preset's values that hold for every method: of no flag of a critic's, and of none that a method sets."""
     of_critic = ("value_clip", "gae_lambda", "returns_lambda")
-    return flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in of_critic
+    return {
+        flag: value
+        for flag, value in preset.items()
+        if flag not in SET_BY_METHODS and not flag.startswith("critic_") and flag not in of_critic
+    }

@@ -12,6 +12,7 @@ from support.messages import naming
 
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import load_yaml, parse
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.errors import InputError
 from rlhf.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
@@ -87,7 +88,9 @@ def test_presets_parse_and_fit(size):
     for section, given in load_yaml(str(file)).items():
         resolved = parse(STAGES[section], ["--preset", str(file)], section=section)
         values = dict(flat_items(resolved.config))
-        assert {name for name, origin in resolved.origins.items() if origin == str(file)} == set(given)
+        assert {name for name, origin in resolved.origins.items() if origin == Origin(Kind.PRESET, str(file))} == set(
+            given
+        )
         if section == "ppo":
             rows = values["per_device_train_batch_size"] * values["gradient_accumulation_steps"]
             assert resolved.config.rollout_size(1).responses == rows, "one step from one update phase"

@@ -15,6 +15,7 @@ from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.errors import InputError
 from pipeline.models.source import ModelSource
 from step3_ppo.config import PPOConfig
@@ -82,7 +83,9 @@ def test_one_rank_does_without_what_serves_several():
     typed = built(world_size=1, user_json={"data_types": {"grad_accum_dtype": "fp32"}})
     assert typed["zero_optimization"]["stage"] == 2
     said = {"zero_optimization": {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "none"}}}
-    zero = built(world_size=1, user_json=said, origins={"zero_stage": "ds.json"})["zero_optimization"]
+    zero = built(world_size=1, user_json=said, origins={"zero_stage": Origin(Kind.DEEPSPEED_JSON, "ds.json")})[
+        "zero_optimization"
+    ]
     assert zero == alone | {"offload_optimizer": {"device": "none"}}
     assert built(user_json=said)["zero_optimization"]["stage"] == 2
 
@@ -95,7 +98,7 @@ def test_ranks_of_one_machine_reduce_at_the_end_at_stage_1():
     for stage in (0, 2, 3):
         assert built(zero_stage=stage, one_node=True) == built(zero_stage=stage)
     # What was asked for stays.
-    assert built(zero_stage=1, one_node=True, origins={"overlap_comm": "command line"})["zero_optimization"] == plain
+    assert built(zero_stage=1, one_node=True, origins={"overlap_comm": COMMAND_LINE})["zero_optimization"] == plain
     said = {"zero_optimization": {"contiguous_gradients": True}}
     assert built(zero_stage=1, one_node=True, user_json=said)["zero_optimization"] == plain
     offloaded = built(DeepSpeedConfig(offload=True), zero_stage=1, one_node=True)["zero_optimization"]
@@ -205,7 +208,8 @@ def test_a_models_own_flags_are_named_where_they_are_refused():
         naming("--offload-optimizer cpu", "1, 2 or 3", "stage 0", "--zero-stage", "--offload-optimizer cpu"),
         naming("--offload-weights cpu ... stage 0 ... --zero-stage 3"),
     ]
-    user, given = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": "config.yaml"}
+    user = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    given = {"offload_optimizer": Origin(Kind.FILE, "config.yaml")}
     (line,) = refusal(built, offload_optimizer="none", user_json=user, origins=given)
     assert line == naming(
         "zero_optimization.offload_optimizer.device", "'cpu'", "--offload-optimizer (config.yaml)", "'none'"

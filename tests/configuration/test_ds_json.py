@@ -15,6 +15,7 @@ from pipeline.configuration.ds_keys import check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
 from pipeline.errors import InputError
 from pipeline.preparation.engine_jsons import engine_jsons
 from step1_sft.config import SFTConfig
@@ -41,13 +42,13 @@ def test_equal_values_are_fine():
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
         "train_batch_size": 64,
     }
-    origins = {"max_grad_norm": "command line", "zero_stage": "p.yaml"}
+    origins = {"max_grad_norm": COMMAND_LINE, "zero_stage": Origin(Kind.PRESET, "p.yaml")}
     assert built(user_json=user, origins=origins) == built() | {"train_batch_size": 64}
 
 
 def test_values_without_a_given_flag_win():
     user = {"gradient_clipping": 0.5, "zero_optimization": {"sub_group_size": 10, "overlap_comm": False}}
-    merged = built(user_json=user, zero_stage=3, origins={"max_grad_norm": "default", "learning_rate": "command line"})
+    merged = built(user_json=user, zero_stage=3, origins={"max_grad_norm": DEFAULT, "learning_rate": COMMAND_LINE})
     assert merged["gradient_clipping"] == 0.5
     ours = built(zero_stage=3)["zero_optimization"]
     assert merged["zero_optimization"] == ours | {"sub_group_size": 10, "overlap_comm": False}
@@ -55,7 +56,8 @@ def test_values_without_a_given_flag_win():
 
 def test_contradictions_name_both():
     user = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    origins = {"max_grad_norm": "command line", "actor_zero_stage": "p.yaml", "offload": "c.yaml"}
+    files = {"actor_zero_stage": Origin(Kind.PRESET, "p.yaml"), "offload": Origin(Kind.FILE, "c.yaml")}
+    origins = {"max_grad_norm": COMMAND_LINE} | files
     assert refusal(merge_user_json, built(), user, flag_table(PPOConfig), origins, source="ds.json") == [
         naming("ds.json ... gradient_clipping ... 0.5 ... --max-grad-norm (command line) ... 1.0"),
         naming("ds.json ... zero_optimization.stage ... 3 ... --actor-zero-stage (p.yaml) ... 2"),
@@ -271,7 +273,7 @@ def test_the_json_is_a_layer_above_the_defaults(tmp_path):
     resolved = parse(PPOConfig, ["--deepspeed-config", str(file), "--max-grad-norm", "5e-1"], section="ppo")
     assert resolved.config.actor.zero_stage == resolved.config.critic.zero_stage == 3
     assert resolved.config.deepspeed.dtype == "bf16"
-    origins = {name: resolved.origins[name] for name in ("actor_zero_stage", "dtype", "max_grad_norm", "seed")}
+    origins = {name: str(resolved.origins[name]) for name in ("actor_zero_stage", "dtype", "max_grad_norm", "seed")}
     assert origins == {
         "actor_zero_stage": str(file), "dtype": str(file), "max_grad_norm": "command line", "seed": "default"
     }  # fmt: skip

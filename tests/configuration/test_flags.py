@@ -11,6 +11,7 @@ from pipeline.configuration.flags import parse, read_yaml, scan
 from pipeline.configuration.groups import Group, ModelConfig
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import Names
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
 from pipeline.errors import InputError, nearest
 from rlhf.chat import ChatConfig
 from rlhf.compare import CompareConfig
@@ -154,9 +155,8 @@ def test_layers_and_origins(tmp_path):
     assert dict(flat_items(resolved.config)) == {
         "rate": 2e-4, "stage": 3, "paths": ["a", "b"], "kind": "auto", "shuffle": False, "columns": "", "steps": 1
     }  # fmt: skip
-    assert resolved.origins == {
-        "rate": str(config), "stage": "command line", "steps": str(preset),
-        "paths": "default", "kind": "default", "shuffle": "default", "columns": "default",
+    assert resolved.origins == dict.fromkeys(("paths", "kind", "shuffle", "columns"), DEFAULT) | {
+        "rate": Origin(Kind.FILE, str(config)), "stage": COMMAND_LINE, "steps": Origin(Kind.PRESET, str(preset))
     }  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def test_an_alias_and_a_word_before_any_flag_are_the_flag():
     for words in (["x", "--rate", "2"], ["--path", "x", "--rate", "2"], ["--model", "y", "--path", "x", "--rate=2"]):
         resolved = parse(Named, words, section="sft")
         assert (resolved.config.model, resolved.config.rate) == ("x", 2.0)
-        assert resolved.origins["model"] == "command line"
+        assert resolved.origins["model"] == COMMAND_LINE
 
 
 def test_a_file_may_use_an_alias_but_not_both_names(tmp_path):

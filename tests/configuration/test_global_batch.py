@@ -7,6 +7,7 @@ from support.source_tree import ROOT
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, load_yaml, parse
 from pipeline.configuration.global_batch import MICRO, STEPS, Choice, with_ranks
+from pipeline.configuration.origins import DEFAULT, Kind, Origin
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -40,9 +41,9 @@ def test_a_preset_keeps_its_batch_by_accumulation(preset, section, ranks):
 def test_the_origin_of_what_follows_is_told():
     resolved = on(2, "ppo", "--train-batch-size", "128")
     assert resolved.config.optimizer.gradient_accumulation_steps == 4
-    assert resolved.origins["gradient_accumulation_steps"] == "--train-batch-size 128 on 2 ranks"
-    assert resolved.config.rollout_size(2).responses == 128 and resolved.origins["generation_batches"] == "default"
-    assert resolved.origins["per_device_train_batch_size"] == "default"
+    assert str(resolved.origins["gradient_accumulation_steps"]) == "--train-batch-size 128 on 2 ranks"
+    assert resolved.config.rollout_size(2).responses == 128 and resolved.origins["generation_batches"] == DEFAULT
+    assert resolved.origins["per_device_train_batch_size"] == DEFAULT
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(8, 8), (16, 8), (4, 4), (6, 2), (3, 1), (1, 1)])
@@ -55,7 +56,7 @@ def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more
     note = naming(f"--inference-tp-size {size} ... 8 ({preset}) ... {of_ranks}")
     assert resolved.notes == (() if size == 8 else (note,)) and with_ranks(resolved, ranks) == resolved
     origin = str(preset) if size == 8 else f"in place of 8 in {preset}"
-    assert resolved.origins["inference_tp_size"] == origin
+    assert str(resolved.origins["inference_tp_size"]) == origin
     assert on(ranks, "ppo", "--inference-tp-size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
 
 
@@ -93,7 +94,7 @@ def test_the_rows_that_are_told_are_those_that_run_however_they_are_cut(ranks, t
     assert resolved.notes == (note,)
     optimizer = resolved.config.optimizer
     assert optimizer.per_device_train_batch_size * optimizer.gradient_accumulation_steps * ranks == rows
-    again = Choice({MICRO: 1, STEPS: rows // ranks}, "chosen for a GPU").of(resolved, ranks)
+    again = Choice({MICRO: 1, STEPS: rows // ranks}, Origin(Kind.PLAN, "a GPU")).of(resolved, ranks)
     assert again.notes == resolved.notes and again.config.optimizer.per_device_train_batch_size == 1
 
 

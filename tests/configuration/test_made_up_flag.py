@@ -79,7 +79,7 @@ def test_it_is_read_from_the_command_line_and_from_yaml(tmp_path):
     assert errors_of("--focal-gamma", "-1")[0].startswith("--focal-gamma: got '-1'")
     (tmp_path / "run.yaml").write_text("sft: {focal_gamma: 3}\n")
     resolved = parsed("--config", str(tmp_path / "run.yaml"))
-    assert resolved.config.focal_gamma == 3 and resolved.origins["focal_gamma"] == str(tmp_path / "run.yaml")
+    assert resolved.config.focal_gamma == 3 and str(resolved.origins["focal_gamma"]) == str(tmp_path / "run.yaml")
 
 
 def test_train_py_takes_it_as_an_override(tmp_path, monkeypatch):
@@ -133,7 +133,9 @@ def test_it_is_named_where_it_has_no_effect():
 def test_the_users_json_sets_it(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 7}}))
     resolved = parsed("--deepspeed-config", str(tmp_path / "ds.json"))
-    assert resolved.config.model.made_up_size == 7 and resolved.origins["made_up_size"] == str(tmp_path / "ds.json")
+    assert resolved.config.model.made_up_size == 7 and str(resolved.origins["made_up_size"]) == str(
+        tmp_path / "ds.json"
+    )
     (line,) = errors_of("--deepspeed-config", str(tmp_path / "ds.json"), "--made-up-size", "4")
     assert line == naming(f"{KEY} ... 7 ... --made-up-size is 4 (command line)")
 

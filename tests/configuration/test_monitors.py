@@ -25,7 +25,7 @@ def parsed(*words: str) -> Resolved:
 def monitors(*words: str) -> tuple[list[str], str]:
     """The list that a command line makes, and its origin."""
     resolved = parsed(*words)
-    return resolved.config.run.monitors, resolved.origins["monitors"]
+    return resolved.config.run.monitors, str(resolved.origins["monitors"])
 
 
 def test_each_word_has_its_sink():

@@ -42,7 +42,7 @@ def test_a_method_brings_its_defaults_below_all_that_is_given(tmp_path: Path, me
     values = {**plain.config.sampling.model_dump(), **plain.config.ppo.model_dump()}
     assert {name: values[name] for name in expected} == expected
     assert all(
-        plain.origins[name] == f"method {method}" and not plain.is_given(name)
+        str(plain.origins[name]) == f"method {method}" and not plain.is_given(name)
         for name in expected.keys() - ({"kl_coef", "kl_in_loss"} if method != "grpo" else set()) - {"kl_coef"}
     )
     with_preset = resolved(*words, "--preset", str(tmp_path / "preset.yaml"))
@@ -50,7 +50,7 @@ def test_a_method_brings_its_defaults_below_all_that_is_given(tmp_path: Path, me
     assert with_preset.config.ppo.kl_coef == expected["kl_coef"], "a preset's are of PPO"
     assert with_preset.config.actor.learning_rate == 4e-6 and with_preset.config.critic.learning_rate == 5e-6
     by_file = resolved(*words, "--preset", str(tmp_path / "preset.yaml"), "--config", str(tmp_path / "own.yaml"))
-    assert (by_file.config.ppo.kl_coef, by_file.origins["kl_coef"]) == (0.7, str(tmp_path / "own.yaml"))
+    assert (by_file.config.ppo.kl_coef, str(by_file.origins["kl_coef"])) == (0.7, str(tmp_path / "own.yaml"))
     assert resolved(*words, "--kl-coef", "0.9").config.ppo.kl_coef == 0.9
 
 

@@ -295,7 +295,7 @@ def test_the_choice_is_said_with_what_it_gives(models):
     assert words.startswith("--per-device-train-batch-size 32 --per-device-eval-batch-size 32")
     assert choice.line.startswith(f"{words} (") and "s a step and" in choice.line and "GiB by the plan" in choice.line
     origins = choice.of(resolved, 1).origins
-    assert origins["per_device_train_batch_size"] == "chosen for 1 x GPU, 4.0 GiB each"
+    assert str(origins["per_device_train_batch_size"]) == "chosen for 1 x GPU, 4.0 GiB each"
     memory = planner.memory(choice.of(resolved, 1))
     train = {"allocated": memory.phases["train"].total / GIB, "reserved": [n / GIB for n in memory.reserved("train")]}
     assert choice.plan["memory_gib"]["train"] == train and choice.plan["step_s"] > 0, "for the report"

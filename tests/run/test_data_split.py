@@ -231,7 +231,7 @@ def by_hand(stage: str, *words: str) -> Resolved:
 def test_a_stage_by_hand_does_the_same():
     resolved = by_hand("sft")
     assert resolved.config.data.data_split == "none" and resolved.notes == ()
-    assert resolved.origins["data_split"] == "--data-split auto"
+    assert str(resolved.origins["data_split"]) == "--data-split auto"
     save_run("sft", "2,4,0")
     resolved = by_hand("reward", "--run-dir", "elsewhere")
     assert resolved.config.data.data_split == "2,4,0" and resolved.notes == ()

@@ -7,6 +7,7 @@ import torch
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.stage import Stage
 from pipeline.dist import World
 from pipeline.run.run import Run, begin, take_folder
@@ -27,7 +28,7 @@ def run_with(choice: Choice, folder: Path, *more: str) -> None:
 
 
 def test_it_is_that_of_the_choice_and_gone_where_a_run_starts_afresh_without_one(tmp_path: Path) -> None:
-    run_with(Choice({}, "chosen for 1 x H100", "", PLAN), tmp_path)
+    run_with(Choice({}, Origin(Kind.PLAN, "1 x H100"), "", PLAN), tmp_path)
     assert json.loads((tmp_path / "plan.json").read_text()) == PLAN
     run_with(Choice(), tmp_path)
     assert (tmp_path / "plan.json").is_file(), "a run that goes on has the choice of before, and its plan"

@@ -174,7 +174,7 @@ def test_two_ranks_follow_one(trained: Trained) -> None:
 
 def test_run_files_tell_settings_and_environment(trained: Trained) -> None:
     settings = json.loads((trained.run() / "config.json").read_text())
-    assert settings["learning_rate"] == {"value": 5e-3, "from": "command line"}
+    assert (settings["learning_rate"]["value"], settings["learning_rate"]["from"]) == (5e-3, "command line")
     assert settings["weight_decay"]["from"] == "default"
     found = json.loads((trained.run(2) / "env.json").read_text())
     assert found["num_ranks"] == 2 and found["versions"]["torch"] == metadata.version("torch")

@@ -89,9 +89,10 @@ def test_a_run_writes_down_what_it_has_decided_and_holds_it(folder, tmp_path):
     (run / "done.json").write_text(json.dumps(done))
     resolved = read_flags(STAGE, words)
     assert (
-        resolved.config.ppo.old_log_probs == "sampler" and resolved.origins["old_log_probs"] == "--old-log-probs auto"
+        resolved.config.ppo.old_log_probs == "sampler"
+        and str(resolved.origins["old_log_probs"]) == "--old-log-probs auto"
     )
     given = read_flags(STAGE, [*words, "--old-log-probs", "trainer"])
-    assert given.config.ppo.old_log_probs == "trainer" and given.origins["old_log_probs"] == "command line"
+    assert given.config.ppo.old_log_probs == "trainer" and str(given.origins["old_log_probs"]) == "command line"
     afresh = read_flags(STAGE, [*words, "--resume", "never"])
     assert afresh.config.ppo.old_log_probs == "auto"

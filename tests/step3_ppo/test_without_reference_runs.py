@@ -130,7 +130,7 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
     assert not read_flags(STAGE, given).config.ppo.log_kl
     made_older(checkpoint)
     found = read_flags(STAGE, given)
-    assert found.config.ppo.log_kl and found.origins["log_kl"] == f"auto: as {checkpoint.parents[1]} has it"
+    assert found.config.ppo.log_kl and str(found.origins["log_kl"]) == f"auto: as {checkpoint.parents[1]} has it"
     assert not read_flags(STAGE, [*given, "--overwrite"]).config.ppo.log_kl
     with pytest.raises(InputError, match=naming("--log-kl ... False ... checkpoint ... True")):
         is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, STAGE, ranks=1)

@@ -64,7 +64,7 @@ def note_settings(folder: Path) -> None:
     def noted(*given: Any) -> Any:
         resolved, choice = begin_with(*given)
         settings = {
-            name: {"value": value, "from": resolved.origins[name]} for name, value in flat_items(resolved.config)
+            name: {"value": value} | resolved.origins[name].entry for name, value in flat_items(resolved.config)
         }
         (folder / f"settings-{os.environ['RANK']}.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
         return resolved, choice

@@ -10,6 +10,7 @@ import pytest
 from pipeline.configuration.ds_config import EngineDtype, Placement, training_json
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig, OptimizerStates
+from pipeline.configuration.origins import Origin
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 
@@ -27,7 +28,7 @@ def built(
     device: Literal["cpu", "cuda"] = "cuda",
     one_node: bool = False,
     user_json: dict[str, Any] | None = None,
-    origins: dict[str, str] | None = None,
+    origins: dict[str, Origin] | None = None,
     **model: Any,
 ) -> dict[str, Any]:
     """The DeepSpeed JSON of an engine that trains under everyday settings; `user_json` is read from a file.

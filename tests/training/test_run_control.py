@@ -15,6 +15,7 @@ from support.messages import naming
 from pipeline.checkpoints.checkpoint import Content
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.flags import Resolved
+from pipeline.configuration.origins import COMMAND_LINE
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.dist import World
@@ -213,7 +214,7 @@ def test_a_finished_run_holds_its_newest_checkpoint_alone_or_as_many_as_were_ask
     (tmp_path / "checkpoints" / ".step-6.old").mkdir()
     settings = {} if given is None else {"keep_checkpoints": given}
     control = make_control(tmp_path, **settings)
-    control._run.resolved.origins.update(dict.fromkeys(settings, "command line"))
+    control._run.resolved.origins.update(dict.fromkeys(settings, COMMAND_LINE))
     with caplog.at_level(logging.INFO):
         control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
