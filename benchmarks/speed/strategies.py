@@ -69,6 +69,13 @@ STRATEGIES = {
 }
 
 
+def scale_file(jobs: Jobs) -> Path:
+    """Write a DeepSpeed JSON whose scale of fp16 starts where none of these runs overflows."""
+    file = jobs.folder / "scale.json"
+    file.write_text(json.dumps({"fp16": {"initial_scale_power": 12}}), encoding="utf-8")
+    return file
+
+
 def strategies(jobs: Jobs, figures: Figures) -> None:
     """Each strategy on `--gpus`, by step 1 and by the Trainer: equal micro-batches, lengths, rows and AdamW."""
     options, gpus = jobs.options, jobs.options.gpus[-1]
@@ -79,7 +86,7 @@ def strategies(jobs: Jobs, figures: Figures) -> None:
         if strategy.gpus not in (0, gpus):
             continue
         changes = {"zero_stage": strategy.zero_stage, "dtype": strategy.dtype or options.dtype}
-        scale = ("--initial_scale_power", 12) if changes["dtype"] == "fp16" else ()
+        scale = ("--deepspeed_config", scale_file(jobs)) if changes["dtype"] == "fp16" else ()
         own = other = {}
         if strategy.own is not None and not (name == "ddp" and gpus == 1):
             words = (*strategy.own, *scale)

@@ -30,6 +30,7 @@ from pipeline.checkpoints.checkpoint_files import (
     write_manifest,
 )
 from pipeline.checkpoints.fingerprint import RunFingerprint
+from pipeline.configuration.flag_table import Removed
 from pipeline.configuration.global_batch import BATCHES, ROLLOUT
 from pipeline.configuration.resume_rules import SAME, check_same_fingerprints, check_same_settings, refuse
 from pipeline.engine.build import compute_dtype
@@ -325,5 +326,7 @@ def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults
     now = {**in_force, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
     then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
+    gone = {name: one for name, one in defaults.items() if isinstance(one, Removed) and then[name] != one}
+    changed += [f"{name} {then[name]} ({one.reason})" for name, one in gone.items() if then[name] != one.default]
     if changed:
         log.warning("resumed with other settings: %s; numbers are equal up to rounding", ", ".join(changed))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
+from pipeline.configuration.ds_keys import MONITORS
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
@@ -58,23 +59,21 @@ def training_json(
     config, origins = resolved.config, resolved.origins
     settings, optimizer, ranks = config.deepspeed, config.optimizer, placement.ranks
     refuse_combinations(resolved, model, placement)
+    user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
     built: Json = {
         "train_micro_batch_size_per_gpu": optimizer.per_device_train_batch_size,
         "gradient_accumulation_steps": accumulation or optimizer.gradient_accumulation_steps,
         "gradient_clipping": optimizer.max_grad_norm,
         "steps_per_print": NEVER_PRINT,
-        "wall_clock_breakdown": settings.wall_clock_breakdown,
+        "wall_clock_breakdown": False,
         "zero_optimization": zero_block(settings, model, placement.device),
         # It waits for the device at each forward pass.
         "timers": {"throughput": {"enabled": False}},
         # The optimizer is torch's AdamW, also when its states are in host memory.
         "zero_force_ds_cpu_optimizer": False,
-        **precision_blocks(settings, placement.dtype),
-        **monitor_blocks(settings, placement.run_dir),
+        **precision_blocks(placement.dtype),
+        **monitor_blocks(user, placement.run_dir),
     }
-    if settings.communication_data_type != "auto":
-        built["communication_data_type"] = settings.communication_data_type
-    user = read_user_json(settings.deepspeed_config) if settings.deepspeed_config else {}
     role = role_of(config, model)
     of_model, given = for_model(user, origins, model) if role else (user, origins)
     built = merge_user_json(built, of_model, flag_table(type(config)), given, source=settings.deepspeed_config)
@@ -223,7 +222,7 @@ def frozen_json(
         "train_batch_size": placement.ranks or 1,
         "steps_per_print": NEVER_PRINT,
         "zero_optimization": zero,
-        **precision_blocks(settings, placement.dtype),
+        **precision_blocks(placement.dtype),
         **{key: value for key, value in user.items() if key == "aio"},
     }
     weights_on_disk(built, role)
@@ -297,22 +296,17 @@ def zero_block(settings: DeepSpeedConfig, model: ModelConfig, device: str) -> Js
     return block
 
 
-def precision_blocks(settings: DeepSpeedConfig, dtype: str) -> Json:
+def precision_blocks(dtype: str) -> Json:
     """Build the bf16 and fp16 blocks; both are off for fp32."""
-    blocks: Json = {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
-    if dtype == "fp16":
-        blocks["fp16"] |= settings.model_dump(
-            include={"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
-        )
-    return blocks
+    return {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16"}}
 
 
-def monitor_blocks(settings: DeepSpeedConfig, run_dir: Path) -> Json:
-    """Build the blocks of DeepSpeed's own monitors, which write to a folder apart from the run's metrics."""
-    blocks: Json = {}
-    for name in settings.deepspeed_monitor:
-        if name == "wandb":
-            blocks[name] = {"enabled": True, "group": str(run_dir)}
-        else:
-            blocks[name] = {"enabled": True, "output_path": str(run_dir / "deepspeed"), "job_name": name}
-    return blocks
+def monitor_blocks(user: Json, run_dir: Path) -> Json:
+    """Build the blocks of the monitors that a user's JSON enables: folders apart from the run's metrics."""
+    enabled = [name for name in MONITORS if (user.get(name) or {}).get("enabled") is True]
+    return {
+        name: {"group": str(run_dir)}
+        if name == "wandb"
+        else {"output_path": str(run_dir / "deepspeed"), "job_name": name}
+        for name in enabled
+    }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, READ_AT, REFUSED, check_keys
+from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, MONITORS, READ_AT, REFUSED, USUAL, check_keys
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.configuration.redact import shown
@@ -177,8 +177,6 @@ def flags_from_json(
     pinned = {said[key]: key for key in table["pin_memory"].deepspeed if key in said}
     if len(pinned) == 1:
         flags["pin_memory"] = next((key, value) for value, key in pinned.items())
-    if monitors := [key for key in table["deepspeed_monitor"].deepspeed if said.get(key) is True]:
-        flags["deepspeed_monitor"] = monitors[0], [key.partition(".")[0] for key in monitors]
     for name in ("bf16", "fp16"):
         if said.get(f"{name}.enabled") is True:
             flags["dtype"] = (f"{name}.enabled", name)
@@ -196,12 +194,13 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
         changed: the flags that it gives another value, with the value.
     """
     own = {key for flag in table.values() for key in flag.deepspeed}
-    monitors = [key.partition(".")[0] for key in table["deepspeed_monitor"].deepspeed]
-    off = [name for name in monitors if (user.get(name) or {}).get("enabled") is False]
+    off = [name for name in MONITORS if (user.get(name) or {}).get("enabled") is False]
     said = {
         key: value
         for key, value in leaves(user)
-        if value != "auto" and key not in own and key.partition(".")[0] not in ("optimizer", "scheduler", *off)
+        if value not in ("auto", USUAL.get(key, "auto"))
+        and key not in own
+        and key.partition(".")[0] not in ("optimizer", "scheduler", *off)
     }
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
     if changed:

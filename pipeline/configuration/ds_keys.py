@@ -181,6 +181,16 @@ IDLE = {
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "models are always saved whole",
 }
+MONITORS = ("tensorboard", "csv_monitor", "wandb")  # blocks of DeepSpeed's own monitors
+# Keys that many files have -> DeepSpeed's default, of which nothing is said.
+USUAL = {
+    "wall_clock_breakdown": False,
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2,
+    "fp16.min_loss_scale": 1,
+}
 # Keys of zero_optimization that DeepSpeed reads at some ZeRO stages alone -> those stages.
 READ_AT = {
     name: stages
@@ -206,7 +216,8 @@ OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
 FREE_BLOCKS = ("optimizer", "scheduler", "autotuning")  # blocks without a table
 # Numbers that the engine divides by, in the middle of a step; texts that become parts of a path.
 DIVISORS, TEXTS = ("steps_per_print", "gradient_predivide_factor"), ("nvme_path", "output_path", "job_name")
-FRACTIONS = ("ratio", "cpuadam_cores_perc")  # the only numbers of ZeRO and aio that need not be whole
+COUNTED = ("zero_optimization.", "aio.", "fp16.")  # blocks whose numbers are 0 or more
+FRACTIONS = ("ratio", "cpuadam_cores_perc", "loss_scale")  # the only ones of them that need not be whole
 # Keys whose value is one of a few words.
 CHOICES: dict[str, tuple[object, ...]] = {
     "zero_optimization.stage": (0, 1, 2, 3),
@@ -215,6 +226,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "data_types.grad_accum_dtype": DTYPES,
     "data_types.param_dtype": DTYPES,
     "data_types.buffer_dtype": DTYPES,
+    "communication_data_type": DTYPES,
     "seq_parallel_communication_data_type": DTYPES,
     "log_level": ("debug", "info", "warning", "error", "critical"),
 }
@@ -276,9 +288,9 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{inner}: got {value!r}, expected a block {{...}}"
         elif kind != OTHER and not fits(value, kind):
             yield f"{inner}: got {value!r}, expected {kind}"
-        elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and not value >= 0:
+        elif kind == NUMBER and inner.startswith(COUNTED) and not value >= 0:
             yield f"{inner}: got {value!r}, expected 0 or more"
-        elif kind == NUMBER and inner.startswith(("zero_optimization.", "aio.")) and value % 1 and key not in FRACTIONS:
+        elif kind == NUMBER and inner.startswith(COUNTED) and value % 1 and key not in FRACTIONS:
             yield f"{inner}: got {value!r}, expected a whole number"
         elif inner in DIVISORS and not value > 0:
             yield f"{inner}: got {value!r}, expected more than 0"

@@ -101,8 +101,6 @@ def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseMod
         stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
         if not stages & needed:
             return f"a model at {flag.needs}, got {' and '.join(map(str, sorted(stages)))}"
-    if flag.needs == "fp16" and values["dtype"] != "fp16":
-        return f"--dtype fp16, got {values['dtype']}"
     if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
         return "a KL to the reference (--kl-coef above 0, or --log-kl true), got none"
     lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"

@@ -26,7 +26,6 @@ Need = Literal[
     "a GPU",
     "ZeRO stage 3",
     "ZeRO stage 1 or 2",
-    "fp16",
     "LoRA",
     "a critic",
     "a reward model",

@@ -311,8 +311,7 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
     user, unread = at_stages(whole, stages)
     before = {name: shown_value(value) for name, value in values.items()}
     for name, (key, value) in flags_from_json(user, table, dtype=values["dtype"]).items():
-        # A list of DeepSpeed's monitors may be part of a longer one.
-        if values[name] == value or (isinstance(value, list) and set(value) <= set(values[name])):
+        if values[name] == value:
             origins[name] = COMMAND_LINE if origins[name] == COMMAND_LINE else file  # nothing is chosen against it
             continue
         if origins[name] == DEFAULT or values[name] == AUTO:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.configuration.flag_table import Flag, Layers, flag, zero3_size, zero_size
+from pipeline.configuration.flag_table import Flag, Layers, Removed, flag, zero3_size, zero_size
 from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -23,6 +23,20 @@ TOKEN_FLAGS = {
 }
 Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none"] else given)]
 SchedulerType = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+
+
+# Flags that are keys of a DeepSpeed JSON alone now: name, key, the default that it had.
+ONLY_IN_JSON: tuple[tuple[str, str, Any], ...] = (
+    ("communication_data_type", "communication_data_type", "auto"),
+    ("loss_scale", "fp16.loss_scale", 0.0),
+    ("initial_scale_power", "fp16.initial_scale_power", 16),
+    ("loss_scale_window", "fp16.loss_scale_window", 1000),
+    ("hysteresis", "fp16.hysteresis", 2),
+    ("min_loss_scale", "fp16.min_loss_scale", 1),
+    ("deepspeed_monitor", "tensorboard.enabled, csv_monitor.enabled or wandb.enabled", []),
+    ("wall_clock_breakdown", "wall_clock_breakdown", False),
+)
+LAST_WITH_KEYS, TO_JSON = "d0a9914c", "write {} into the JSON file of --deepspeed-config"
 
 
 class Group(BaseModel):
@@ -283,12 +297,7 @@ class DeepSpeedConfig(Group):
         kind="path",
         aliases=("deepscale_config",),
         other_tools="deepspeed",
-    )
-    communication_data_type: Literal["auto", "fp32", "fp16", "bf16"] = flag(
-        "auto",
-        "Data type of the gradient reduction; auto: DeepSpeed's choice",
-        on_resume="rounding",
-        deepspeed="communication_data_type",
+        removed={name: Removed(default, LAST_WITH_KEYS, TO_JSON.format(key)) for name, key, default in ONLY_IN_JSON},
     )
     reduce_bucket_size: int = zero_size(
         "reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1, auto=True
@@ -330,22 +339,4 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         needs="ZeRO stage 3",
         ignored={"tp_gather_partition_size": "weights are gathered a layer at a time"},
-    )
-    loss_scale: float = flag(0.0, "fp16 loss scale; 0: dynamic", ge=0, needs="fp16", deepspeed="fp16.loss_scale")
-    initial_scale_power: int = flag(
-        16, "fp16: a dynamic scale starts at 2 to this power", ge=0, needs="fp16", deepspeed="fp16.initial_scale_power"
-    )
-    loss_scale_window: int = flag(
-        1000, "fp16: good steps before the scale is doubled", ge=1, needs="fp16", deepspeed="fp16.loss_scale_window"
-    )
-    hysteresis: int = flag(2, "fp16: overflows that halve the scale", ge=1, needs="fp16", deepspeed="fp16.hysteresis")
-    min_loss_scale: int = flag(1, "fp16: lower bound of the scale", ge=1, needs="fp16", deepspeed="fp16.min_loss_scale")
-    deepspeed_monitor: list[Literal["tensorboard", "csv_monitor", "wandb"]] = flag(
-        [],
-        "DeepSpeed's own monitors, in addition to the run's metrics",
-        on_resume="free",
-        deepspeed=("tensorboard.enabled", "csv_monitor.enabled", "wandb.enabled"),
-    )
-    wall_clock_breakdown: bool = flag(
-        False, "Let DeepSpeed print its timers", on_resume="free", deepspeed="wall_clock_breakdown"
     )

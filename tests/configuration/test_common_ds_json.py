@@ -227,7 +227,7 @@ def test_a_common_file_is_taken_and_the_engine_gets_its_values(tmp_path, name):
 
 def test_settings_of_fp16_do_not_speak_against_bf16(tmp_path):
     user = AUTO_DTYPES | {"fp16": {"enabled": "auto", "loss_scale_window": 500, "hysteresis": 4}}
-    (engine,) = engines(resolve(tmp_path, user, "--dtype", "bf16", "--hysteresis", "4")).values()
+    (engine,) = engines(resolve(tmp_path, user, "--dtype", "bf16")).values()
     assert engine["bf16"] == {"enabled": True} and engine["fp16"]["enabled"] is False
 
 
@@ -278,7 +278,7 @@ def test_a_key_without_effect_at_the_default_stage_may_have_one_at_the_stage_tha
 # --- what else a file gives -----------------------------------------------------------------------------------------
 
 
-def test_monitors_and_pinning_become_flags_and_are_told(tmp_path):
+def test_pinning_becomes_a_flag_and_monitors_are_told(tmp_path):
     user = {
         "wandb": {"enabled": True, "project": "p"}, "tensorboard": {"enabled": True, "output_path": "tb"},
         "csv_monitor": {"enabled": False, "output_path": "csv"},
@@ -290,13 +290,13 @@ def test_monitors_and_pinning_become_flags_and_are_told(tmp_path):
         naming(
             f"{file}",
             "--zero-stage 3 (was 0), --offload True (was False)",
-            "--pin-memory False (was True), --deepspeed-monitor tensorboard wandb (was none)",
+            "--pin-memory False (was True)",
         ),
-        naming(f"{file} ... wandb.project 'p', tensorboard.output_path 'tb'"),
+        naming(
+            f"{file} ... wandb.enabled True, wandb.project 'p', tensorboard.enabled True, tensorboard.output_path 'tb'"
+        ),
     )
     (engine,) = engines(resolved).values()
     assert engine["wandb"] == {"enabled": True, "group": "run", "project": "p"}
     assert engine["tensorboard"] == {"enabled": True, "output_path": "tb", "job_name": "tensorboard"}
-    assert resolve(
-        tmp_path, user, "--deepspeed-monitor", "csv_monitor", "wandb", "tensorboard", "--pin-memory", "false"
-    )
+    assert resolve(tmp_path, user, "--pin-memory", "false")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.ds_arguments import built, refusal
 from support.messages import naming
 
@@ -54,7 +55,6 @@ def test_stage_3_with_everything_offloaded():
     settings = DeepSpeedConfig(
         offload=True, offload_parameters=True, stage3_param_persistence_threshold=7, reduce_bucket_size=9,
         stage3_max_live_parameters=5, stage3_max_reuse_distance=4, sub_group_size=3, pin_memory=False,
-        communication_data_type="fp32", wall_clock_breakdown=True,
     )  # fmt: skip
     zero = {
         "stage": 3, "reduce_bucket_size": 9, "overlap_comm": True, "contiguous_gradients": True,
@@ -63,8 +63,7 @@ def test_stage_3_with_everything_offloaded():
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
         "offload_param": {"device": "cpu", "pin_memory": False},
     }  # fmt: skip
-    expected = FRAME | {"zero_optimization": zero, "communication_data_type": "fp32", "wall_clock_breakdown": True}
-    assert built(settings, zero_stage=3) == expected
+    assert built(settings, zero_stage=3) == FRAME | {"zero_optimization": zero}
 
 
 def test_on_a_cpu_nothing_overlaps_and_nothing_is_pinned():
@@ -106,20 +105,34 @@ def test_ranks_of_one_machine_reduce_at_the_end_at_stage_1():
 
 
 def test_fp16():
-    settings = DeepSpeedConfig(loss_scale=128, initial_scale_power=8, loss_scale_window=50, hysteresis=1)
-    assert built(settings, dtype="fp16")["fp16"] == {
-        "enabled": True, "loss_scale": 128.0, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 1,
-        "min_loss_scale": 1.0,
-    }  # fmt: skip
-    assert built(dtype="fp16")["bf16"] == {"enabled": False}
+    assert built(dtype="fp16")["fp16"] == {"enabled": True} and built(dtype="fp16")["bf16"] == {"enabled": False}
+
+
+def test_what_only_a_json_says_is_deepspeeds():
+    """The scale of fp16 and the type of the reduction, as DeepSpeed reads them from what an engine is given."""
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
+
+    scale = {"loss_scale": 128, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 2}
+    user = {"fp16": scale, "communication_data_type": "fp32", "wall_clock_breakdown": True}
+    config = built(user_json=user, dtype="fp16", world_size=1)
+    assert config["fp16"] == {"enabled": True} | scale
+    parsed = Installed(config)
+    assert parsed.float16_config.model_dump().items() >= scale.items()
+    assert parsed.communication_data_type == torch.float32 and parsed.wall_clock_breakdown is True
 
 
 def test_monitors():
-    config = built(DeepSpeedConfig(deepspeed_monitor=["tensorboard", "csv_monitor", "wandb"]))
-    place = {"enabled": True, "output_path": "output/runs/sft/deepspeed"}
-    assert config["tensorboard"] == place | {"job_name": "tensorboard"}
-    assert config["csv_monitor"] == place | {"job_name": "csv_monitor"}
+    """Those that a JSON enables write into the run's folder, unless the JSON names another one."""
+    places = {"tensorboard": {"enabled": True}, "csv_monitor": {"enabled": True, "output_path": "elsewhere"}}
+    config = built(user_json=places | {"wandb": {"enabled": True}})
+    assert config["tensorboard"] == {
+        "enabled": True, "output_path": "output/runs/sft/deepspeed", "job_name": "tensorboard"
+    }  # fmt: skip
+    assert config["csv_monitor"] == {"enabled": True, "output_path": "elsewhere", "job_name": "csv_monitor"}
     assert config["wandb"] == {"enabled": True, "group": "output/runs/sft"}
+    assert not {"tensorboard", "csv_monitor", "wandb"} & built(user_json={"wandb": {"enabled": False}}).keys() - {
+        "wandb"
+    }
 
 
 def test_frozen():
@@ -343,10 +356,7 @@ def test_blocks_without_a_model_hold_the_keys_that_deepspeed_asks_for():
 def test_deepspeed_accepts_what_we_build(stage, dtype):
     from deepspeed.runtime.config import DeepSpeedConfig as Installed
 
-    settings = DeepSpeedConfig(
-        offload=stage > 0, offload_parameters=stage == 3, communication_data_type="fp32",
-        deepspeed_monitor=["tensorboard", "csv_monitor", "wandb"],
-    )  # fmt: skip
+    settings = DeepSpeedConfig(offload=stage > 0, offload_parameters=stage == 3)
     json_text = json.dumps(built(settings, zero_stage=stage, dtype=dtype, world_size=1))
     parsed = Installed(json.loads(json_text))
     assert parsed.train_batch_size == 8 and parsed.zero_config.stage == stage

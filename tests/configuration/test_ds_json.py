@@ -220,11 +220,11 @@ def test_flags_from_json():
         "gradient_clipping": 0.5,
         "train_micro_batch_size_per_gpu": "auto",
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}},
-        "fp16": {"enabled": True, "loss_scale_window": 10},
+        "fp16": {"enabled": True},
         "bf16": {"enabled": False},
     }
     assert {flag: value for flag, (_, value) in flags_from_json(user, SFT).items()} == {
-        "max_grad_norm": 0.5, "zero_stage": 3, "offload": True, "dtype": "fp16", "loss_scale_window": 10
+        "max_grad_norm": 0.5, "zero_stage": 3, "offload": True, "dtype": "fp16"
     }  # fmt: skip
     off = {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
     assert flags_from_json(off, SFT) == {"dtype": ("bf16.enabled", "fp32")}
@@ -248,11 +248,9 @@ def test_bf16_that_is_switched_off_alone_is_no_bf16_on_a_gpu(tmp_path, words, dt
 
 def test_the_json_that_we_build_says_the_flags_that_it_was_built_from():
     """The key at a flag's field is the one that its value is written to."""
-    scaling = {"loss_scale": 64, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 4, "min_loss_scale": 2}
-    more = {"pin_memory": False, "deepspeed_monitor": ["csv_monitor", "wandb"]}
-    more |= {"communication_data_type": "fp32", "wall_clock_breakdown": True, "reduce_bucket_size": 11}
+    more = {"pin_memory": False, "reduce_bucket_size": 11}
     cases = [
-        (2, {"offload": True, "dtype": "fp16", "allgather_bucket_size": 12, "overlap_comm": False, **scaling, **more}),
+        (2, {"offload": True, "dtype": "fp16", "allgather_bucket_size": 12, "overlap_comm": False, **more}),
         (3, {"offload_parameters": True, "dtype": "bf16", "stage3_param_persistence_threshold": 13}),
     ]
     read = set()

@@ -32,8 +32,6 @@ def test_defaults_are_not_spoken_of():
         ("--zero3-gather once --zero-stage 2", "ZeRO stage 3 ... 2"),
         ("--stage3-param-persistence-threshold 5 --zero-stage 1", "ZeRO stage 3 ... 1"),
         ("--allgather-bucket-size 9 --zero-stage 3", "ZeRO stage 1 or 2 ... 3"),
-        ("--hysteresis 3 --dtype bf16", "--dtype fp16, got bf16"),
-        ("--loss-scale 8.0", "--dtype fp16, got auto"),
         ("--lora-alpha 8.0", "--lora-dim, got 0"),
     ],
 )
@@ -58,7 +56,7 @@ def test_one_model_of_two_is_enough():
 
 
 def test_nothing_is_said_of_flags_that_act():
-    words = "--zero3-gather once --stage3-param-persistence-threshold 5 --zero-stage 3 --dtype fp16 --hysteresis 3"
+    words = "--zero3-gather once --stage3-param-persistence-threshold 5 --zero-stage 3"
     assert idle(SFTConfig, *words.split(), "--lora-dim", "2", "--lora-alpha", "8") == []
     assert idle(SFTConfig, "--allgather-bucket-size", "9", "--zero-stage", "2") == []
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.command_run import run_command
+from support.cuda_stage import scale_file
 from support.tiny_run import make_folder, read_metrics
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,7 @@ def test_supervised_steps(folder, stage, zero_stage, dtype):
         max_seq_len=64,
         per_device_train_batch_size=8,
         learning_rate=1e-3,
-        initial_scale_power=8,
+        deepspeed_config=scale_file(folder, initial_scale_power=8),
     )
     assert all(line["loss"] is not None for line in lines)
     assert lines[-1]["skipped_updates"] == 0
@@ -72,7 +73,7 @@ def test_ppo(folder, zero_stage, dtype):
         max_answer_seq_len=16,
         per_device_generation_batch_size=8,
         per_device_train_batch_size=4,
-        initial_scale_power=8,
+        deepspeed_config=scale_file(folder, initial_scale_power=8),
     )
     assert max(line["policy/first_ratio_error"] for line in lines) == 0.0
     assert lines[-1]["skipped_updates"] == 0
@@ -90,8 +91,7 @@ def test_an_fp16_loss_scale_that_starts_too_high_settles(folder):
         max_seq_len=64,
         per_device_train_batch_size=8,
         learning_rate=1e-3,
-        initial_scale_power=32,
-        hysteresis=1,
+        deepspeed_config=scale_file(folder, initial_scale_power=32, hysteresis=1),
         max_bad_steps=2,
         max_steps=40,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cuda_stage import furthest, log_of, run_stage
+from support.cuda_stage import furthest, log_of, run_stage, scale_file
 from support.tiny_run import make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,8 +87,8 @@ def test_unsupervised_text_and_moving_average(folder, plain):
 
 def test_an_fp16_overflow_skips_the_step_of_both_models(folder):
     """A scale that is too high for one of them: neither steps; it halves until both do."""
-    flags = {"dtype": "fp16", "actor_zero_stage": 2, "critic_zero_stage": 2, "initial_scale_power": 32,
-             "hysteresis": 1, "max_bad_steps": 2, "max_steps": 40}  # fmt: skip
+    flags = {"dtype": "fp16", "actor_zero_stage": 2, "critic_zero_stage": 2, "max_bad_steps": 2, "max_steps": 40,
+             "deepspeed_config": scale_file(folder, initial_scale_power=32, hysteresis=1)}  # fmt: skip
     lines = run_stage("ppo", folder, "overflow", **flags)
     skipped = [line["skipped_updates"] for line in lines]
     assert 2 < skipped[-1] < 40 and skipped[-1] == skipped[-5], "it settles"

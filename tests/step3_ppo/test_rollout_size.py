@@ -282,6 +282,13 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
         log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
     told = [naming("actor_zero_stage 0 -> 1 ... up to rounding")] if changes else []
     assert caplog.messages == told
+    for value, more in (("auto", 0), ("fp32", 1)):  # of a version that had this flag
+        saved["layout"]["communication_data_type"] = value
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
+        assert len(caplog.messages) == max(len(told), more)
+        assert ("communication_data_type fp32 (removed after commit" in caplog.text) == bool(more)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,13 @@ PPO: dict[str, Any] = {
 }
 
 
+def scale_file(folder: Path, **fp16: int) -> Path:
+    """Write a DeepSpeed JSON with settings of fp16's loss scale."""
+    file = folder / f"{'-'.join(f'{name}-{value}' for name, value in fp16.items())}.json"
+    file.write_text(json.dumps({"fp16": fp16}), encoding="utf-8")
+    return file
+
+
 def run_stage(
     stage: str,
     folder: Path,
