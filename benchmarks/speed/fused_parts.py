@@ -3,7 +3,8 @@
 Times (ms) of a forward pass, and of one with its backward pass and the memory (GiB) that it takes, and relative errors
 of the output and of each gradient against torch in fp32, in bf16, of an RMSNorm, a SiLU gate, rotary positions and the
 head with its log-probabilities, by token (as PPO needs them) and as one loss, in the shapes of two models. One
-JSON line for each part and kind; Liger-Kernel's are left out where it cannot be imported.
+JSON line for each part and kind; Liger-Kernel's are left out where it cannot be imported. `--pieces CONFIG` times the
+exact divergence of two models' distributions by the bytes of a piece instead.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -18,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from pipeline.files import GIB
 from pipeline.kernels.gate_kernels import FusedGate, FusedRotary
 from pipeline.kernels.norm_kernels import FusedNorm
 from pipeline.kernels.token_statistics import LogitScaling, token_statistics
-from pipeline.models.forward.causal_lm import ROW_TOKENS
+from pipeline.models.forward import causal_lm
+from pipeline.models.forward.causal_lm import ROW_TOKENS, CausalLM, Comparison
 
 # Model: tokens, hidden size, width of the MLP, heads, key heads, channels of a head, vocabulary.
 SHAPES = {
@@ -184,13 +188,49 @@ def compare(part: str, model: str, kinds: dict[str, dict[str, Part]], repeats: i
         print(json.dumps(line | {"errors": [float(f"{error:.3g}") for error in errors]}), flush=True)
 
 
+def compared_pieces(path: str, repeats: int) -> None:
+    """Print ms and GiB of both passes of a divergence by the bytes of a piece: rows of at most 512 tokens, and tokens.
+
+    path: a model's folder or hub id, whose head is taken with random weights.
+    """
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers = 1
+    with torch.device("cuda"):
+        ours, other = (CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)) for _ in range(2))
+    for rows, tokens in ((8, 2000), (32, 8000), (8, 4096)):
+        shape = (tokens, config.hidden_size)
+        hidden, theirs = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        targets = torch.randint(config.vocab_size, (tokens,), device="cuda")
+        for mib, kind in product((64, 128, 256, 512, 1024), ("reverse_kl", "jsd")):
+            causal_lm.COMPARED_BYTES = mib * 2**20
+            comparison = Comparison(kind=kind, hidden=theirs, model=other, longest=512)  # type: ignore[arg-type]
+            asked = {"num_pieces": ours._num_pieces(rows, comparison), "with_entropy": False, "comparison": comparison}
+
+            def both(asked: Any = asked, hidden: Tensor = hidden, targets: Tensor = targets) -> None:
+                scaling = LogitScaling.from_config(config, 1.0)
+                found = ours._in_pieces(hidden.clone().requires_grad_(), targets, scaling, **asked)
+                found.divergence.sum().backward()
+                ours.zero_grad(set_to_none=True)
+
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            both()
+            gib = round((torch.cuda.max_memory_allocated() - held) / GIB, 2)
+            line = {"rows": rows, "tokens": tokens, "mib": mib, "kind": kind, "both_gib": gib}
+            print(json.dumps(line | {"both_ms": milliseconds(both, repeats)}), flush=True)
+
+
 def main() -> None:
     """Print all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=30, help="runs of which the median is given")
     parser.add_argument("--part", default="", help="only the parts whose names contain this")
+    parser.add_argument("--pieces", default="", help="a model's folder: time its divergence by the bytes of a piece")
     options = parser.parse_args()
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    if options.pieces:
+        compared_pieces(options.pieces, options.repeats)
+        return
     kinds = {"torch": usual_parts(), "ours": fused_parts(), "liger": liger_parts()}
     for model in SHAPES:
         for part in (name for name in kinds["torch"] if options.part in name):
