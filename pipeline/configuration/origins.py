@@ -1,4 +1,4 @@
-"""Where the value of a flag comes from, and with that which of two values wins."""
+"""The origin of the value of a flag, which says which of two values wins."""
 
 import re
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ PREFIXES = {Kind.METHOD: "method ", Kind.PLAN: "chosen for "}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value comes from.
+    """The origin of a value.
 
     source: the method, the file, the hardware of a plan, or what the value follows and why; "" for a kind without one.
     """
