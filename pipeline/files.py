@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.marks import OURS
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+# Files that identify folders: of a model, of a run, and of cached rows (https://bford.info/cachedir).
+OURS, RUN_LOCK, CACHE_TAG = "training_config.json", "run.lock", "CACHEDIR.TAG"
 PROJECT = "rlhf-pipeline"
 _warned: set[str] = set()  # by `tolerated`
 

@@ -234,10 +234,9 @@ class PPOConfig(StageConfig):
     def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
         check_generation(self, placement.ranks)
-        resolved = Resolved(self, origins)
         jsons = {
             role.title: training_json(
-                resolved,
+                Resolved(self, origins),
                 self.flags_of(role),
                 placement,
                 accumulation=self.actor_accumulation if role.name == "actor" else None,

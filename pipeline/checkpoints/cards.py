@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.checkpoints import card_results
 from pipeline.checkpoints.shared_names import code, fenced, table
-from pipeline.marks import OURS
+from pipeline.files import OURS
 from pipeline.run import evaluations
 
 

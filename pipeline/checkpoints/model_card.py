@@ -22,9 +22,8 @@ from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.stage import StageConfig
 from pipeline.data.sources import hub_id, is_local, parse_path
 from pipeline.errors import dashed
-from pipeline.files import read_object
+from pipeline.files import OURS, read_object
 from pipeline.hub import commits_read, split_revision
-from pipeline.marks import OURS
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
 

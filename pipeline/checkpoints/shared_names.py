@@ -13,12 +13,12 @@ from typing import Any
 from huggingface_hub import ModelCard, try_to_load_from_cache
 
 from pipeline.configuration.flag_table import flag_table, flat_items
-from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import fence
 from pipeline.data.readers import data_suffix
 from pipeline.data.sources import is_local
 from pipeline.hub import commits_read, split_revision
+from pipeline.redact import masked
 
 # Flags whose values contain paths of this machine among other words, and the pattern of the folders in them.
 FLAGS_WITH_FILES = ("reward_function", "more_reward_models")

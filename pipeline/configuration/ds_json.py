@@ -13,8 +13,8 @@ from typing import Any
 from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, MONITORS, READ_AT, REFUSED, USUAL, check_keys
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.origins import DEFAULT, Origins
-from pipeline.configuration.redact import shown
 from pipeline.errors import InputError, counted, dashed
+from pipeline.redact import shown
 
 Json = dict[str, Any]
 

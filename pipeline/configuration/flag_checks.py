@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
 from pipeline.configuration.groups import Group
 from pipeline.configuration.origins import DEFAULT, Origins
-from pipeline.configuration.redact import shown_value
 from pipeline.errors import dashed
+from pipeline.redact import SECRET, shown_value
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
@@ -70,6 +70,17 @@ def path_problem(flag: Flag, text: str) -> str:
     if text.startswith("~"):
         return f"only a shell replaces the ~; give {path}"
     return "a file, expected a folder" if is_file else ""
+
+
+def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
+    """Yield a line for each flag whose value holds a secret. Free text may: it is written nowhere."""
+    for name, value in values.items():
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if table[name].kind != "text" and any(SECRET.search(text) for text in texts):
+            yield (
+                f"{dashed(name)}: found a token or password ({origins[name]}), which would be written into logs and "
+                "config.json; give it to the library as HF_TOKEN, WANDB_API_KEY or in ~/.netrc"
+            )
 
 
 def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Origins) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
-from pipeline.configuration.flag_checks import expanded, misplaced_flags, unsafe_values
+from pipeline.configuration.flag_checks import expanded, misplaced_flags, secret_values, unsafe_values
 from pipeline.configuration.flag_table import (
     AUTO,
     ZERO_STAGE,
@@ -32,9 +32,9 @@ from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin, Origins
-from pipeline.configuration.redact import redacted, repeated, secret_values, shown_value
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import ContradictionError, InputError, dashed, nearest
+from pipeline.redact import redacted, repeated, shown_value
 
 TRAIN = "train"  # the section of `rlhf train` itself
 PRESET_SECTIONS = ("sft", "reward", "ppo", "dpo")  # those of the files in launch/presets

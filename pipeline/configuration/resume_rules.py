@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.flag_table import OnResume, Removed, flag_table, flat_items
-from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, dashed
+from pipeline.redact import masked
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import cache_folder, flush
+from pipeline.files import CACHE_TAG, cache_folder, flush
 from pipeline.heartbeat import INTERVAL_S, beat_again
-from pipeline.marks import CACHE_TAG
 
 if TYPE_CHECKING:
     import numpy as np

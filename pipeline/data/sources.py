@@ -18,9 +18,8 @@ from pipeline.data.counts import Origin
 from pipeline.data.known_sets import KNOWN_SETS, KnownSet
 from pipeline.data.readers import READERS, Row, Split, data_suffix, read_file
 from pipeline.errors import EnvironmentFault, InputError, nearest
-from pipeline.files import digest, warn_of_links
+from pipeline.files import CACHE_TAG, OURS, RUN_LOCK, digest, warn_of_links
 from pipeline.hub import commits_read, go_offline_without_network, offline, split_revision
-from pipeline.marks import CACHE_TAG, OURS, RUN_LOCK
 
 log = logging.getLogger(__name__)
 

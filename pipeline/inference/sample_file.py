@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.redact import masked
 from pipeline.errors import InputError
 from pipeline.files import flush, read_object, refused_by_disk, write_json
+from pipeline.redact import masked
 from pipeline.run.lock import lock_held
 from pipeline.run.output_checks import clashes
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.configuration.names import normalise
-from pipeline.configuration.redact import repeated
 from pipeline.errors import InputError, dashed, say
+from pipeline.redact import repeated
 
 # Backends of DeepSpeed's launcher that start its own processes on other hosts.
 BY_HAND = ("openmpi", "mpich", "impi", "mvapich", "slurm")

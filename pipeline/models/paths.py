@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.files import CONFIG_FILES, has_config, read_object
+from pipeline.files import CONFIG_FILES, OURS, RUN_LOCK, has_config, read_object
 from pipeline.hub import HUB_ID, is_reachable, split_revision
-from pipeline.marks import OURS, RUN_LOCK
 from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 SEARCH_DEPTH = 2  # levels of folders below the nearest existing one that are searched for models

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 
 from pipeline.errors import InputError
-from pipeline.files import CONFIG_FILES, warn_of_links
-from pipeline.marks import OURS
+from pipeline.files import CONFIG_FILES, OURS, warn_of_links
 from pipeline.model_types import MODEL_TYPES, declared
 from pipeline.models.paths import at_flag, check_model_path, read_adapter_config, read_config, reading_error
 

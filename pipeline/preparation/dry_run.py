@@ -11,13 +11,13 @@ from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
 from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
 from pipeline.configuration.origins import Kind
-from pipeline.configuration.redact import masked
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, show
 from pipeline.launching.target import parse_target
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, look_before_start
+from pipeline.redact import masked
 from pipeline.run.earlier_runs import is_finished
 
 NOTHING_STARTED = "dry run: nothing was started"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, nearest
 from pipeline.files import digest
+from pipeline.redact import masked
 from pipeline.rewards.calls import functions_of_box
 from pipeline.rewards.modules import modules_beside
 

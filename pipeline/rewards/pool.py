@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from pipeline.configuration.redact import redacted
 from pipeline.data.turns import Message, split_tools
 from pipeline.errors import InputError
 from pipeline.heartbeat import result_of
+from pipeline.redact import redacted
 from pipeline.rewards.calls import (
     Call,
     FailureKind,

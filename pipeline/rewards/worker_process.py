@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.configuration.redact import redacted, without_secrets
 from pipeline.errors import EnvironmentFault
 from pipeline.processes import python_environment, send
+from pipeline.redact import redacted, without_secrets
 from pipeline.rewards.calls import FailureKind
 from pipeline.rewards.functions import RewardFunction
 from pipeline.rewards.worker import SIGNALLED

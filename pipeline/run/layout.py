@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pipeline.marks import RUN_LOCK
+from pipeline.files import RUN_LOCK
 
 CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 # Names that a start creates in a run's folder before `environment_file`. It also creates hidden files.

@@ -11,8 +11,7 @@ from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
 from pipeline.errors import InputError, dashed
-from pipeline.files import check_replaceable, has_config, read_object
-from pipeline.marks import OURS, RUN_LOCK
+from pipeline.files import OURS, RUN_LOCK, check_replaceable, has_config, read_object
 from pipeline.run.earlier_runs import RUN_FILES
 from pipeline.run.layout import START_NAMES, environment_file
 from pipeline.run.outcome import supervisor_name

@@ -23,7 +23,6 @@ from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
 from pipeline.configuration.flags import Resolved
-from pipeline.configuration.redact import masked, redacted
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
     EXIT_DONE,
@@ -39,6 +38,7 @@ from pipeline.errors import (
 )
 from pipeline.files import PROJECT, own_version, refused_by_disk, write_json
 from pipeline.out_of_memory import BatchTooLarge, Halved, is_out_of_memory, memory_line
+from pipeline.redact import masked, redacted
 from pipeline.run.earlier_runs import clear, is_finished
 from pipeline.run.host_storage import detect_shared_storage, on_each_storage
 from pipeline.run.layout import beat_file, environment_file, lock_file, plan_file, rank_log_file, rows_file

@@ -25,8 +25,7 @@ from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.model_folder import save_model, state_dict
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.errors import DivergedError, EnvironmentFault, InputError
-from pipeline.files import with_new_folder, write_json
-from pipeline.marks import OURS
+from pipeline.files import OURS, with_new_folder, write_json
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import (

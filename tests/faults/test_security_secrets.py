@@ -7,9 +7,9 @@ import pytest
 from input_calls import call, make_inputs, stage_words
 from support.messages import naming
 
-from pipeline.configuration.redact import MASK, masked, redacted
 from pipeline.configuration.resume_rules import check_same_settings
 from pipeline.errors import InputError, dashed
+from pipeline.redact import MASK, masked, redacted
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}

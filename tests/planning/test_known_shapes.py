@@ -111,12 +111,12 @@ def numbers_and_words(row: str) -> tuple[list[float], str]:
 
 @pytest.mark.parametrize("name", ["japanese", *SLOW])
 def test_the_page_of_plans_says_what_is_planned(name, tmp_path, monkeypatch):
-    """Versions of transformers differ in a few tensors of a pass."""
+    """Versions of transformers differ in a few tensors of a pass, and figures below 0.2 by a step of their rounding."""
     monkeypatch.chdir(tmp_path)  # where no earlier run says what a run that goes on would have
     row = presets.row(name)
     written = next(line for line in PAGE.splitlines() if line.startswith(row.partition("GB |")[0]))
     (figures, words), (expected, also) = numbers_and_words(row), numbers_and_words(written)
-    assert figures == pytest.approx(expected, rel=0.06) and words == also
+    assert figures == pytest.approx(expected, rel=0.06, abs=0.011) and words == also
 
 
 def test_the_page_of_plans_has_every_name():

@@ -16,8 +16,8 @@ from support.tiny_t5 import make_t5_folder
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.start_models import check_settings
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
+from pipeline.files import OURS
 from pipeline.kernels import int8_linear
-from pipeline.marks import OURS
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import STORED_INT8_ENTRY, add_lora, is_lora, quantization_of
 from pipeline.models.reward_model import load_reward_model

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_log
 from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.model_folder import save_model
 from pipeline.errors import EXIT_DONE, EXIT_INPUT, InputError
-from pipeline.marks import OURS
+from pipeline.files import OURS
 from pipeline.models import loading
 from pipeline.models.loading import load_causal_lm, load_language_model
 from pipeline.models.lora import add_lora

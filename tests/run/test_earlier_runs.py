@@ -10,8 +10,7 @@ from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.resume_rules import batch_sizes, check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
-from pipeline.files import check_replaceable
-from pipeline.marks import OURS
+from pipeline.files import OURS, check_replaceable
 from pipeline.run.earlier_runs import changed_contents, clear, input_contents, is_finished, write_done
 from step1_sft.config import SFTConfig
 from step1_sft.stage import STAGE as SFT

@@ -16,8 +16,7 @@ from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
-from pipeline.files import check_replaceable
-from pipeline.marks import OURS
+from pipeline.files import OURS, check_replaceable
 from pipeline.run.lock import locked
 from pipeline.run.outcome import clear_outcomes, write_outcome
 from pipeline.run.output_checks import check_outputs

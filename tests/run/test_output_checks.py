@@ -8,7 +8,7 @@ from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
-from pipeline.marks import OURS
+from pipeline.files import OURS
 from pipeline.run.lock import locked
 from pipeline.run.outcome import SUPERVISOR
 from pipeline.run.output_checks import check_outputs

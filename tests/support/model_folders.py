@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from pipeline.marks import OURS
+from pipeline.files import OURS
 
 
 def assert_same_folder(mine: Path, theirs: Path) -> None:

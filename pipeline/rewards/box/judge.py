@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.configuration.redact import masked
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.redact import masked
 from pipeline.rewards.box import matching
 from pipeline.rewards.box.texts import Messages, Scores, column_of, missing_package, text_of
 

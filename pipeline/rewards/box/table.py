@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.configuration.redact import masked
 from pipeline.errors import InputError, nearest
+from pipeline.redact import masked
 from pipeline.rewards.box.answers import exact_match, math_answer, regex_match, right_number
 from pipeline.rewards.box.form import format_match, language, length, overlong, repetition, tags
 from pipeline.rewards.box.instructions import CHECKS, instructions

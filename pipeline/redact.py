@@ -5,13 +5,9 @@ Settings are written into config.json, env.json, model cards and logs, so a secr
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-
-from pipeline.configuration.flag_table import Flag
-from pipeline.configuration.origins import Origins
-from pipeline.errors import dashed
 
 MASK = "***"
 SECRET = re.compile(
@@ -89,14 +85,3 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def repeated(flag: str, before: Any) -> str:
     """Return the note on a flag that is given again: the last value counts."""
     return f"{flag}: given more than once; the last replaces {redacted(shown_value(before))}"
-
-
-def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
-    """Yield a line for each flag whose value holds a secret. Free text may: it is written nowhere."""
-    for name, value in values.items():
-        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        if table[name].kind != "text" and any(SECRET.search(text) for text in texts):
-            yield (
-                f"{dashed(name)}: found a token or password ({origins[name]}), which would be written into logs and "
-                "config.json; give it to the library as HF_TOKEN, WANDB_API_KEY or in ~/.netrc"
-            )
