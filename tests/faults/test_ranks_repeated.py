@@ -108,8 +108,8 @@ def test_a_rank_that_hangs_in_python(tmp_path: Path, data: Path) -> None:
 
 
 def test_a_rank_without_memory(tmp_path: Path, data: Path) -> None:
-    """The kernel refuses memory: the rank says so, with what it held."""
-    run = start(1, tmp_path, data)
+    """The kernel refuses memory: the rank says so, with what it held. A row at a time is no batch to be halved."""
+    run = start(1, tmp_path, data, per_device_train_batch_size=1)
     run.wait_for_steps(3)
     since = time.monotonic()
     resource.prlimit(run.pid(1), resource.RLIMIT_AS, (2**33, 2**33))
