@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from website import errors, flags, metrics, rewards, trl
+from website import errors, flags, metrics, origins, rewards, trl
 
 PRESETS = Path(__file__).resolve().parent.parent / "benchmarks" / "reports" / "presets.md"
 
@@ -19,6 +19,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/metrics.md": metrics.page,
     "reference/exit_codes.md": errors.exit_codes,
     "reference/presets.md": presets,
+    "reference/which_value.md": origins.page,
     "reference/rewards.md": rewards.page,
     "trouble/errors.md": errors.page,
 }

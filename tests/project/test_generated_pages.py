@@ -10,6 +10,7 @@ from support.source_tree import ROOT, tree_of
 
 from pipeline import errors
 from pipeline.configuration.flag_table import flag_table
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.launching import request
 from pipeline.training.metrics import SUPERVISED
 from rlhf.main import FOLDERS, SUBCOMMANDS
@@ -84,6 +85,12 @@ def unknown_metrics(text: str) -> list[str]:
         r"`((?:eval_)?(?:objective|policy|value|completions|groups|advantages|loss)/\w+|eval_\w+)`", text
     )
     return [name for name in named if not {name, name.removeprefix("eval_")} & {*METRICS, *DPO}]
+
+
+def test_each_kind_of_origin_is_on_the_page_from_the_strongest() -> None:
+    text = text_of("docs/reference/which_value.md")
+    printed = re.findall(r"^\| .* \| `(.+)` \|$", text, re.MULTILINE)
+    assert [Origin.of_entry({"from": words}).kind for words in printed] == sorted(Kind, reverse=True)
 
 
 @pytest.mark.parametrize("page", sorted((WRITTEN | MADE.keys()) - {*FOREIGN_PAGES}))
