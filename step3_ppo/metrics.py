@@ -34,7 +34,11 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of responses with a normalised score that --reward-clip clipped", "share"
     ),
     "objective/rlhf_reward": Metric(
-        "mean over responses of the sum of their tokens' rewards", "score", better=1, title="reward with KL penalty"
+        "mean over responses of the sum of their tokens' rewards: the score without the penalties for a missing EOS and "
+        "for the KL, where that is no part of the loss",
+        "score",
+        better=1,
+        title="total reward",
     ),
     "objective/kl_coef": Metric("weight of the KL penalty in this rollout", "number", better=0, title="KL coefficient"),
     "policy/ratio_mean": Metric("mean over response tokens of new over old probability", "number", "policy", better=0),
