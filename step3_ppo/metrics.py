@@ -34,8 +34,8 @@ METRICS: dict[str, Metric] = SHARED | {
         "share of responses with a normalised score that --reward-clip clipped", "share"
     ),
     "objective/rlhf_reward": Metric(
-        "mean over responses of the sum of their tokens' rewards: the score without the penalties for a missing EOS and "
-        "for the KL, where that is no part of the loss",
+        "mean over responses of the sum of their tokens' rewards: the score minus the penalty for a missing EOS, and "
+        "minus that for the KL unless the loss has it",
         "score",
         better=1,
         title="total reward",
