@@ -169,6 +169,8 @@ def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
     right = [dashed(leaf) for leaf in leaves if is_common(leaf, stages.values())] or right
     if right:
         return f"{given}: unknown flag; here it is {' or '.join(right)}"
+    if removed := [names.removed[name] for names in stages.values() if name in names.removed]:
+        return f"{given}: {removed[0]}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
         return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
     others = [(kind.number, f"{kind.section}.", Names(kind.config).known) for kind in STAGES]

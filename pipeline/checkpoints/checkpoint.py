@@ -324,9 +324,8 @@ def log_differences(folder: Path, saved: dict[str, Any], rounding: Any, defaults
     log.info("resuming from %s (--overwrite starts over)", folder)
     in_force = {name: value for name, value in rounding.items() if name not in (ROLLOUT, BATCHES)}
     now = {**in_force, "ranks": dist.world_size(), **{name: metadata.version(name) for name in PACKAGES}}
-    then = {**defaults, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
+    usual = {name: one.default if isinstance(one, Removed) else one for name, one in defaults.items()}
+    then = {**usual, **saved["settings"], **saved["layout"], "ranks": saved["world_size"], **saved["versions"]}
     changed = [f"{name} {then.get(name)} -> {now[name]}" for name in sorted(now) if then.get(name) != now[name]]
-    gone = {name: one for name, one in defaults.items() if isinstance(one, Removed) and then[name] != one}
-    changed += [f"{name} {then[name]} ({one.reason})" for name, one in gone.items() if then[name] != one.default]
     if changed:
         log.warning("resumed with other settings: %s; numbers are equal up to rounding", ", ".join(changed))

@@ -16,7 +16,7 @@ from pipeline.checkpoints.checkpoint_files import first_whole
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.groups import ModelConfig
-from pipeline.configuration.origins import Origin
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.stage import Stage
 from pipeline.dist import World
 from pipeline.engine.build import Trained, add_adapters, start_language_model, start_value_model
@@ -114,7 +114,9 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
     trained_in = saved.get("dtype", "fp32")
     if dtype != "auto" or values.get("save_dtype", "auto") == "auto":
         values["save_dtype"] = trained_in if dtype == "auto" else dtype
-    origins = {name: Origin.of_entry(entries.get(name, {"from": settings})) for name in table}
+    origins = {
+        name: Origin.of_entry(entries[name]) if name in entries else Origin(Kind.FILE, str(settings)) for name in table
+    }
     run = Run(
         World(0, 1, torch.device("cpu")),
         run_dir,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.configuration.ds_json import check_ranks, merge_user_json, read_user_json
+from pipeline.configuration.ds_json import block_of, check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.ds_keys import MONITORS
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.flags import Resolved
@@ -303,7 +303,7 @@ def precision_blocks(dtype: str) -> Json:
 
 def monitor_blocks(user: Json, run_dir: Path) -> Json:
     """Build the blocks of the monitors that a user's JSON enables: folders apart from the run's metrics."""
-    enabled = [name for name in MONITORS if (user.get(name) or {}).get("enabled") is True]
+    enabled = [name for name in MONITORS if block_of(user, name).get("enabled") is True]
     return {
         name: {"group": str(run_dir)}
         if name == "wandb"

@@ -186,15 +186,24 @@ def flags_from_json(
     return flags
 
 
-def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mapping[str, str]) -> Iterator[str]:
+def block_of(user: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a block of the JSON; {} if it has none, or is "auto"."""
+    block = user.get(name)
+    return block if isinstance(block, Mapping) else {}
+
+
+def overrides(
+    user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mapping[str, str], *, dtype: str
+) -> Iterator[str]:
     """Yield lines on what the user's JSON changes: flags, further keys, and keys without effect.
 
     Args:
         user: the JSON without keys of other ZeRO stages (`at_stages`).
         changed: the flags that it gives another value, with the value.
+        dtype: --dtype; what the JSON says of fp16 has no effect under another one.
     """
     own = {key for flag in table.values() for key in flag.deepspeed}
-    off = [name for name in MONITORS if (user.get(name) or {}).get("enabled") is False]
+    off = [name for name in MONITORS if block_of(user, name).get("enabled") is False]
     said = {
         key: value
         for key, value in leaves(user)
@@ -203,10 +212,13 @@ def overrides(user: Mapping[str, Any], table: Mapping[str, Flag], changed: Mappi
         and key.partition(".")[0] not in ("optimizer", "scheduler", *off)
     }
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
+    of_fp16 = [key for key in said if key.startswith("fp16.") and dtype != "fp16"]
     if changed:
         yield f"sets {', '.join(f'{dashed(name)} {text}' for name, text in changed.items())}"
-    if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in idle]:
+    if further := [f"{key} {shown(key, value)}" for key, value in said.items() if key not in (*idle, *of_fp16)]:
         yield f"gives to DeepSpeed {', '.join(further)}"
+    if of_fp16:
+        yield f"{', '.join(of_fp16)}: has no effect: it needs --dtype fp16, got {dtype}"
     if schedule := SCHEDULES.get(dict(leaves(user)).get("scheduler.type", "")):
         yield f"scheduler: has no effect here: use --lr-scheduler-type {schedule}"
     for name in dict.fromkeys(idle.values()):
@@ -234,9 +246,11 @@ def merge_user_json(built: Json, user: Json, table: Mapping[str, Flag], origins:
         names = [name for name, flag in table.items() if key in flag.deepspeed]
         if value == "auto" or not names or value == ours.get(key, value):
             continue
-        given = [f"{dashed(name)} ({origins[name]})" for name in names if origins.get(name, DEFAULT).is_given]
-        if given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            by = " and ".join(given) or dashed(names[0])
+        set_by = {name: origins.get(name, DEFAULT) for name in names}
+        is_given = any(origin.is_given for origin in set_by.values())
+        if is_given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            told = [f"{dashed(name)} ({origin})" for name, origin in set_by.items() if not origin.is_default]
+            by = " and ".join(told) or dashed(names[0])
             errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")
     if errors:
         raise InputError("\n".join(errors))

@@ -7,6 +7,7 @@ parameters, autotuning, what may only be switched off) are not checked. The modu
 
 import difflib
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 from pipeline.errors import InputError, nearest
@@ -214,8 +215,11 @@ READ_AT = {
 }
 OFFLOAD_DEVICES, DTYPES = ("none", "cpu", "nvme"), ("fp32", "fp16", "bf16")
 FREE_BLOCKS = ("optimizer", "scheduler", "autotuning")  # blocks without a table
-# Numbers that the engine divides by, in the middle of a step; texts that become parts of a path.
-DIVISORS, TEXTS = ("steps_per_print", "gradient_predivide_factor"), ("nvme_path", "output_path", "job_name")
+# Numbers that the engine divides by or counts down, in the middle of a step; texts that become parts of a path.
+DIVISORS = (
+    "steps_per_print", "gradient_predivide_factor", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale",
+)  # fmt: skip
+TEXTS = ("nvme_path", "output_path", "job_name")
 COUNTED = ("zero_optimization.", "aio.", "fp16.")  # blocks whose numbers are 0 or more
 FRACTIONS = ("ratio", "cpuadam_cores_perc", "loss_scale")  # the only ones of them that need not be whole
 # Keys whose value is one of a few words.
@@ -288,6 +292,8 @@ def wrong_keys(block: Mapping[str, Any], path: str) -> Iterator[str]:
             yield f"{inner}: got {value!r}, expected a block {{...}}"
         elif kind != OTHER and not fits(value, kind):
             yield f"{inner}: got {value!r}, expected {kind}"
+        elif kind == NUMBER and not isfinite(value):
+            yield f"{inner}: got {value!r}, expected a finite number"
         elif kind == NUMBER and inner.startswith(COUNTED) and not value >= 0:
             yield f"{inner}: got {value!r}, expected 0 or more"
         elif kind == NUMBER and inner.startswith(COUNTED) and value % 1 and key not in FRACTIONS:

@@ -326,7 +326,8 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
         raise InputError("\n".join(errors))
     config = validated(type(config), values, origins)
     now = dict(flat_items(config))
-    notes = [*overrides(user, table, {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed})]
+    told = {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed}
+    notes = list(overrides(user, table, told, dtype=now["dtype"]))
     if unread:
         is_open = any(name not in said and origins[name] == DEFAULT for name in stage_flags)
         where = f"{' and '.join(map(str, sorted(stages)))}{'; on GPUs the plan may choose another' if is_open else ''}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.configuration.flag_table import Flag, Layers, Removed, flag, zero3_size, zero_size
+from pipeline.configuration.flag_table import Flag, Layers, OnResume, Removed, flag, zero3_size, zero_size
 from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
@@ -25,16 +25,16 @@ Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none
 SchedulerType = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
-# Flags that are keys of a DeepSpeed JSON alone now: name, key, the default that it had.
-ONLY_IN_JSON: tuple[tuple[str, str, Any], ...] = (
-    ("communication_data_type", "communication_data_type", "auto"),
-    ("loss_scale", "fp16.loss_scale", 0.0),
-    ("initial_scale_power", "fp16.initial_scale_power", 16),
-    ("loss_scale_window", "fp16.loss_scale_window", 1000),
-    ("hysteresis", "fp16.hysteresis", 2),
-    ("min_loss_scale", "fp16.min_loss_scale", 1),
-    ("deepspeed_monitor", "tensorboard.enabled, csv_monitor.enabled or wandb.enabled", []),
-    ("wall_clock_breakdown", "wall_clock_breakdown", False),
+# Flags that are keys of a DeepSpeed JSON alone now: name, key, the default, and whether runs that resume compare them.
+ONLY_IN_JSON: tuple[tuple[str, str, Any, OnResume], ...] = (
+    ("communication_data_type", "communication_data_type", "auto", "rounding"),
+    ("loss_scale", "fp16.loss_scale", 0.0, "same"),
+    ("initial_scale_power", "fp16.initial_scale_power", 16, "same"),
+    ("loss_scale_window", "fp16.loss_scale_window", 1000, "same"),
+    ("hysteresis", "fp16.hysteresis", 2, "same"),
+    ("min_loss_scale", "fp16.min_loss_scale", 1, "same"),
+    ("deepspeed_monitor", "tensorboard.enabled, csv_monitor.enabled or wandb.enabled", [], "free"),
+    ("wall_clock_breakdown", "wall_clock_breakdown", False, "free"),
 )
 LAST_WITH_KEYS, TO_JSON = "d0a9914c", "write {} into the JSON file of --deepspeed-config"
 
@@ -297,7 +297,7 @@ class DeepSpeedConfig(Group):
         kind="path",
         aliases=("deepscale_config",),
         other_tools="deepspeed",
-        removed={name: Removed(default, LAST_WITH_KEYS, TO_JSON.format(key)) for name, key, default in ONLY_IN_JSON},
+        removed={name: Removed(default, LAST_WITH_KEYS, TO_JSON.format(key)) for name, key, default, _ in ONLY_IN_JSON},
     )
     reduce_bucket_size: int = zero_size(
         "reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1, auto=True

@@ -8,10 +8,12 @@ from typing import Any, Self
 
 # Beginnings of an origin's text in a config.json without kinds, and what they stand for.
 OLD_TEXTS = (
-    ("default", "DEFAULT"),
+    ("default$", "DEFAULT"),
     ("method ", "METHOD"),
-    ("(auto: |in place of ).* ha[sd] it", "EARLIER_RUN"),
-    ("auto: |--|in place of ", "FOLLOWS"),
+    ("auto: as .* has it|in place of .* in default$", "EARLIER_RUN"),
+    (r"in place of .*presets/[\w.-]+\.yaml$", "PRESET"),
+    ("in place of ", "FILE"),
+    ("auto: |--", "FOLLOWS"),
     ("chosen for ", "PLAN"),
     (r".*presets/[\w.-]+\.yaml$", "PRESET"),
     (r".*\.json$", "DEEPSPEED_JSON"),
@@ -78,7 +80,7 @@ class Origin:
     def of_entry(cls, entry: Mapping[str, Any]) -> Self:
         """Read a flag's entry of a config.json; versions before the kinds were written have only the text."""
         known = entry.get("origin")
-        if isinstance(known, dict) and known.get("kind") in Kind.__members__:
+        if isinstance(known, dict) and str(known.get("kind")) in Kind.__members__:
             return cls(Kind[known["kind"]], str(known.get("source", "")))
         text = str(entry.get("from"))
         kind = Kind[next(name for pattern, name in OLD_TEXTS if re.match(pattern, text))]

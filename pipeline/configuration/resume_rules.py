@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from pipeline.configuration.flag_table import OnResume, Removed, flag_table, flat_items
+from pipeline.configuration.ds_json import leaves, read_user_json
+from pipeline.configuration.flag_table import AUTO, OnResume, Removed, flag_table, flat_items
+from pipeline.configuration.groups import ONLY_IN_JSON
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError, dashed
 from pipeline.redact import masked
@@ -28,7 +30,17 @@ SAME = "resume with the same flags, data, models and batch sizes, or start over 
 def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
     """Return the values of all flags whose field says `on_resume`."""
     table = flag_table(type(config))
-    return {name: masked(value) for name, value in flat_items(config) if table[name].on_resume == on_resume}
+    values = {name: masked(value) for name, value in flat_items(config) if table[name].on_resume == on_resume}
+    return values | json_values(config, on_resume)
+
+
+def json_values(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
+    """Return what a DeepSpeed JSON says of settings that were flags once, by the names of these."""
+    path = dict(flat_items(config)).get("deepspeed_config")
+    said = dict(leaves(read_user_json(path))) if path else {}
+    known = {name: (said.get(key, AUTO), default) for name, key, default, rule in ONLY_IN_JSON if rule == on_resume}
+    is_stage = path is not None
+    return {name: default if value == AUTO else value for name, (value, default) in known.items() if is_stage}
 
 
 def memory_flags(config: BaseModel) -> dict[str, Any]:
@@ -107,11 +119,12 @@ def changed_settings(
         defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
     """
     held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
-    for name in sorted(saved):
-        gone = defaults.get(name)
-        if isinstance(gone, Removed) and saved[name] != gone.default:
-            yield f"{dashed(name)}: {gone.reason}; {holder} has {held[name]!r}"
-    for name in sorted((saved.keys() - defaults.keys()) | current.keys()):
+    gone = {name: one for name, one in defaults.items() if isinstance(one, Removed)}
+    for name, one in sorted(gone.items()):
+        was, now = saved.get(name, one.default), current.get(name, one.default)
+        if was != now:
+            yield f"{dashed(name)}: {one.reason}; got {now!r}, {holder} has {masked(was)!r}"
+    for name in sorted((saved.keys() - defaults.keys()) | (current.keys() - gone.keys())):
         if held.get(name) != current.get(name):
             yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {held.get(name)!r}"
 

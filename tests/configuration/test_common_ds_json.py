@@ -231,6 +231,18 @@ def test_settings_of_fp16_do_not_speak_against_bf16(tmp_path):
     assert engine["bf16"] == {"enabled": True} and engine["fp16"]["enabled"] is False
 
 
+@pytest.mark.parametrize(("dtype", "has_effect"), [("bf16", False), ("fp16", True)])
+def test_a_scale_of_fp16_is_told_as_what_it_does(tmp_path, dtype, has_effect):
+    user = {"fp16": {"loss_scale": 0, "loss_scale_window": 500}}
+    told = {
+        True: "gives to DeepSpeed fp16.loss_scale_window 500",
+        False: "fp16.loss_scale_window: has no effect: it needs --dtype fp16, got bf16",
+    }
+    assert resolve(tmp_path, user, "--dtype", dtype).notes == (
+        naming(f"{tmp_path / 'ds.json'} ... {told[has_effect]}"),
+    )
+
+
 def test_keys_of_another_zero_stage_and_a_schedule_are_told_in_a_line_each(tmp_path):
     user, _ = COMMON["stage 3 with a key of stage 2, and remarks"]
     told = [note.split(": ", 1)[1] for note in resolve(tmp_path, user).notes]

@@ -1,13 +1,16 @@
 """The batch that a preset's rates are meant for, on any number of ranks."""
 
+from dataclasses import replace
+
 import pytest
 from support.messages import naming
 from support.source_tree import ROOT
 
+from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import Resolved, load_yaml, parse
-from pipeline.configuration.global_batch import MICRO, STEPS, Choice, with_ranks
-from pipeline.configuration.origins import DEFAULT, Kind, Origin
+from pipeline.configuration.global_batch import GENERATED, MICRO, STEPS, Choice, with_ranks
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -58,6 +61,35 @@ def test_fewer_ranks_share_a_rollout_than_a_file_says_where_it_is_meant_for_more
     origin = str(preset) if size == 8 else f"in place of 8 in {preset}"
     assert str(resolved.origins["inference_tp_size"]) == origin
     assert on(ranks, "ppo", "--inference-tp-size", "8").config.sampling.inference_tp_size == 8, "given: not changed"
+
+
+def test_a_planner_that_lowers_a_presets_prompts_at_once_leaves_the_rollout_as_it_is(tmp_path):
+    preset = tmp_path / "p.yaml"
+    preset.write_text("per_device_generation_batch_size: 8\nper_device_train_batch_size: 8\n")
+    resolved = on(1, "ppo", "--preset", str(preset))
+    lower = Choice({GENERATED: 2}, COMMAND_LINE).of(replace(resolved, preset=""), 1)
+    assert lower.config.rollout_size(1).responses == resolved.config.rollout_size(1).responses == 8
+
+
+def test_fewer_ranks_share_a_rollout_than_the_file_of_config_says_too(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("inference_tp_size: 8\n")
+    resolved = on(6, "ppo", "--config", str(file))
+    assert resolved.config.sampling.inference_tp_size == 2
+    assert resolved.origins["inference_tp_size"].kind is Kind.FILE
+
+
+def test_a_json_that_contradicts_what_follows_is_told_what_that_follows_from(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}')
+    words = ("--train-batch-size", "64", "--deepspeed-config", str(file))
+    resolved = on(2, "sft", *words)
+    file.write_text('{"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": "auto"}')
+    place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=tmp_path)
+    with pytest.raises(InputError) as caught:
+        resolved.config.engine_jsons(resolved.origins, place)
+    wanted = naming("got 3 ... --gradient-accumulation-steps (--train-batch-size 64 on 2 ranks)")
+    assert wanted == str(caught.value)
 
 
 def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):

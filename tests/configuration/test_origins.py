@@ -32,7 +32,10 @@ def test_an_entry_of_a_runs_file_is_read_as_it_was_written(kind: Kind, tmp_path:
         ("chosen for 2 x H100, 79.1 GiB each", Origin(Kind.PLAN, "2 x H100, 79.1 GiB each")),
         ("auto: 50 x --actor-learning-rate", Origin(Kind.FOLLOWS, "auto: 50 x --actor-learning-rate")),
         ("--train-batch-size 64 on 2 ranks", Origin(Kind.FOLLOWS, "--train-batch-size 64 on 2 ranks")),
-        ("in place of 2 in launch/presets/7b.yaml", Origin(Kind.FOLLOWS, "in place of 2 in launch/presets/7b.yaml")),
+        ("in place of 2 in launch/presets/7b.yaml", Origin(Kind.PRESET, "in place of 2 in launch/presets/7b.yaml")),
+        ("in place of 8 in my/run.yaml", Origin(Kind.FILE, "in place of 8 in my/run.yaml")),
+        ("in place of 0 in default", Origin(Kind.EARLIER_RUN, "in place of 0 in default")),
+        ("defaults.yaml", Origin(Kind.FILE, "defaults.yaml")),
         ("auto: as output/runs/ppo has it", Origin(Kind.EARLIER_RUN, "auto: as output/runs/ppo has it")),
         ("launch/presets/1.3b.ppo.yaml", Origin(Kind.PRESET, "launch/presets/1.3b.ppo.yaml")),
         ("conf/ds.json", Origin(Kind.DEEPSPEED_JSON, "conf/ds.json")),
@@ -42,6 +45,19 @@ def test_an_entry_of_a_runs_file_is_read_as_it_was_written(kind: Kind, tmp_path:
 def test_a_text_of_a_version_without_kinds_says_its_kind(text: str, origin: Origin) -> None:
     assert Origin.of_entry({"value": 1, "from": text}) == origin
     assert str(origin) == text
+
+
+def test_an_entry_that_is_no_entry_is_read_by_its_text() -> None:
+    for wrong in ("plan", {"kind": []}, {"kind": "OTHER"}, {}):
+        assert Origin.of_entry({"from": "default", "origin": wrong}) == Origin(Kind.DEFAULT)
+
+
+def test_what_was_given_stands_above_what_was_computed() -> None:
+    assert [kind.name for kind in KINDS] == [
+        "DEFAULT", "METHOD", "FOLLOWS", "PLAN", "EARLIER_RUN", "DEEPSPEED_JSON", "PRESET", "FILE", "COMMAND_LINE"
+    ]  # fmt: skip
+    assert [kind for kind in KINDS if Origin(kind).is_given] == KINDS[5:]
+    assert [kind for kind in KINDS if Origin(kind).is_by_hand] == [*KINDS[5:6], *KINDS[7:]]
 
 
 def test_the_greater_kind_wins(tmp_path: Path) -> None:

@@ -257,3 +257,28 @@ def test_a_checkpoint_of_a_flag_that_is_gone_goes_on_only_if_it_had_its_default(
     check_same_settings(Path("step-1"), current | {name: defaults[name].default}, current, defaults=defaults)
     with pytest.raises(InputError, match=f"{dashed(name)}: removed after commit {last}: .*{re.escape(str(value))}"):
         check_same_settings(Path("step-1"), current | {name: value}, current, defaults=defaults)
+
+
+def settings_by(folder: Path, fp16: dict[str, int] | None) -> tuple[PPOConfig, dict]:
+    """Return the configuration with a DeepSpeed JSON that says this of fp16, and what a checkpoint would have of it."""
+    (folder / "ds.json").write_text(json.dumps({"fp16": fp16 or {}}))
+    config = parse(PPOConfig, ["--deepspeed-config", str(folder / "ds.json")], section="ppo").config
+    return config, values_by_rule(config, "same")
+
+
+def test_a_checkpoint_that_had_it_resumes_where_the_json_says_the_same(tmp_path: Path) -> None:
+    config, current = settings_by(tmp_path, {"loss_scale_window": 500})
+    before = current | {"loss_scale_window": 500}  # also what a version with the flag wrote, from flag or JSON
+    assert current == before
+    check_same_settings(Path("step-1"), before, current, defaults=defaults_of(config))
+    for other in ({"loss_scale_window": 100}, None):
+        config, now = settings_by(tmp_path, other)
+        with pytest.raises(InputError, match="--loss-scale-window: removed .* got (100|1000), the checkpoint has 500"):
+            check_same_settings(Path("step-1"), before, now, defaults=defaults_of(config))
+
+
+def test_train_says_of_a_flag_that_is_gone_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as error:
+        make_plan(["--step", "1", "--actor-model", "tiny", "--loss-scale", "5"], prog="train.py")
+    assert "--loss-scale: removed after commit d0a9914c: write fp16.loss_scale into" in str(error.value)

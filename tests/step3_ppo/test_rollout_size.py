@@ -288,7 +288,7 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
         with caplog.at_level(logging.WARNING):
             log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
         assert len(caplog.messages) == max(len(told), more)
-        assert ("communication_data_type fp32 (removed after commit" in caplog.text) == bool(more)
+        assert ("communication_data_type fp32 -> auto" in caplog.text) == bool(more)
 
 
 @pytest.fixture(scope="module")
