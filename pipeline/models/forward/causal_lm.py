@@ -19,7 +19,7 @@ from pipeline.models.loading import WrappedModel, base_model
 # Logits of one piece of the head: large enough for efficient matrix products, small compared with activations.
 PIECE_BYTES = 512 * 2**20
 # The same in fp32 where two models' distributions are compared, which needs up to 11 tensors of this size. On an H200
-# 64 MiB take twice as long and 512 MiB a tenth less (benchmarks/reports/distillation_qwen_h200_202611.md).
+# 64 MiB take 2 to 3 times as long and 512 MiB a tenth less (benchmarks/reports/distillation_qwen_h200_202611.md).
 COMPARED_BYTES = 256 * 2**20
 # Selected tokens per row that the number of pieces is computed from. Not the true number: under ZeRO-3 every rank must
 # call the head equally often, and the ranks' rows differ.
