@@ -36,11 +36,13 @@ def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
 
 def json_values(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
     """Return what a DeepSpeed JSON says of settings that were flags once, by the names of these."""
+    keys = {name: (key, default) for name, key, default, rule in ONLY_IN_JSON if rule == on_resume}
     path = dict(flat_items(config)).get("deepspeed_config")
+    if path is None or not keys:  # a small command, or nothing that the file is read for
+        return {}
     said = dict(leaves(read_user_json(path))) if path else {}
-    known = {name: (said.get(key, AUTO), default) for name, key, default, rule in ONLY_IN_JSON if rule == on_resume}
-    is_stage = path is not None
-    return {name: default if value == AUTO else value for name, (value, default) in known.items() if is_stage}
+    values = {name: said.get(key, AUTO) for name, (key, _) in keys.items()}
+    return {name: default if values[name] == AUTO else values[name] for name, (_, default) in keys.items()}
 
 
 def memory_flags(config: BaseModel) -> dict[str, Any]:
