@@ -2,9 +2,9 @@
 
     python -m benchmarks.race grpo-1.5b --site FOLDER --json race.jsonl
 
-First a search over TRL's settings, one after the other; then both sides in turn, three times. `--site` is a folder of
-packages for TRL's side alone. Each run is a process; a line of JSON is written as soon as it ends. The row `tiny` runs
-on a CPU, where TRL generates without vLLM.
+First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times.
+`--site` is a folder of packages for TRL's side alone. Each run is a process; a line of JSON is written as soon as it
+ends. The row `tiny` runs on a CPU, where TRL generates without vLLM.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -25,6 +25,7 @@ from benchmarks.speed.phases import measure
 
 REWARD = Path(__file__).with_name("trl_grpo.py")
 TURNS = 3
+SEARCHED = {"steps": 2, "warm_up": 1}
 Found = dict[str, Any]
 
 
@@ -160,10 +161,11 @@ class Race:
 
     def search(self, start: Found) -> Found:
         """Return the fastest settings of TRL's side. Raises BenchError: none of them ran."""
-        best, seconds = start, self.noted("search", 0, start).get("step_s")
+        short = replace(self, row=replace(self.row, **SEARCHED))
+        best, seconds = start, short.noted("search", 0, start).get("step_s")
         for turn, settings in enumerate(candidates(start), 1):
             tried = best | settings
-            found = self.noted("search", turn, tried).get("step_s")
+            found = short.noted("search", turn, tried).get("step_s")
             if found is not None and (seconds is None or found < seconds):
                 best, seconds = tried, found
         if seconds is None:
