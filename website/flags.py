@@ -61,7 +61,7 @@ ppo: {kl_coef: 0.05, data_path: [my.jsonl:0.7, Dahoas/rm-static:0.3]}
 STAGES: Mapping[str, type[BaseModel]] = {
     "Stage 1: SFT (section `sft`)": SFTConfig,
     "Stage 2: reward model (section `reward`)": RewardConfig,
-    "Stage 3: PPO, GRPO, RLOO, REINFORCE++ (section `ppo`)": PPOConfig,
+    "Stage 3: PPO, GRPO, RLOO, REINFORCE++, distillation (section `ppo`)": PPOConfig,
     "Stage 3: DPO, IPO, KTO (section `dpo`)": DPOConfig,
 }
 COMMANDS: Mapping[str, type[BaseModel]] = {
