@@ -1,10 +1,10 @@
-"""GRPO of a model with default settings beside TRL with vLLM as fast as its settings make it, in one job on one GPU.
+"""A method with default settings beside TRL as fast as its settings make it (GRPO with vLLM), in one job on one GPU.
 
     python -m benchmarks.race grpo-1.5b --site FOLDER --json race.jsonl
 
 First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times.
 `--site` is a folder of packages for TRL's side alone. Each run is a process; a line of JSON is written as soon as it
-ends. The row `tiny` runs on a CPU, where TRL generates without vLLM.
+ends. Rows of tiny models run on a CPU, where TRL generates without vLLM.
 """
 
 import argparse
@@ -13,56 +13,19 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from benchmarks.speed.hub import full_rows
+from benchmarks.race import sides
 from benchmarks.speed.jobs import BenchError, environment, flags, last_json, launched, run_logged
 from benchmarks.speed.phases import measure
 
-REWARD = Path(__file__).with_name("trl_grpo.py")
-TURNS = 3
-SEARCHED = {"steps": 2, "warm_up": 1}
 Found = dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A shape of benchmarks.speed.random_models and the sizes of a step."""
-
-    shape: str
-    prompts: int = 16
-    samples: int = 8
-    prompt: int = 512
-    answer: int = 512
-    lora: int = 0
-    steps: int = 5
-    warm_up: int = 2
-
-
-ROWS = {
-    "grpo-1.5b": Row("qwen2.5-1.5b"),
-    "grpo-1.5b-long": Row("qwen2.5-1.5b", answer=2048, steps=3, warm_up=1),
-    "grpo-8b-lora": Row("llama-3-8b", lora=64),
-    "tiny": Row("llama-tiny", prompts=2, samples=2, prompt=24, answer=8, steps=2, warm_up=1),
-}
-# What TRL's side begins with, and what is tried in turn; of each setting the fastest value stays.
-START: Found = {
-    "micro_batch": 8, "gradient_checkpointing": False, "use_liger_kernel": False, "weights": "bfloat16",
-    "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": False,
-}  # fmt: skip
-TRIED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("micro_batch", (16, 32)),
-    ("gradient_checkpointing", (True,)),
-    ("micro_batch", (64,)),
-    ("use_liger_kernel", (True,)),
-    ("vllm_gpu_memory_utilization", (0.2, 0.45)),
-    ("vllm_enable_sleep_mode", (True,)),
-    ("weights", ("float32",)),
-)
+TURNS = 3
+SEARCHED = {"steps": 2, "warm_up": 1}
 
 
 class DevicePeak:
@@ -94,13 +57,13 @@ class DevicePeak:
 class Race:
     """A row with its folder of models, data and logs, the packages of TRL's side, and the file of results."""
 
-    row: Row
+    row: sides.Row
     folder: Path
     site: str
     file: Path
 
     def prepare(self) -> None:
-        """Make the model of random weights and the prompts, of full length, in both sides' forms."""
+        """Make the model of random weights and the rows, of full length, in both sides' forms."""
         from transformers import AutoTokenizer
 
         from pipeline.data.templates import set_template
@@ -111,13 +74,9 @@ class Race:
             self.run("models", launched("benchmarks.speed.random_models", flags(words), gpus=1))
         tokenizer = AutoTokenizer.from_pretrained(models / "actor")
         set_template(tokenizer, "auto")
-        count = self.row.prompts * (self.row.steps + self.row.warm_up)
-        rows = list(full_rows(tokenizer, "ppo", count, tokens=self.row.prompt, seed=1))
-        turns = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-        texts = [tokenizer.apply_chat_template(one, tokenize=False, add_generation_prompt=True) for one in turns]
-        for name, prompts in (("ours", [row["prompt"] for row in rows]), ("trl", texts)):
-            text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-            (self.folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        for side, rows in sides.rows_of(self.row, tokenizer).items():
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (self.folder / f"{side}.jsonl").write_text(text, encoding="utf-8")
 
     def run(self, name: str, command: list[str], *, site: str = "") -> str:
         """Run a command to its end; its log is a file. Raises BenchError."""
@@ -125,26 +84,24 @@ class Race:
 
     def ours(self, turn: int) -> Found:
         """The command as typed: what is trained, and nothing about how."""
-        row, output = self.row, self.folder / "ours"
+        output = self.folder / "ours"
         shutil.rmtree(output, ignore_errors=True)
-        given = {
-            "step": 3, "method": "grpo", "deployment-type": "single_gpu", "actor-model": self.folder / "models/actor",
-            "data-path": self.folder / "ours.jsonl", "data-split": "none", "output-dir": output,
-            "ppo.reward-function": f"{REWARD}:even", "ppo.max-steps": row.warm_up + row.steps,
-            "ppo.max-prompt-seq-len": row.prompt, "ppo.max-answer-seq-len": row.answer,
-            "ppo.num-samples-per-prompt": row.samples, "ppo.train-batch-size": row.prompts * row.samples,
-            "ppo.actor-lora-dim": row.lora, "ppo.keep-checkpoints": 0, "ppo.eval-fraction": 0,
+        given = sides.own_flags(self.row) | {
+            "deployment-type": "single_gpu", "actor-model": self.folder / "models/actor", "output-dir": output,
+            "data-path": self.folder / "ours.jsonl", "data-split": "none",
         }  # fmt: skip
         self.run(f"ours-{turn}", [sys.executable, "train.py", *map(str, flags(given))])
-        return measure(output / "runs/ppo", warm_up=row.warm_up)
+        return measure(next((output / "runs").iterdir()), warm_up=self.row.warm_up)
 
     def trl(self, name: str, settings: Found) -> Found:
         """TRL's trainer with these settings."""
-        sizes = {key: value for key, value in asdict(self.row).items() if key != "shape"}
+        row = self.row
+        sizes = {key: value for key, value in asdict(row).items() if key not in ("shape", "kind")}
         given = sizes | {"model": self.folder / "models/actor", "data": self.folder / "trl.jsonl"}
         given |= {"output": self.folder / "trl", "settings": json.dumps(settings)}
-        return dict(json.loads(last_json(self.run(name, launched("benchmarks.race.trl_grpo", flags(given), gpus=1),
-                                                  site=self.site))))  # fmt: skip
+        module = f"benchmarks.race.trl_{'grpo' if row.kind == 'grpo' else 'supervised'}"
+        words = [*flags(given), *([] if row.kind == "grpo" else ["--kind", row.kind])]
+        return dict(json.loads(last_json(self.run(name, launched(module, words, gpus=1), site=self.site))))
 
     def noted(self, side: str, turn: int, settings: Found) -> Found:
         """Run a side once and write what it found, or its error, as a line of JSON."""
@@ -163,7 +120,7 @@ class Race:
         """Return the fastest settings of TRL's side. Raises BenchError: none of them ran."""
         short = replace(self, row=replace(self.row, **SEARCHED))
         best, seconds = start, short.noted("search", 0, start).get("step_s")
-        for turn, settings in enumerate(candidates(start), 1):
+        for turn, settings in enumerate(sides.candidates(self.row.kind, start), 1):
             tried = best | settings
             found = short.noted("search", turn, tried).get("step_s")
             if found is not None and (seconds is None or found < seconds):
@@ -173,18 +130,10 @@ class Race:
         return best
 
 
-def candidates(start: Found) -> Iterator[Found]:
-    """Yield what is tried one after the other: {name: value} that differs from the start."""
-    for name, values in TRIED:
-        for value in values:
-            if value != start[name]:
-                yield {name: value}
-
-
 def main() -> int:
     """Run a race; return 1 if a side never ran to its end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.race", description=__doc__)
-    parser.add_argument("row", choices=ROWS)
+    parser.add_argument("row", choices=sides.ROWS)
     parser.add_argument("--work", default="output/race", help="folder of models, prompts and logs")
     parser.add_argument("--site", default="", help="folder of packages for TRL's side: vLLM, trl")
     parser.add_argument("--json", required=True, help="file to which each run adds a line")
@@ -193,11 +142,11 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(options.work).resolve() / options.row
     folder.mkdir(parents=True, exist_ok=True)
-    race = Race(ROWS[options.row], folder, options.site, Path(options.json).resolve())
+    race = Race(sides.ROWS[options.row], folder, options.site, Path(options.json).resolve())
     try:
         race.prepare()
-        start = START | ({"micro_batch": 2, "weights": "float32"} if options.row == "tiny" else {})
-        best = START | json.loads(options.settings) if options.settings else race.search(start)
+        start = sides.START[race.row.kind] | (sides.ON_A_CPU if options.row.startswith("tiny") else {})
+        best = start | json.loads(options.settings) if options.settings else race.search(start)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

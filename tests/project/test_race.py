@@ -1,4 +1,4 @@
-"""`python -m benchmarks.race`: the search over TRL's settings, and both sides of a tiny row on a CPU."""
+"""`python -m benchmarks.race`: the search over TRL's settings, and both sides of tiny rows on a CPU."""
 
 import importlib.util
 import json
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support.source_tree import ROOT
 
-from benchmarks.race.__main__ import ROWS, START, Race, candidates
+from benchmarks.race.__main__ import Race
+from benchmarks.race.sides import ROWS, START, TRIED, candidates
 from benchmarks.speed.jobs import BenchError
 
 
@@ -28,10 +29,10 @@ def test_the_search_keeps_what_is_faster_and_goes_on_after_a_failure(tmp_path, m
         return {"step_s": seconds + (settings["weights"] == "float32")}
 
     monkeypatch.setattr(Race, "trl", trl)
-    best = made(tmp_path).search(START)
-    assert best == START | {"micro_batch": 32, "vllm_gpu_memory_utilization": 0.2}
+    best = made(tmp_path).search(START["grpo"])
+    assert best == START["grpo"] | {"micro_batch": 32, "vllm_gpu_memory_utilization": 0.2}
     lines = [json.loads(line) for line in (tmp_path / "race.jsonl").read_text().splitlines()]
-    assert len(lines) == 1 + len(list(candidates(START))) <= 12
+    assert len(lines) == 1 + len(list(candidates("grpo", START["grpo"]))) <= 12
     assert [line["turn"] for line in lines] == [*range(len(lines))]
     assert sum("error" in line for line in lines) == 1 and all(line["side"] == "search" for line in lines)
 
@@ -43,10 +44,15 @@ def test_a_start_that_fails_is_no_end_of_the_search(tmp_path, monkeypatch):
         return {"step_s": 5.0}
 
     monkeypatch.setattr(Race, "trl", trl)
-    assert made(tmp_path).search(START)["gradient_checkpointing"] is True
+    assert made(tmp_path).search(START["grpo"])["gradient_checkpointing"] is True
     monkeypatch.setattr(Race, "trl", lambda *_: (_ for _ in ()).throw(BenchError("no")))
     with pytest.raises(BenchError, match="no settings"):
-        made(tmp_path).search(START)
+        made(tmp_path).search(START["grpo"])
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_at_most_twelve_settings_are_tried(kind):
+    assert 1 + len(list(candidates(kind, START[kind]))) <= 12
 
 
 @pytest.mark.slow
@@ -73,3 +79,25 @@ def test_both_sides_of_a_tiny_row_run(tmp_path):
     assert all(
         json.loads(mine)["prompt"] in json.loads(theirs)["prompt"] for mine, theirs in zip(*prompts, strict=True)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "sft"])
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed, which is raced against")
+def test_both_sides_of_a_supervised_row_train_on_the_same_tokens(tmp_path, kind):
+    words = [f"tiny-{kind}", "--work", tmp_path / "work", "--json", tmp_path / "race.jsonl", "--turns", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.race", *map(str, words), "--settings", '{"micro_batch": 2}'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, theirs = map(json.loads, (tmp_path / "race.jsonl").read_text().splitlines())
+    row = ROWS[f"tiny-{kind}"]
+    longest = row.prompts * (2 if kind == "dpo" else 1) * (row.prompt + row.answer)
+    for found in (ours, theirs):
+        assert 0.8 * longest < found["tokens_per_step"] <= longest, "rows of full length"
+        assert found["steps"] == row.steps and found["step_s"] > 0
+    assert done.stdout.startswith(f"tiny-{kind}: ours ")
