@@ -25,7 +25,10 @@ MAX_UNTYPED = 0  # parameters of UNTYPED_NAMES that are Any
 
 UNTYPED_NAMES = ("config", "model", "tokenizer", "kind")
 # Words that do not say what a value is; none of them is a whole name, except in LATER.
-VAGUE_NAMES = {"made", "away", "beside", "told", "asked", "found", "kept", "held", "own"}
+VAGUE_NAMES = {
+    "made", "away", "beside", "told", "asked", "found", "kept", "held", "own", "known", "place", "cut", "wanted",
+    "begun",
+}  # fmt: skip
 # Packages and files whose names are edited with their next change.
 LATER = ("pipeline/configuration/", "rlhf/train_plan.py", "step3_ppo/rewarding.py")
 # What a new process starts by `python -m`, and the packages whose data files are read.
