@@ -82,8 +82,8 @@ def samples_of(
             chosen = rows.train.select(units[index])
             sizes = sequence_lengths(chosen).max(1).tolist()
             pairs = zip(chosen, sizes, strict=True)
-            truncated = [is_truncated(row, size, options, rows, tokenizer) for row, size in pairs]
-            names = [f"{row + 1}{' (cut)' * is_cut}" for row, is_cut in zip(units[index], truncated, strict=True)]
+            marks = [" (truncated)" * is_truncated(row, size, options, rows, tokenizer) for row, size in pairs]
+            names = [f"{row + 1}{mark}" for row, mark in zip(units[index], marks, strict=True)]
             title = f"{options.title} row{'s' * (len(chosen) > 1)} {', '.join(names)}"
             parts = [part for row in chosen for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
             samples.append(Sample(title, sum(sizes), parts))
