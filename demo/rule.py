@@ -24,8 +24,8 @@ KIND_SHARE = 0.25  # share of the words of a random answer: low enough that SFT 
 
 def make_prompt(random: Random) -> str:
     """A request such as 'Describe the grey otter by the mill.'"""
-    animal, colour, place = random.choice(ANIMALS), random.choice(COLOURS), random.choice(PLACES)
-    return f"{random.choice(ASKS)} the {colour} {animal} by the {place}."
+    animal, colour, location = random.choice(ANIMALS), random.choice(COLOURS), random.choice(PLACES)
+    return f"{random.choice(ASKS)} the {colour} {animal} by the {location}."
 
 
 def make_answer(random: Random) -> str:

@@ -299,8 +299,8 @@ def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[st
         flags[f"{prefix}zero_stage"] = zero_stages[start.follows]
         if not start.section:
             model = models[start.follows]
-            known = known_model(model)
-            flags[Stage.path_flag(prefix)] = model if known is None else known.hub_id
+            base_model = known_model(model)
+            flags[Stage.path_flag(prefix)] = model if base_model is None else base_model.hub_id
     flags |= {"resume": config.resume, "overwrite": str(config.overwrite).lower(), "debug": str(config.debug).lower()}
     return {name: value for name, value in flags.items() if value not in ("", "auto", "false")}
 
@@ -328,8 +328,10 @@ def with_reward_model(config: TrainConfig) -> TrainConfig:
     """Return a configuration with `auto` of --reward-model resolved to a small model that reads the actor's tokens."""
     if config.reward_model != "auto":
         return config
-    known = known_model(config.actor_model)
-    return config.model_copy(update={"reward_model": config.actor_model if known is None else known.reward_model})
+    base_model = known_model(config.actor_model)
+    return config.model_copy(
+        update={"reward_model": config.actor_model if base_model is None else base_model.reward_model}
+    )
 
 
 def contradictions(config: TrainConfig) -> list[str]:

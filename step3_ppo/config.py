@@ -1,7 +1,6 @@
-"""The flags of PPO and its other methods in stage 3, and checks of generation that need no model."""
+"""The flags of PPO and its other methods in stage 3."""
 
 from dataclasses import fields
-from math import gcd
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,11 +13,11 @@ from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload,
 from pipeline.configuration.origins import Origin
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
-from pipeline.errors import InputError, counted
-from pipeline.generation.options import why_not_streamed
+from pipeline.errors import InputError
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
+from step3_ppo.flags.generation import check_generation
 from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig, refuse_unread
 from step3_ppo.flags.methods import METHODS, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
@@ -61,10 +60,7 @@ class PPOConfig(StageConfig):
         needs="a reward model",
     )
     reward_model_attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = flag(
-        "auto",
-        "Attention kernel of the reward model; auto: the critic's",
-        on_resume="rounding",
-        needs="a reward model",
+        "auto", "Attention kernel of the reward model; auto: the critic's", on_resume="rounding", needs="a reward model"
     )
     reward_model_offload_weights: Offload = flag(
         "auto",
@@ -233,7 +229,7 @@ class PPOConfig(StageConfig):
 
     def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSON of each engine by name. Raises InputError for settings that contradict."""
-        check_generation(self, placement.ranks)
+        check_generation(self.sampling, self.actor, placement.ranks)
         jsons = {
             role.title: training_json(
                 Resolved(self, origins),
@@ -376,25 +372,3 @@ def is_offloaded(config: PPOConfig, role: Role) -> bool:
     if role.name in COMPARED:
         return config.offload_reference_model
     return own_flags(config, role).get("offload_weights") == "cpu"
-
-
-def check_generation(config: PPOConfig, ranks: int | None) -> None:
-    """Raise InputError, a line each, for settings with which no model can generate; ranks None: not yet known."""
-    sampling, partitioned = config.sampling, config.actor.partitioned == "weights"
-    size, backend, errors = sampling.inference_tp_size, sampling.generation_engine, []
-    if ranks is not None and ranks % size:
-        errors.append(f"--inference-tp-size {size}: must divide the {counted(ranks, 'rank')}; give {gcd(size, ranks)}")
-    if size > 1 and backend not in ("auto", "fused"):
-        errors.append(f"--inference-tp-size {size}: needs the fused backend, got {backend}")
-    reason = why_not_streamed(partitioned=partitioned, ranks=ranks, tensor_parallel_size=size, backend=backend)
-    if sampling.rollout_weights == "streamed" and reason:
-        errors.append(f"--rollout-weights streamed: {reason}; else give auto")
-    unmerged = config.actor.lora_dim and not sampling.merge_lora_for_generation
-    if backend == "fused" and unmerged and config.actor.quantization == "none":
-        errors.append(
-            "--generation-engine fused: it takes no unmerged adapters (--merge-lora-for-generation false); use auto"
-        )
-    if backend == "fused" and config.actor.quantization == "nf4":
-        errors.append("--generation-engine fused: it reads no 4-bit weights (--actor-quantization nf4); use auto")
-    if errors:
-        raise InputError("\n".join(errors))

@@ -13,7 +13,7 @@ with its value and where that came from, and `config.json` in a run's folder sto
 MEANINGS = {
     Kind.COMMAND_LINE: ("A flag on the command line.", ""),
     Kind.FILE: ("The YAML file of `--config`.", "run.yaml"),
-    Kind.PRESET: ("The preset of the model, or `--preset`.", "launch/presets/7b.yaml"),
+    Kind.PRESET: ("The preset of the model, or `--preset`.", "launch/presets/8b.yaml"),
     Kind.DEEPSPEED_JSON: ("The JSON file of `--deepspeed-config`.", "ds.json"),
     Kind.EARLIER_RUN: (
         "The run that resumes: its rollout size, and flags whose default has changed since.",
@@ -30,7 +30,7 @@ EXCEPTIONS = """
 - **A flag that was given twice**: the last one counts, and a note says so.
 - **Batches**: `--gradient-accumulation-steps` follows from `--train-batch-size` where both are given, since the rows
   of a step are what learning rates are meant for. `--gradient-accumulation-steps` in a higher place ends that.
-- **Presets give way**: a preset's setting that saves memory is dropped, with a note, where it contradicts a flag of
+- **Presets yield**: a preset's setting that saves memory is dropped, with a note, where it contradicts a flag of
   yours. Other methods than PPO ignore a preset's values for PPO and its critic.
 - **Resuming**: a flag that changes what is learned must have the value of the checkpoint, or the run ends with both.
   [Resume](../guides/resume.md) says which flags may change.

@@ -165,11 +165,15 @@ def setters(flag: Flag, configs: Sequence[type[Group]]) -> Iterator[str]:
 def page_of(names: Sequence[str]) -> str:
     """Return the page of docs/ that explains a topic or a flag, whose names these are.
 
-    It is a page that has the first name in its own, else the one that names them most often.
+    It is a page that has the first name in its own, else the one that names them most often. Among equal ones, a page
+    with a list item that begins with such a flag wins, as under "The settings that people change".
     """
     pages = [page for folder in SHOWN_PAGES for page in sorted((DOCS / folder).glob("*.md"))]
-    spelled = "|".join(re.sub("[_-]", "[_-]", name.lstrip("-")) for name in names)
-    counts = [len(re.findall(rf"[-.`](?:{spelled})\b(?![_-])", page.read_text(encoding="utf-8"))) for page in pages]
-    ranks = [(names[0] in page.stem.split("_"), count) for page, count in zip(pages, counts, strict=True)]
-    best = max(ranks, default=(False, 0))
+    spelled = rf"(?:{'|'.join(re.sub('[_-]', '[_-]', name.lstrip('-')) for name in names)})\b(?![_-])"
+    ranks: list[tuple[bool, int, bool]] = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        is_item = re.search(rf"^- `--(?:\w+\.)?{spelled}", text, re.MULTILINE) is not None
+        ranks.append((names[0] in page.stem.split("_"), len(re.findall(f"[-.`]{spelled}", text)), is_item))
+    best = max(ranks, default=(False, 0, False))
     return f"docs/{pages[ranks.index(best)].relative_to(DOCS)}" if any(best) else ALL_FLAGS

@@ -162,6 +162,6 @@ def short(value: Any) -> str:
 def refuse(folder: Path, lines: list[str], hint: str, *, force: bool) -> None:
     """Raise InputError with the lines and the hint, if there are any; with `force`, log them."""
     if lines and not force:
-        raise InputError("\n".join([*lines, f"{folder}: {hint}; --force-resume goes on nevertheless"]))
+        raise InputError("\n".join([*lines, f"{folder}: {hint}; --force-resume continues anyway"]))
     for line in lines:
         log.warning("resumed nevertheless: %s", line)

@@ -227,7 +227,7 @@ def plain_turns(messages: Sequence[Message], special: Sequence[str]) -> list[Mes
 
 
 def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
-    """Return a function that encodes texts; it raises InputError where the tokenizer's regular expression gives up."""
+    """Return a function that encodes texts; it raises InputError where the tokenizer's regular expression fails."""
     encode = _encoder_of(tokenizer)
 
     def checked(text: str) -> list[int]:
@@ -237,7 +237,7 @@ def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int
             if type(error).__name__ != "PanicException":  # of Rust: no Exception, and its class cannot be imported
                 raise
             path = tokenizer.name_or_path
-            raise InputError(f"{path}: its tokenizer gives up at a text: {error}; take another model's") from None
+            raise InputError(f"{path}: its tokenizer fails on a text: {error}; take another model's") from None
 
     return checked
 

@@ -109,11 +109,13 @@ def task_trial(
         most_tokens: tokens that the model's positions leave to an answer; None without a limit.
     """
     answers = [one for group in groups for one in group]
-    rewards = [known for group in groups if (known := [one.reward for one in group if one.reward is not None])]
+    rewards = [
+        group_rewards for group in groups if (group_rewards := [one.reward for one in group if one.reward is not None])
+    ]
     if not rewards:
         return None
-    rewards = [[float(f"{reward:.{DIGITS}g}") for reward in known] for known in rewards]
-    differing = [len(set(known)) > 1 for known in rewards]
+    rewards = [[float(f"{reward:.{DIGITS}g}") for reward in group_rewards] for group_rewards in rewards]
+    differing = [len(set(group_rewards)) > 1 for group_rewards in rewards]
     passes = {name: both for name, weight in weights.items() if weight > 0 and (both := passes_of(groups, name))}
     ended = [one.num_tokens for one in answers if one.finish_reason != "limit"]
     return TaskTrial(
@@ -124,9 +126,11 @@ def task_trial(
         most_tokens=most_tokens,
         mean_tokens=statistics.fmean(one.num_tokens for one in answers),
         longest=max(ended, default=0),
-        num_signal=sum(len(known) for known, differs in zip(rewards, differing, strict=True) if differs),
+        num_signal=sum(
+            len(group_rewards) for group_rewards, differs in zip(rewards, differing, strict=True) if differs
+        ),
         mean=by_prompt(rewards),
-        best=by_prompt([[max(known)] for known in rewards]),
+        best=by_prompt([[max(group_rewards)] for group_rewards in rewards]),
         passes=passes,
         differ=share_by_prompt([[differs] for differs in differing]),
         room=room_of(rewards) if num_samples >= BEST_OF and len(rewards) >= MIN_PROMPTS else None,
@@ -140,29 +144,31 @@ def passes_of(groups: Sequence[Sequence[SampledAnswer]], name: str) -> tuple[Int
     As in training (`pass_at_1/NAME`), answers without a value do not count.
     """
     values = [[value for one in group if (value := one.scores.get(name)) is not None] for group in groups]
-    if not any(values) or not all(0 <= value <= 1 for known in values for value in known):
+    if not any(values) or not all(0 <= value <= 1 for group_values in values for value in group_values):
         return None
-    passed = [[value >= 1 for value in known] for known in values if known]
-    return share_by_prompt(passed), share_by_prompt([[any(known)] for known in passed])
+    passed = [[value >= 1 for value in group_values] for group_values in values if group_values]
+    return share_by_prompt(passed), share_by_prompt([[any(group_passed)] for group_passed in passed])
 
 
 def room_of(rewards: Sequence[Sequence[float]]) -> Interval:
     """Return the gain of the best of BEST_OF answers over the mean, as a share of the range of all rewards."""
     spread = max(map(max, rewards)) - min(map(min, rewards))
-    return by_prompt([[(best_of(known) - statistics.fmean(known)) / (spread or 1.0)] for known in rewards])
+    return by_prompt(
+        [[(best_of(group_rewards) - statistics.fmean(group_rewards)) / (spread or 1.0)] for group_rewards in rewards]
+    )
 
 
 def best_of(values: Sequence[float]) -> float:
     """Return the expected best of BEST_OF values drawn without replacement; the best one of fewer values."""
     count = min(BEST_OF, len(values))
-    # The place-th smallest value is the best of the draws that take the others from the values below it.
-    ways = [math.comb(place, count - 1) for place in range(len(values))]
+    # Of ascending values, the one at `index` is the best of the draws that take the others from the values below it.
+    ways = [math.comb(index, count - 1) for index in range(len(values))]
     return sum(value * way for value, way in zip(sorted(values), ways, strict=True)) / sum(ways)
 
 
 def by_prompt(values: Sequence[Sequence[float]]) -> Interval:
     """Return the mean of the prompts' means with its normal interval; without bounds for one prompt."""
-    means = [statistics.fmean(known) for known in values]
+    means = [statistics.fmean(prompt_values) for prompt_values in values]
     return mean_interval(means) or Interval(means[0], -math.inf, math.inf)
 
 
@@ -171,7 +177,7 @@ def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
 
     It is Wilson's where a prompt's share is 0 or 1, as it has a width also if all prompts agree, else the normal one.
     """
-    shares = [statistics.fmean(known) for known in values]
+    shares = [statistics.fmean(prompt_values) for prompt_values in values]
     if {0.0, 1.0}.issuperset(shares) or len(set(shares)) == 1:
         return wilson(statistics.fmean(shares), len(shares))
     interval = by_prompt([[share] for share in shares])

@@ -163,7 +163,7 @@ class Job:
             return False
         if not self._has_said_stop:
             self._has_said_stop = True
-            say("stopping, with a checkpoint if training has begun; a second signal kills at once")
+            say("stopping, with a checkpoint if training has started; a second signal kills at once")
         if self._remote:
             self._remote.stop()
         else:

@@ -84,24 +84,24 @@ def choose_gpus(count: int, had: int, *, starts: bool) -> tuple[dict[str, Any], 
     Raises:
         EnvironmentFault: fewer GPUs are free than requested, or than the run had.
     """
-    visible, wanted = visible_gpus(), count or had
+    visible, num_gpus = visible_gpus(), count or had
     if not visible:
-        return {"deployment_type": "single_node" if wanted > 1 else "single_gpu", "num_gpus": wanted}, ""
+        return {"deployment_type": "single_node" if num_gpus > 1 else "single_gpu", "num_gpus": num_gpus}, ""
     check_device_count(count)
     gpus = holders(visible)
     in_use = {name: what for name, (_, what) in gpus.items() if what}
     free = [name for name in visible if name not in in_use]
     why, line = f"--num-gpus {count}" if count else f"the run had {counted(had, 'rank')}", ""
-    if wanted > len(free) or not free:
+    if num_gpus > len(free) or not free:
         busy = "".join(f", GPU {name}: {what}" for name, what in in_use.items())
         line = (
-            f"{f'{why}, but ' if wanted else ''}{len(free)} of {len(visible)} GPUs are free{busy}; wait, or give "
+            f"{f'{why}, but ' if num_gpus else ''}{len(free)} of {len(visible)} GPUs are free{busy}; wait, or give "
             f"{f'--num-gpus {len(free)}, or ' if free else ''}--deployment-type single_node, which takes all"
         )
         if starts:
             raise EnvironmentFault(line)
         free, in_use = visible, {}
-    chosen = free[: wanted or None]
+    chosen = free[: num_gpus or None]
     flags: dict[str, Any] = {"deployment_type": "single_node" if chosen[1:] else "single_gpu", "num_gpus": 0}
     if chosen != visible:
         numbers = ",".join(gpus[name][0] for name in chosen if gpus)

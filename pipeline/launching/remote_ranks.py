@@ -167,15 +167,15 @@ def differences(hosts: Sequence[Host]) -> list[str]:
     for host in hosts:
         facts, contents = host.greeting["facts"], host.greeting["contents"]
         for name, value in facts["same"].items():
-            if value != (wanted := first.greeting["facts"]["same"][name]):
-                lines.append(f"{host.name}: {name} is {value}, {first.name} has {wanted}; install the same on both")
+            if value != (expected := first.greeting["facts"]["same"][name]):
+                lines.append(f"{host.name}: {name} is {value}, {first.name} has {expected}; install the same on both")
         if facts["gpus"] < facts["chosen"] and any(other.greeting["facts"]["gpus"] for other in hosts):
             lines.append(
                 f"{host.name}: GPU {facts['chosen'] - 1} is requested, it has {facts['gpus']}; lower its slots in the "
                 "host file, or give --exclude"
             )
         for name, content in contents.items():
-            if content != (wanted := first.greeting["contents"].get(name)):
+            if content != (expected := first.greeting["contents"].get(name)):
                 is_missing = content in ("", name.partition(" ")[2])  # a missing model folder counts as a hub id
                 what = "is not there, or unreadable" if is_missing else f"is not what {first.name} has"
                 lines.append(f"{host.name}: {name}: {what}; copy it from the host that has the right one")

@@ -161,9 +161,9 @@ def port(text: str) -> int:
     return whole(text, 0, 65535, "0 to 65535")
 
 
-def whole(text: str, least: int, most: int, wanted: str) -> int:
+def whole(text: str, least: int, most: int, expected: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not least <= int(text) <= most:
-        raise refused(f"got {text!r}, expected {wanted}")
+        raise refused(f"got {text!r}, expected {expected}")
     return int(text)
 
 

@@ -257,8 +257,8 @@ def target_of_file(path: Path) -> Target:
             raise InputError(f"--target: {path}: name: got {value!r}, expected the name of a device")
         # In Python, `true` is an int too.
         if name != "name" and not (isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LIMIT):
-            wanted = f"a {'whole ' if kind is int else ''}number above 0 and below {LIMIT:,}"
-            raise InputError(f"--target: {path}: {name}: got {value!r:.40}, expected {wanted}")
+            expected = f"a {'whole ' if kind is int else ''}number above 0 and below {LIMIT:,}"
+            raise InputError(f"--target: {path}: {name}: got {value!r:.40}, expected {expected}")
     if content.get("hosts", 1) * content.get("gpus", 1) >= LIMIT:
         raise InputError(f"--target: {path}: hosts x gpus: expected fewer than {LIMIT:,} GPUs")
     name, memory = str(content.get("name", path.stem)), int(content["memory_gib"] * GIB)

@@ -90,15 +90,15 @@ def largest_micro_batch(
     optimizer = resolved.config.optimizer
     micro = optimizer.per_device_train_batch_size
     rows = micro * optimizer.gradient_accumulation_steps
-    known, key = read_object(file), shape_key(stage, resolved, target)
+    remembered, key = read_object(file), shape_key(stage, resolved, target)
 
     def flags_of(size: int) -> dict[str, Any]:
         accumulation = {} if optimizer.train_batch_size else {"gradient_accumulation_steps": rows // size}
         return {"per_device_train_batch_size": size, **accumulation}
 
-    if known.get(key, 0) and rows % known[key] == 0:
-        say(f"auto_batch: {shlex.join(flag_words(flags_of(known[key])))}, as found before ({file})")
-        return flags_of(known[key])
+    if remembered.get(key, 0) and rows % remembered[key] == 0:
+        say(f"auto_batch: {shlex.join(flag_words(flags_of(remembered[key])))}, as found before ({file})")
+        return flags_of(remembered[key])
     sizes = [size for size in range(1, rows + 1) if rows % size == 0]
     size = search(lambda size: tries(resolved, flags_of(size)), sizes, start=micro)
     if size is None:
@@ -110,15 +110,15 @@ def largest_micro_batch(
 
 def search(has_memory: Callable[[int], bool], sizes: Sequence[int], *, start: int) -> int | None:
     """Return the largest of ascending `sizes` that has memory, by doubling from `start` and bisection; None: none."""
-    low, high, place = -1, len(sizes), sizes.index(start)  # low has memory, high has not
+    low, high, index = -1, len(sizes), sizes.index(start)  # low has memory, high has not
     while low + 1 < high:
-        if has_memory(sizes[place]):
-            low = place
+        if has_memory(sizes[index]):
+            low = index
         else:
-            high = place
-        place = (low + high) // 2
+            high = index
+        index = (low + high) // 2
         if high == len(sizes):
-            place = next((n for n in range(low + 1, high) if sizes[n] >= 2 * sizes[low]), high - 1)
+            index = next((n for n in range(low + 1, high) if sizes[n] >= 2 * sizes[low]), high - 1)
     return sizes[low] if low >= 0 else None
 
 

@@ -50,8 +50,9 @@ def shares_and_lengths(options: DataOptions, rows: StageData) -> Iterator[str]:
     """Yield the shares of rows that are cut and dropped, and percentiles of the lengths of those to train on."""
     outcomes, lengths = rows.counts.outcomes, sequence_lengths(rows.train).max(1)
     num_rows = outcomes["to train on"] + outcomes["held out"]
-    cut, dropped = outcomes["cut"] / max(num_rows, 1), outcomes["dropped"] / max(num_rows + outcomes["dropped"], 1)
-    yield f"{options.title} rows: {cut:.1%} cut, {dropped:.1%} dropped"
+    truncated_share = outcomes["cut"] / max(num_rows, 1)
+    dropped_share = outcomes["dropped"] / max(num_rows + outcomes["dropped"], 1)
+    yield f"{options.title} rows: {truncated_share:.1%} cut, {dropped_share:.1%} dropped"
     sizes = np.percentile(lengths, PERCENTILES, method="higher")
     shares = ", ".join(f"{share} % {size}" for share, size in zip(PERCENTILES, sizes, strict=True))
     yield f"{options.title} tokens: {shares}, longest {lengths.max()}, limit {length_limit(options)}"

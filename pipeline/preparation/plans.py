@@ -126,8 +126,8 @@ def plan_stages(
     errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
         if rollout := plan.needs.rollout:
-            known = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
-            show(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {known}"))
+            limit_note = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
+            show(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {limit_note}"))
         if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):
             show(wrapped(f"  note: {section}: {note}"))
         if plan.resolved.config.run.explain:

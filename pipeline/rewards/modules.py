@@ -39,14 +39,14 @@ def imported_names(file: Path, folder: Path) -> Iterator[list[str]]:
                 yield from (name.split(".") for name in names)
 
 
-def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list[str]:
-    """Return the paths of modules beside a user's file that are imported now and are not in `known`.
+def check_modules(target: str, digests: Mapping[str, str], seen: set[str]) -> list[str]:
+    """Return the paths of modules beside a user's file that are imported now and are not in `digests`.
 
     Args:
-        known: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
+        digests: path below the file's folder -> SHA-256 of its content at the start; see `modules_beside`.
         seen: names of checked modules; the function adds to it.
 
-    Raises RefusedError where a known one has another content.
+    Raises RefusedError where one of them has another content.
     """
     file, unknown = Path(target.rpartition(":")[0]), list[str]()
     for name in sys.modules.keys() - seen if file.name else ():
@@ -55,8 +55,8 @@ def check_modules(target: str, known: Mapping[str, str], seen: set[str]) -> list
         is_of_others = path == file or name.split(".")[0] == PROJECT or "site-packages" in path.parts
         if path.is_relative_to(file.parent) and not is_of_others:
             key = path.relative_to(file.parent).as_posix()
-            if key not in known:
+            if key not in digests:
                 unknown.append(key)
-            elif digest(path) != known[key]:
+            elif digest(path) != digests[key]:
                 raise RefusedError(f"{key} has changed since the start; a run uses one version, restore it")
     return unknown

@@ -148,21 +148,21 @@ class RolloutScoring:
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
-    def ended(self, place: int, row: int, sample: int, ids: list[int]) -> None:
+    def ended(self, index: int, row: int, sample: int, ids: list[int]) -> None:
         """Add response number `sample` to a prompt; the prompt's last response starts its calls.
 
         Args:
-            place: index of the prompt in the rollout.
+            index: index of the prompt in the rollout.
             row: row of the prompt in the data.
             ids: tokens of the response.
         """
-        responses = self._ids.setdefault(place, {})
+        responses = self._ids.setdefault(index, {})
         responses[sample] = ids
         if len(responses) == self._num_samples:
-            self._handles[place] = self._pool.submit(self._responses_of(row, [responses[n] for n in sorted(responses)]))
+            self._handles[index] = self._pool.submit(self._responses_of(row, [responses[n] for n in sorted(responses)]))
 
     def gather(self, between: Callable[[], None]) -> dict[int, dict[str, list[Value]]]:
-        """Wait for the calls; return {place: {function: a value of each response}}.
+        """Wait for the calls; return {index: {function: a value of each response}}.
 
         between: called while it waits; may raise.
 

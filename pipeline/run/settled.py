@@ -121,7 +121,7 @@ def other_readers(stages: Mapping[Stage, Resolved]) -> Iterator[Reader]:
 def has_share(stage: Stage, given: Resolved, split: str) -> bool:
     """Return True if a split has rows for a run that it does not have for other stages. Raises InputError."""
     sizes = parse_shares(split)
-    return sizes is not None and any(sizes[place] for place in stage.row_options(given.config)["shares"])
+    return sizes is not None and any(sizes[index] for index in stage.row_options(given.config)["shares"])
 
 
 def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | None, *, runs_too: bool) -> bool:
@@ -142,8 +142,8 @@ def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | Non
 
 def split_among(stages: list[Stage]) -> str:
     """Return 2,4,4 without the shares that none of the stages takes: they fall to the others in proportion."""
-    taken = {place for stage in stages for place in stage.shares}
-    return ",".join(size if place in taken else "0" for place, size in enumerate(SHARED.split(",")))
+    taken = {index for stage in stages for index in stage.shares}
+    return ",".join(size if index in taken else "0" for index, size in enumerate(SHARED.split(",")))
 
 
 def with_split(resolved: Resolved, split: str, note: str = "") -> Resolved:

@@ -128,7 +128,7 @@ def by_tokens(
         parts = even_parts(ordered, limit)
     else:
         parts = [list(range(*ends)) for ends in pairwise(best_cuts(padded, limit))]
-    return [MicroBatch.of((mine[place] for place in part), lengths) for part in parts]
+    return [MicroBatch.of((mine[index] for index in part), lengths) for part in parts]
 
 
 def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -142,15 +142,15 @@ def even_parts(lengths: Sequence[int], limit: int) -> list[list[int]]:
     while count < len(lengths):
         parts: list[list[int]] = [[] for _ in range(count)]
         sums = [(0, part) for part in range(count)]
-        for place, length in enumerate(lengths):
+        for index, length in enumerate(lengths):
             full, part = heapq.heappop(sums)
             heapq.heappush(sums, (full + length, part))
-            parts[part].append(place)
+            parts[part].append(index)
         spread = max(len(part) * lengths[part[0]] for part in parts if part)
         if max(sums)[0] <= limit and spread <= MOST_SPREAD * limit:
             return parts
         count += 1 + count // 8
-    return [[place] for place in range(len(lengths))]
+    return [[index] for index in range(len(lengths))]
 
 
 def best_cuts(lengths: Sequence[int], limit: int) -> list[int]:

@@ -135,15 +135,15 @@ def show_samples(label: str, step: int, rows: Sequence[Mapping[str, Any]]) -> No
     table, plain = Table(title=f"step {step}: samples of the evaluation", box=shape(), title_justify="left"), []
     for name in ("prompt", "answer"):
         table.add_column(name, ratio=1, overflow="fold")
-    known = [name for name in ("score", "KL") if name.lower() in rows[0]]
-    for name in known:
+    number_names = [name for name in ("score", "KL") if name.lower() in rows[0]]
+    for name in number_names:
         table.add_column(name, justify="right", no_wrap=True)
     first = {row["prompt"]: row for row in reversed(rows)}
     for row in list(reversed(first.values()))[:SHOWN_SAMPLES]:
         prompt, answer = shortened(row["prompt"], from_end=True), shortened(row["response"])
-        numbers = ["-" if row[name.lower()] is None else f"{row[name.lower()]:.3g}" for name in known]
+        numbers = ["-" if row[name.lower()] is None else f"{row[name.lower()]:.3g}" for name in number_names]
         table.add_row(*(Text(text) for text in (prompt, answer, *numbers)))
-        said = "".join(f"  {name} {value}" for name, value in zip(known, numbers, strict=True))
+        said = "".join(f"  {name} {value}" for name, value in zip(number_names, numbers, strict=True))
         plain += [f"  prompt: {prompt}", f"  answer: {answer}", said]
     log.info("%s", "\n".join([f"[{label}] step {step}: samples", *plain]), extra={"drawn": drawn(table)})
 

@@ -78,11 +78,12 @@ def samples_of(
         is_packed = not samples and getattr(config.data, "packing", False)
         units = [[row] for row in range(len(rows.train))]
         units = pack_rows(rows.train["num_tokens"][:], options.max_seq_len) if is_packed else units
-        for place in sorted({len(units) * step // number for step in range(number)}):
-            chosen = rows.train.select(units[place])
+        for index in sorted({len(units) * step // number for step in range(number)}):
+            chosen = rows.train.select(units[index])
             sizes = sequence_lengths(chosen).max(1).tolist()
-            cut = [is_truncated(row, size, options, rows, tokenizer) for row, size in zip(chosen, sizes, strict=True)]
-            names = [f"{row + 1}{' (cut)' * lost}" for row, lost in zip(units[place], cut, strict=True)]
+            pairs = zip(chosen, sizes, strict=True)
+            marks = [" (truncated)" * is_truncated(row, size, options, rows, tokenizer) for row, size in pairs]
+            names = [f"{row + 1}{mark}" for row, mark in zip(units[index], marks, strict=True)]
             title = f"{options.title} row{'s' * (len(chosen) > 1)} {', '.join(names)}"
             parts = [part for row in chosen for part in parts_of(row, tokenizer, seq2seq=seq2seq)]
             samples.append(Sample(title, sum(sizes), parts))
@@ -121,7 +122,7 @@ def parts_of(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", *, se
     length, parts = row["prompt_length"], list[Part]()
     other: PartName = "response" if "label" not in row else "chosen" if row["label"] else "rejected"
     for name, ids in tokens.items():
-        spans = spans_of(tokenizer, ids, [place >= length for place in range(len(ids))])
+        spans = spans_of(tokenizer, ids, [index >= length for index in range(len(ids))])
         num_first = min(length, 1)  # the prompt is one span
         parts += [Part("prompt", spans[:num_first])] if not parts else []
         parts.append(Part(PART_OF.get(name, other), spans[num_first:]))

@@ -60,8 +60,8 @@ class Recorder:
         self._models = dict(models or {})
         self._peaks = Peaks(self.device)
         self._phase = ""
-        self._begun: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
+        self._start_times: dict[str, float] = {}  # phase -> when it began last, by the monotonic clock
+        self._end_times: dict[str, float] = {}  # phase -> when it ended; without the current phase
         self._writer: MetricsWriter | None = None
         if run.world.is_main:
             self._writer = MetricsWriter(
@@ -73,7 +73,7 @@ class Recorder:
             )
             every = config.print_steps if run.resolved.is_given("print_steps") else 0
             self._highest = 0.0  # GiB
-            self._known: dict[str, float] = {}  # the last value of each metric
+            self._last_values: dict[str, float] = {}  # the last value of each metric
             self._spent = Counter[str]()  # seconds of each phase
             write_meaning(run, metrics, start_step=start_step, total_steps=total_steps)
             self._health = Health(history_of(run, total_steps=total_steps))
@@ -105,20 +105,20 @@ class Recorder:
         if self._writer is not None:
             self._writer.write(step, values)
             if step > 0:  # in a progress line, a number from before training would look current
-                self._known.update(values)
+                self._last_values.update(values)
             self._health.history.add(step, values)
             self._health.look()
 
     def begin(self, phase: str) -> None:
         """End the current phase of the step and begin another (memory.PHASES), with its own time and peak memory."""
         now = self._peaks.begin(phase)
-        self._ended[self._phase] = now
-        self._begun[phase], self._phase = now, phase
-        self._ended.pop(phase, None)
+        self._end_times[self._phase] = now
+        self._start_times[phase], self._phase = now, phase
+        self._end_times.pop(phase, None)
 
     def seconds(self, phase: str) -> float:
         """Return the seconds of the last run of `phase`; if it has not ended, the seconds until now."""
-        return self._ended.get(phase, time.monotonic()) - self._begun[phase]
+        return self._end_times.get(phase, time.monotonic()) - self._start_times[phase]
 
     def write_training(
         self, step: int, values: Mapping[str, float], *, seconds: float, num_tokens: int, num_rows: int
@@ -135,14 +135,16 @@ class Recorder:
             memory = {name: model_memory(engine, self.device) for name, engine in self._models.items()}
             log.info("\n".join(memory_table(memory, peaks)))
             self._models = {}
-        numbers = {title_of(name, self._metrics): self._known[name] for name in self.shown if name in self._known}
+        numbers = {
+            title_of(name, self._metrics): self._last_values[name] for name in self.shown if name in self._last_values
+        }
         self._progress.update(step, numbers, peak=self._peak_memory(), split=self._split(values))
 
     def _peak_memory(self) -> str:
         """Return the highest peak so far: `31 of 80 GiB` for rank 0's GPU; on a CPU, the peak of the process."""
         if self.device.type != "cuda":
-            return f"{self._known['host_memory_gib']:.3g} GiB"
-        self._highest = max(self._highest, self._known["gpu_memory_gib"])
+            return f"{self._last_values['host_memory_gib']:.3g} GiB"
+        self._highest = max(self._highest, self._last_values["gpu_memory_gib"])
         return f"{self._highest:.3g} of {memory_of(self.device)[1] / GIB:.0f} GiB"
 
     def _split(self, values: Mapping[str, float]) -> str:

@@ -78,8 +78,8 @@ def check_folder(folder: Path) -> None:
 def drawn(prompts: "Sequence[SamplePrompt]", count: int, seed: int) -> "list[SamplePrompt]":
     """Return `count` random prompts in their order, numbered from 1; held-out ones only if there are no others."""
     prompts = [one for one in prompts if one.split != "test"] or prompts
-    places = sorted(Random(seed).sample(range(len(prompts)), min(count, len(prompts))))
-    return [replace(prompts[place], number=number) for number, place in enumerate(places, 1)]
+    indices = sorted(Random(seed).sample(range(len(prompts)), min(count, len(prompts))))
+    return [replace(prompts[index], number=number) for number, index in enumerate(indices, 1)]
 
 
 def answers_to(

@@ -18,7 +18,8 @@ from rlhf.train_config import SIZES, TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_dpo.config import DPOConfig
-from step3_ppo.config import PPOConfig, check_generation
+from step3_ppo.config import PPOConfig
+from step3_ppo.flags.generation import check_generation
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "launch" / "presets"
@@ -194,8 +195,8 @@ def ppo_config(**sampling):
 def test_what_no_model_can_do_is_seen_without_one(flags, ranks, says):
     config = ppo_config(**flags)
     if not says:
-        return check_generation(config, ranks)
+        return check_generation(config.sampling, config.actor, ranks)
     with pytest.raises(InputError) as refused:
-        check_generation(config, ranks)
+        check_generation(config.sampling, config.actor, ranks)
     (line,) = str(refused.value).splitlines()
     assert line.startswith("--") and line == naming(says)

@@ -8,7 +8,7 @@ from support.source_tree import ROOT
 
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import read_command_line
-from pipeline.configuration.help import topic_help
+from pipeline.configuration.help import page_of, topic_help
 from pipeline.configuration.names import Names
 from pipeline.console import shell_lines
 from pipeline.launching.request import FLAGS, SWITCHES, parse_request
@@ -111,6 +111,25 @@ def test_the_page_of_a_flag_is_there():
         path = re.findall(r"page +(docs/\S+?),?(?: which|$)", text, re.MULTILINE)[0]
         assert f"{flag.shown} " in text
         assert (ROOT / path).is_file() or path == "docs/reference/flags.md"
+
+
+def test_of_pages_that_name_a_flag_as_often_the_one_that_lists_it_wins(tmp_path, monkeypatch):
+    texts = {
+        "a": "- first, give `--ppo.max-steps 4`",
+        "b": "- `--ppo.max-steps-in`\n`--max-steps`",
+        "c": "- `--max-steps`",
+    }
+    (tmp_path / "guides").mkdir()
+    for name, text in texts.items():
+        (tmp_path / f"guides/{name}.md").write_text(f"{text}\n")
+    monkeypatch.setattr("pipeline.configuration.help.DOCS", tmp_path)
+    assert page_of(["max_steps"]).endswith("/c.md")
+    (tmp_path / "guides/a.md").write_text(2 * texts["a"])
+    assert page_of(["max_steps"]).endswith("/a.md"), "more mentions are stronger"
+
+
+def test_the_group_size_is_explained_by_the_guide_that_lists_it(capsys):
+    assert "page     docs/guides/grpo.md\n" in printed_by(capsys, "train", "--help", "num-samples-per-prompt")
 
 
 @pytest.mark.parametrize("command", [*sorted(SUBCOMMANDS), *(stage.section for stage in STAGES)])

@@ -32,7 +32,7 @@ def test_an_entry_of_a_runs_file_is_read_as_it_was_written(kind: Kind, tmp_path:
         ("chosen for 2 x H100, 79.1 GiB each", Origin(Kind.PLAN, "2 x H100, 79.1 GiB each")),
         ("auto: 50 x --actor-learning-rate", Origin(Kind.FOLLOWS, "auto: 50 x --actor-learning-rate")),
         ("--train-batch-size 64 on 2 ranks", Origin(Kind.FOLLOWS, "--train-batch-size 64 on 2 ranks")),
-        ("in place of 2 in launch/presets/7b.yaml", Origin(Kind.PRESET, "in place of 2 in launch/presets/7b.yaml")),
+        ("in place of 2 in launch/presets/8b.yaml", Origin(Kind.PRESET, "in place of 2 in launch/presets/8b.yaml")),
         ("in place of 8 in my/run.yaml", Origin(Kind.FILE, "in place of 8 in my/run.yaml")),
         ("in place of 0 in default", Origin(Kind.EARLIER_RUN, "in place of 0 in default")),
         ("defaults.yaml", Origin(Kind.FILE, "defaults.yaml")),

@@ -226,7 +226,7 @@ BROKEN: dict[str, Broken] = {
         f"size mismatch for {Q_OF_LAYER_1}B.default.weight: copying a param with shape torch.Size([32, 3])",
         at_load=True,
     ),
-    "regular-expression": Broken(gives_up, "its tokenizer gives up at a text: Onig: Regex search error"),
+    "regular-expression": Broken(gives_up, "its tokenizer fails on a text: Onig: Regex search error"),
     "template-syntax": Broken(template("{% for m in messages %}"), FAILS + "Unexpected end of template"),
     "template-attribute": Broken(template("{{ messages[0].foo.bar }}"), FAILS + "'dict object' has no attribute"),
     "template-type": Broken(template("{{ 1 + 'a' }}"), FAILS + "unsupported operand"),

@@ -110,7 +110,7 @@ def test_what_decides_what_is_learnt_is_refused(folder, changes):
     """In a line for each."""
     code, said = go_on(folder, *(word for words in changes for word in words))
     assert code == 2 and all(said == naming(line) for line in changes.values()), said
-    assert "--force-resume goes on nevertheless" in said and "Traceback" not in said
+    assert "--force-resume continues anyway" in said and "Traceback" not in said
 
 
 @EACH_STAGE

@@ -91,7 +91,7 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
     changed, hint = str(error.value).splitlines()
     assert changed == naming(f"{flag} ... train.jsonl ... checkpoint")
     assert hint == naming(f"{stage.section}: {folder} ... same flags")
-    assert hint.endswith(f"; --{stage.section}.force-resume goes on nevertheless")
+    assert hint.endswith(f"; --{stage.section}.force-resume continues anyway")
     for more in (("--force-resume",), ("--overwrite",), ("--resume", "never")):
         plan[stage] = configuration(stage, *more)
         assert look() == []

@@ -50,7 +50,7 @@ def test_a_page_of_a_stage_loads_no_weights_and_starts_nothing(folder):
     numbers = dict(map(int, pair.split(" % ")) for pair in shares.removesuffix(", ").split(", "))
     assert (int(longest), int(limit), numbers[95], numbers[99]) == (60, 60, 60, 60) and numbers[50] < 60
     titles = re.findall(r"^sft row (.*): ", done.stdout, re.MULTILINE)
-    assert titles == ["1 (cut)", "14", "27"]
+    assert titles == ["1 (truncated)", "14", "27"]
     assert max(map(len, done.stdout.splitlines())) <= 80 and "\x1b" not in done.stdout
     assert {path.name for path in folder.iterdir()} - before == {"cache"}
 

@@ -16,16 +16,19 @@ from support.source_tree import functions, imports_in, relative, source_files, t
 # --- limits: raised or lowered by an issue alone ---------------------------------------------------------------------
 
 MAX_CODE_LINES = 31_800
-MAX_ARROWS = 135  # pairs of packages of which one imports the other, the leaf modules as one package
-MAX_FLOORS = 11  # the longest way of imports from package to package, each leaf module and program by itself
-MAX_IMPORTED = 20  # files of the project that one file imports
-MAX_ZERO_STAGE_LINES, MAX_ZERO_STAGE_FILES = 18, 8
-MAX_LAUNCHING_FILES = 12
+MAX_ARROWS = 150  # pairs of packages of which one imports the other, the leaf modules as one package
+MAX_FLOORS = 12  # the longest way of imports from package to package, each leaf module and program by itself
+MAX_IMPORTED = 25  # files of the project that one file imports
+MAX_ZERO_STAGE_LINES, MAX_ZERO_STAGE_FILES = 20, 10
+MAX_LAUNCHING_FILES = 15
 MAX_UNTYPED = 0  # parameters of UNTYPED_NAMES that are Any
 
 UNTYPED_NAMES = ("config", "model", "tokenizer", "kind")
 # Words that do not say what a value is; none of them is a whole name, except in LATER.
-VAGUE_NAMES = {"made", "away", "beside", "told", "asked", "found", "kept", "held", "own"}
+VAGUE_NAMES = {
+    "made", "away", "beside", "told", "asked", "found", "kept", "held", "own", "known", "place", "cut", "wanted",
+    "begun",
+}  # fmt: skip
 # Packages and files whose names are edited with their next change.
 LATER = ("pipeline/configuration/", "rlhf/train_plan.py", "step3_ppo/rewarding.py")
 # What a new process starts by `python -m`, and the packages whose data files are read.

@@ -126,10 +126,13 @@ def test_packed_rows_are_one_sample(bpe_tokenizer, tmp_path):
 def test_rows_that_are_cut_say_so(bpe_tokenizer, tmp_path):
     rows = [{"prompt": "p", "response": "word " * count} for count in (2, 200)]
     _, found = samples("sft", options(tmp_path, rows, max_seq_len=50), bpe_tokenizer)
-    assert [sample.title for sample in found] == ["sft row 1", "sft row 2 (cut)"]
+    assert [sample.title for sample in found] == ["sft row 1", "sft row 2 (truncated)"]
     prompts = [{"prompt": "word " * count} for count in (2, 200)]
     given = options(tmp_path, prompts, max_prompt_seq_len=50, long_prompts="truncate_left")
-    assert [sample.title for sample in samples("ppo", given, bpe_tokenizer)[1]] == ["ppo row 1", "ppo row 2 (cut)"]
+    assert [sample.title for sample in samples("ppo", given, bpe_tokenizer)[1]] == [
+        "ppo row 1",
+        "ppo row 2 (truncated)",
+    ]
 
 
 def test_a_row_of_exactly_the_limit_is_not_cut(bpe_tokenizer, tmp_path):
@@ -137,7 +140,7 @@ def test_a_row_of_exactly_the_limit_is_not_cut(bpe_tokenizer, tmp_path):
     size = load_rows("sft", options(tmp_path, rows[:1]), bpe_tokenizer).train[0]["num_tokens"]
     _, found = samples("sft", options(tmp_path, rows, max_seq_len=size), bpe_tokenizer)
     assert [sample.tokens for sample in found] == [size, size]
-    assert [sample.title for sample in found] == ["sft row 1", "sft row 2 (cut)"]
+    assert [sample.title for sample in found] == ["sft row 1", "sft row 2 (truncated)"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -127,8 +127,8 @@ def language(text: str, *, code: str = "en", among: Sequence[str] = ()) -> float
             1000 Chinese answers, py3langid 0.4 found 49 to be Wu or Cantonese.
     """
     identifier = language_identifier(tuple(among))
-    if code not in (known := identifier.nb_classes):
-        raise InputError(f"reward function language: code {code!r} is none of {', '.join(known)}{nearest(code, known)}")
+    if code not in (codes := identifier.nb_classes):
+        raise InputError(f"reward function language: code {code!r} is none of {', '.join(codes)}{nearest(code, codes)}")
     return float(identifier.classify(text)[0] == code) if any(map(str.isalpha, text)) else None
 
 

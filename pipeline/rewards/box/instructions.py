@@ -107,14 +107,14 @@ def instructions(
         strict: return 1 if the completion follows all, else 0.
     """
 
-    def score(text: str, wanted: Any) -> float | None:
-        if not wanted:
+    def score(text: str, row_instructions: Any) -> float | None:
+        if not row_instructions:
             return None
-        followed = [_is_followed(text, instruction) for instruction in wanted]
+        followed = [_is_followed(text, instruction) for instruction in row_instructions]
         return float(all(followed)) if strict else sum(followed) / len(followed)
 
     lists = column_of("instructions", columns, column, completions)
-    return [score(text_of(text), wanted) for text, wanted in zip(completions, lists, strict=True)]
+    return [score(text_of(text), row_instructions) for text, row_instructions in zip(completions, lists, strict=True)]
 
 
 def _is_followed(text: str, instruction: Any) -> bool:

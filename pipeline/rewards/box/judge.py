@@ -50,11 +50,11 @@ MATCH_LIMIT_S = 5.0  # of the search for a user's pattern in one answer, with th
 MAX_ANSWER_BYTES = 10**6
 URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?(/[^\s?#]*)?")
 LONGEST_WAIT_S = 60.0
-MAX_KNOWN = 100_000
+MAX_CACHED_SCORES = 100_000
 AGAIN = (408, 409, 429)  # and all from 500 on
 REFUSED_ROW = (400, 413, 422)  # by what its question is: too long, of forbidden content
 
-_known: dict[bytes, float] = {}  # digest of a question with its endpoint and settings -> score
+_cached_scores: dict[bytes, float] = {}  # digest of a question with its endpoint and settings -> score
 _warned: set[str] = set()
 
 
@@ -217,16 +217,16 @@ async def judge(
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
     questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, strict=True)]
     digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
-    scores = {digest: _known[digest] for digest in digests if digest in _known}
+    scores = {digest: _cached_scores[digest] for digest in digests if digest in _cached_scores}
     new = {digest: question for digest, question in zip(digests, questions, strict=True) if digest not in scores}
     failures = []
     for digest, rating in (await _ratings(endpoint, new, concurrency, pattern, scale)).items():
         if isinstance(rating, ValueError):
             failures.append(endpoint.start(str(rating)))
         else:
-            scores[digest] = _known[digest] = rating / scale
-    while len(_known) > MAX_KNOWN:
-        _known.pop(next(iter(_known)))
+            scores[digest] = _cached_scores[digest] = rating / scale
+    while len(_cached_scores) > MAX_CACHED_SCORES:
+        _cached_scores.pop(next(iter(_cached_scores)))
     if failures:
         raise ValueError(
             f"reward function judge: {len(failures)} of {len(new)} answers have no rating; {failures[0]!r}"
@@ -254,7 +254,7 @@ def _question(template: str, prompt: str | Messages, completion: str | Messages,
         texts["{rubric}"] = rubric if isinstance(rubric, str) else json.dumps(rubric, ensure_ascii=False, indent=1)
         template = WITH_RUBRIC if template == TEMPLATE else template
     texts["{fence}"] = hashlib.sha256(json.dumps([*texts.values()]).encode()).hexdigest()[:16]
-    return re.sub(r"\{(?:prompt|completion|rubric|fence)\}", lambda place: texts.get(place[0], ""), template)
+    return re.sub(r"\{(?:prompt|completion|rubric|fence)\}", lambda match: texts.get(match[0], ""), template)
 
 
 async def _ratings(

@@ -36,11 +36,11 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         InputError: a setting that it refuses, or a package that it needs.
         EnvironmentFault: a judge whose key is not in the environment.
     """
-    known = settings_of(BOX[name])
+    defaults = settings_of(BOX[name])
     for setting in settings:
-        if setting not in known:
-            right = f"it has {', '.join(known)}" if known else "it has no settings"
-            raise InputError(f"reward function {name}: no setting {setting!r}{nearest(setting, known)}; {right}")
+        if setting not in defaults:
+            right = f"it has {', '.join(defaults)}" if defaults else "it has no settings"
+            raise InputError(f"reward function {name}: no setting {setting!r}{nearest(setting, defaults)}; {right}")
     try:
         scores = BOX[name](prompts=[], completions=[], completion_ids=[], **settings)
         if inspect.iscoroutine(scores):
