@@ -3,6 +3,7 @@
 Each file or folder is written under a temporary name, flushed to disk and renamed: it is complete or missing.
 """
 
+import errno
 import functools
 import hashlib
 import json
@@ -180,8 +181,15 @@ def is_origin(content: Any) -> bool:
     return not content or is_of_run or not {"converted_from", "quantised_from"}.isdisjoint(content)
 
 
+def readable(path: str | Path) -> Path:
+    """Return the path of a file to read. Raises OSError for what is no file: a pipe would wait for its writer."""
+    if (file := Path(path)).exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return file
+
+
 def digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, as hex."""
+    """Return the SHA-256 of a file's content, as hex. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

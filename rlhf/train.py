@@ -24,6 +24,7 @@ from pipeline.files import has_config
 from pipeline.launching.scripts import Script, position_in_pipeline, run_script, started_early
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
+from pipeline.redact import masked
 from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import cost, recorded_seconds, verdict
@@ -148,7 +149,8 @@ def header(planned: PlannedStage, config: TrainConfig) -> str:
     argv = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # the printed command starts the stage
         argv = without_flag(argv, name)
-    return f"== stage {planned.stage.number}: {planned.stage.title_of(planned.resolved.config)}\n$ {shell_lines(argv)}"
+    title = planned.stage.title_of(planned.resolved.config)
+    return f"== stage {planned.stage.number}: {title}\n$ {shell_lines(masked(argv))}"
 
 
 def with_position(planned: PlannedStage, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -67,7 +67,8 @@ METRICS: dict[str, Metric] = SHARED | {
     ),
     "policy/clipfrac": Metric(
         "share of tokens without a gradient of the policy loss, because their ratio is beyond the clip range or above "
-        "--dual-clip (cispo: share of tokens with a ratio above --ratio-cap); 0 in a rollout's first optimizer step",
+        "--dual-clip (cispo: share of tokens with a ratio above --ratio-cap, which have a gradient); 0 in a rollout's "
+        "first optimizer step",
         "share",
         "policy",
         better=0,

@@ -14,6 +14,7 @@ from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, MONITORS, READ_AT
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.errors import InputError, counted, dashed
+from pipeline.files import readable
 from pipeline.redact import shown
 
 Json = dict[str, Any]
@@ -37,7 +38,7 @@ def read_user_json(path: str | Path) -> Json:
             an optimizer or scheduler, values that exclude each other.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
+        content = json.loads(readable(path).read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except OSError as error:
         raise InputError(f"--deepspeed-config: {path}: cannot read it: {error.strerror}") from None
     except json.JSONDecodeError as error:

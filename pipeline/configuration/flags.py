@@ -34,6 +34,7 @@ from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, 
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin, Origins
 from pipeline.console import HELP, HELP_ALL
 from pipeline.errors import ContradictionError, InputError, dashed, nearest
+from pipeline.files import readable
 from pipeline.redact import redacted, repeated, shown_value
 
 TRAIN = "train"  # the section of `rlhf train` itself
@@ -94,7 +95,7 @@ def load_yaml(path: str) -> dict[Any, Any]:
     if section and section in (content := load_yaml(file)):
         return dict(content[section])
     try:
-        content = expanded(yaml.load(Path(path).read_text(encoding="utf-8"), FlagLoader))
+        content = expanded(yaml.load(readable(path).read_text(encoding="utf-8"), FlagLoader))
     except OSError as error:
         raise InputError(f"{path}: cannot read it: {error.strerror}") from None
     except RecursionError:

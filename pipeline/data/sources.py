@@ -97,6 +97,8 @@ def _local_path(path: str) -> Path | None:
     if local.exists():
         if local.is_dir() and not os.access(local, os.R_OK | os.X_OK):
             raise InputError(f"{local}: cannot be read ({os.strerror(errno.EACCES)})")
+        if not (local.is_dir() or local.is_file()):
+            raise InputError(f"{local}: not a file or folder")
         warn_of_links(local)
         return local
     if looks_local(path):

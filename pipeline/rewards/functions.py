@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError, nearest
-from pipeline.files import digest
+from pipeline.files import digest, readable
 from pipeline.redact import masked
 from pipeline.rewards.calls import functions_of_box
 from pipeline.rewards.modules import modules_beside
@@ -122,7 +122,7 @@ def function_of_file(text: str, flag: str, others: Sequence[str] = ()) -> Reward
     path = Path(file).expanduser()
     target = f"{path.resolve()}:{name}"
     try:
-        return RewardFunction(name, target, digest=digest(path), modules=modules_beside(path.resolve()))
+        return RewardFunction(name, target, digest=digest(readable(path)), modules=modules_beside(path.resolve()))
     except OSError as error:
         near = nearest(path.name, (other.name for other in path.parent.glob("*.py"))) if not path.exists() else ""
         raise InputError(f"{flag} {text}: {path} cannot be read ({error.strerror}){near}") from None

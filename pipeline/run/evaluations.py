@@ -22,7 +22,7 @@ TRUNCATED = "eval_completions/truncated_fraction"
 TINY = 1e-6  # a smaller difference of two sums is rounding, and shown as 0
 MANY_TRUNCATED = 0.5  # share of truncated answers from which the limit is too short for the start model; chosen by hand
 ERRORS = 2.0  # standard errors that a difference must exceed to be shown
-ALIKE = 6  # rows that show a difference if all changed by the same: that many coin tosses agree once in 32 times
+ALIKE = 6  # rows that can show a difference: that many coin tosses agree once in 32 times
 MOST_ROWS = 1_000  # values that are stored of an evaluation; of more rows only every second, third, ...
 WEIGHT = "weight"  # key in a line of row values: weight of each row in a mean, its tokens or its responses with a value
 EXPONENTIALS = {"eval_perplexity": "eval_loss"}  # metrics that are exp of a mean over rows
@@ -131,7 +131,8 @@ def beside_last(run_dir: Path, name: str, step: int) -> str:
 def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, Any], *, better: int) -> str:
     """Return how a number of an evaluation differs from that of another, as a key of PHRASES.
 
-    Two standard errors count: of the paired difference where rows have values in both, else of the two means.
+    Two standard errors count: of the paired difference where rows have values in both, else of the two means. Fewer
+    than ALIKE rows show no difference.
     """
     if (after := number_of(last[name])) != after:
         return "worse"
@@ -144,7 +145,7 @@ def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, 
         difference, error = after - number_of(first[name]), math.hypot(*errors)
     if error != error:
         return "unknown"
-    is_shown = abs(difference) > max(ERRORS * error, TINY) and (error > TINY or num_rows >= ALIKE)
+    is_shown = abs(difference) > max(ERRORS * error, TINY) and num_rows >= ALIKE
     return "same" if not is_shown else "better" if better * difference > 0 else "worse"
 
 

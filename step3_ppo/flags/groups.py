@@ -168,7 +168,8 @@ class PPOCoefficients(Group):
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
     ] = flag(
         "auto",
-        "Weight of the policy loss: trainer's probability over sampler's, of a token or a response (sequence). "
+        "Weight of the policy loss, not of its KL and entropy terms: trainer's probability over sampler's, of a token "
+        "or a response (sequence). "
         "truncate: at most --off-policy-cap; mask: 0 outside --off-policy-low to the cap; geometric_mask: 1 or 0, by "
         "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
         before="none",

@@ -45,6 +45,17 @@ def test_a_fifo_is_named_and_not_opened(folder, tmp_path, monkeypatch, name):
     assert ending.code == 2 and ending.errors == [says], ending.stderr
 
 
+@pytest.mark.parametrize("flag", ["config", "deepspeed_config", "data_path", "reward_function"])
+def test_a_fifo_that_a_flag_names_is_not_opened(folder, tmp_path, monkeypatch, flag):
+    fifo = tmp_path / f"fifo{'.py' if flag == 'reward_function' else '.jsonl'}"
+    os.mkfifo(fifo)
+    value = f"{fifo}:score" if flag == "reward_function" else fifo
+    with stopped_at_the_models(monkeypatch), time_limit(20):
+        ending = call("ppo", stage_words("ppo", folder, tmp_path / "out", **{flag: value}))
+    assert ending.code == 2, ending.stderr
+    assert ending.errors == [naming(f"error: ... {fifo} ... not a ... file")], ending.stderr
+
+
 @pytest.mark.parametrize("value", [None, "x", [], 1.5, 10**400])
 @pytest.mark.parametrize("name", ["steps", "max_steps", "settings", "inputs", "sizes"])
 def test_a_record_of_wrong_types_is_no_record(tmp_path, name, value):

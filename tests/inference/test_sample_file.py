@@ -8,6 +8,7 @@ import pytest
 from support.messages import naming
 
 from pipeline.errors import EnvironmentFault, InputError
+from pipeline.inference import sample_file
 from pipeline.inference.sample_file import SampleFile, join_parts, open_samples, output_held, part_of
 
 SETTINGS = {"seed": 1, "functions": [("f", 1.0)]}
@@ -110,3 +111,20 @@ def test_of_ranks_that_end_together_one_joins_the_parts(tmp_path):
     first.join()
     assert [json.loads(line)["number"] for line in file.read_text().splitlines()] == [1, 2]
     assert not list(tmp_path.glob("*part-*"))
+
+
+def test_a_rank_looks_for_the_others_after_its_own_part_is_whole(tmp_path, monkeypatch):
+    """The other rank ends while this one flushes its part: one of the two has to see both."""
+    file, settings = tmp_path / "a.jsonl", {"seed": 1}
+    for rank in range(2):
+        open_samples(part_of(file, rank, 2), settings, overwrite=False).write(rank + 1, {"text": str(rank)})
+    flush, joined = sample_file.flush, []
+
+    def ended_meanwhile(path: Path) -> None:
+        flush(path)
+        if path == part_of(file, 1, 2) and not joined:
+            joined.append(join_parts(file, settings, rank=0, size=2))
+
+    monkeypatch.setattr(sample_file, "flush", ended_meanwhile)
+    joined.append(join_parts(file, settings, rank=1, size=2))
+    assert joined == [0, 2] and len(file.read_text().splitlines()) == 2

@@ -17,6 +17,7 @@ from pipeline.launching.target import Target, parse_target
 from pipeline.planning.changes import (
     OTHER,
     MemoryOption,
+    adapters,
     optimizer_offload,
     shared_rollout,
     smaller_micro_batch,
@@ -271,3 +272,15 @@ def test_a_rollout_that_lacks_memory_moves_optimizer_states_away_first(tmp_path)
     same = Remedies.of(planner, resolved).same
     assert [str(change.flags) for change in same.changes] == ["{'offload_optimizer_during_rollout': True}"]
     assert same.is_enough
+
+
+@pytest.mark.parametrize(("given", "other"), [("actor", "critic"), ("critic", "actor")])
+def test_a_model_is_quantised_beside_another_one_that_is_by_hand(given, other):
+    """Adapters on int8 of one model are no reason to leave the base of the other one in 16 bits."""
+    words = f"--actor-lora-dim 16 --critic-lora-dim 16 --{given}-quantization int8 --{other}-quantization none"
+    _, resolved = planner_of("ppo", f"{words} --actor-model-name-or-path 125m --critic-model-name-or-path 125m", "24GB")
+    change = adapters(0 if other == "actor" else 1, "int8")
+    changed = change(dict(flat_items(resolved.config)), parse_target("24GB"))
+    assert changed[f"{other}_quantization"] == "int8" and f"{given}_quantization" not in changed
+    again = change(dict(flat_items(resolved.config)) | changed, parse_target("24GB"))
+    assert f"{other}_quantization" not in again

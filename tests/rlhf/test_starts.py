@@ -86,6 +86,15 @@ def test_settings_of_functions_are_not_printed():
     assert "hunter2" not in "".join(start_lines(planned(*own)))
 
 
+def test_settings_of_functions_are_not_printed_in_a_stages_command(capsys):
+    Path("r.py").write_text("def f(completions, key=''): return [1.0] * len(completions)")
+    entry = '{"name": "r.py:f", "args": {"api_key": "hunter2"}}'
+    call = ["--step", "3", "--method", "grpo", "--actor-model", "qwen2.5-0.5b", "--data-path", "q.jsonl", "--dry-run"]
+    main([*call, "--ppo.reward-function", entry])
+    printed = "".join(capsys.readouterr())
+    assert "bash" in printed and "api_key" in printed and "hunter2" not in printed
+
+
 # --- the start of stage 3 -------------------------------------------------------------------------------------------
 
 

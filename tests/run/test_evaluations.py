@@ -118,6 +118,16 @@ def test_few_rows_that_all_move_alike_show_nothing(tmp_path):
         assert verdict(make_run(tmp_path / kind, "eval_accuracy", [0.5, 1.0], rows=rows)).kind == kind
 
 
+def test_few_rows_that_move_nearly_alike_show_nothing(tmp_path):
+    """Two losses of a run of two steps: their difference is 3 times its error."""
+    for number_of_rows, kind in ((2, "same"), (5, "same"), (6, "better")):
+        after = [2.9849, 2.9922, 2.985, 2.992, 2.985, 2.992][:number_of_rows]
+        rows = [{"eval_loss": one, "weight": [1] * number_of_rows} for one in ([3.0] * number_of_rows, after)]
+        perplexities = [math.exp(np.mean(one["eval_loss"])) for one in rows]
+        run = make_run(tmp_path / str(number_of_rows), "eval_perplexity", perplexities, rows=rows)
+        assert verdict(run).kind == kind
+
+
 def test_the_perplexity_is_judged_by_the_losses_of_rows(tmp_path):
     draw = np.random.default_rng(3)
     before, weights = draw.normal(3.0, 0.5, size=30), draw.integers(1, 9, size=30)
