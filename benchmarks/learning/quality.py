@@ -4,7 +4,7 @@ import bz2
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from benchmarks.learning.policies import PPO, file_name
 from benchmarks.learning.recipes import ANSWERS, COMPARING, SAMPLED, Recipe, recipes
 from benchmarks.learning.rows import read_lines, write
 from pipeline.configuration.flag_table import flag_table
+from pipeline.files import write_bytes
 from step3_dpo.config import DPOConfig
 
 MAX_ANSWER = 256  # tokens: most answers of SFT end before
@@ -182,10 +183,10 @@ def keep(folder: Path, depths: list[int]) -> Iterator[dict[str, Any]]:
         }
 
 
-def write_kept(file: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Write one policy a line, compressed; the same lines are the same bytes."""
+def write_kept(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines, compressed and atomically; the same lines are the same bytes."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    file.write_bytes(bz2.compress(text.encode()))
+    write_bytes(file, bz2.compress(text.encode()))
 
 
 def read_kept(file: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.learning import estimates
 from benchmarks.learning.models import accuracies
 from benchmarks.learning.policies import AS_IT_IS, ablation_rows
+from benchmarks.learning.quality import write_kept
 from benchmarks.learning.rows import read_lines
 from pipeline.inference.comparison import compare
 
@@ -281,5 +282,6 @@ def write(folder: Path, output: Path, title: str) -> None:
         for shown in (deepest[len(deepest) // 2], highest):
             parts += [f"Of {shown.name}, seed {shown.seed}.\n", answers(shown)]
     output.write_text("\n".join(parts), encoding="utf-8")
-    points = {f"{run.name}, seed {run.seed}": [[round(x, 4) for x in p] for p in curve(run, scales)] for run in runs}
-    output.with_suffix(".json").write_text(json.dumps(points).replace("]], ", "]],\n") + "\n", encoding="utf-8")
+    points = ([[round(x, 4) for x in point] for point in curve(run, scales)] for run in runs)
+    lines = ({"run": run.name, "seed": run.seed, "points": one} for run, one in zip(runs, points, strict=True))
+    write_kept(output.with_suffix(".jsonl.bz2"), lines)

@@ -2,9 +2,9 @@
 
 `choices.py plan PLANNED [PART]` writes what `fastest` chooses and what its plan says, on any machine, of the runs whose
 names contain PART; `measure PLANNED MEASURED GPUS [PART]` makes those, several beside each other where their limits
-allow; `table PLANNED MEASURED` prints both as Markdown. Limits of 80 GiB are for an H200. No command cuts an optimizer
-step: micro-batches, checkpointing, prompts at once and the cache are the plan's. Nothing of a plan was fitted to any of
-these runs.
+allow; `table PLANNED MEASURED` prints both as Markdown. Both files are compressed JSON lines (`.jsonl.bz2`), one for
+each run. Limits of 80 GiB are for an H200. No command cuts an optimizer step: micro-batches, checkpointing, prompts at
+once and the cache are the plan's. Nothing of a plan was fitted to any of these runs.
 """
 
 import sys
@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.speed.gpu_room import Room
 from benchmarks.speed.jobs import BenchError
-from benchmarks.speed.plan_runs import AT_ONCE, make_inputs, peaks_in, peaks_of, read_peaks, verdict
+from benchmarks.speed.plan_runs import AT_ONCE, make_inputs, peaks_in, peaks_of, read_peaks, verdict, write_peaks
 from benchmarks.speed.planned import planner_of
 from benchmarks.speed.run_list import PlannedRun
 from pipeline.configuration.origins import Kind, Origin
-from pipeline.files import GIB, read_object, write_json
+from pipeline.files import GIB, read_object
 from pipeline.launching.target import with_limit
 from pipeline.planning.fastest import choice_text, fastest
 from pipeline.planning.page import StagePlanner
@@ -154,11 +154,11 @@ def limit_of(run: PlannedRun) -> int:
 
 def plan(file: Path, part: str) -> None:
     """Write what is chosen for the runs whose names contain `part`; a choice that the file has stays as it is."""
-    planned: dict[str, Any] = read_peaks(file)
+    planned = read_peaks(file)
     for run in (run for run in CHOICES if part in run.name and run.name not in planned):
         choice = Choice.of(run)
         planned[run.name] = asdict(choice)
-        write_json(file, planned)
+        write_peaks(file, planned)
         print(f"{run.name}: {choice.line} ({choice.high:.1f} GiB)", file=sys.stderr, flush=True)
 
 
@@ -166,7 +166,7 @@ def measure(file: Path, num_gpus: int, part: str) -> None:
     """Make the runs whose names contain `part`, and add their phases and choices to `file`."""
     import torch
 
-    inputs, measured = file.parent / "plan-inputs", dict[str, Any](read_peaks(file))
+    inputs, measured = file.parent / "plan-inputs", read_peaks(file)
     waiting = [run for run in CHOICES if part in run.name and run.name not in measured]
     make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
@@ -183,7 +183,7 @@ def measure(file: Path, num_gpus: int, part: str) -> None:
                 found["error"] = str(error).splitlines()[-1]
             with room.changed:
                 measured[run.name] = found
-                write_json(file, measured)
+                write_peaks(file, measured)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(made, sorted(waiting, key=lambda run: -limit_of(run))))

@@ -2,8 +2,9 @@
 
 `long_rows.py plan PLANNED` writes the planned seconds and GiB of each point, on any machine; `measure MEASURED` makes
 the points, one after the other, and adds a JSON line for each as soon as it is known; `table PLANNED MEASURED` prints
-both as Markdown. A point is a step of 65,536 tokens, in micro-batches, of random weights in bf16. Attention has two
-times: by the flash kernel, of shapes that have not recurred often, and by cuDNN's.
+both as Markdown. PLANNED is compressed (`.jsonl.bz2`), MEASURED may be. A point is a step of 65,536 tokens, in
+micro-batches, of random weights in bf16. Attention has two times: by the flash kernel, of shapes that have not recurred
+often, and by cuDNN's.
 """
 
 import json
@@ -16,9 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.learning.quality import read_kept, write_kept
+from benchmarks.learning.rows import read_lines
 from benchmarks.speed.jobs import NO_HELD_OUT, ROOT, environment, flags, output_words, plain
 from benchmarks.speed.planned import planner_of
-from pipeline.files import GIB, write_json
+from pipeline.files import GIB
 from pipeline.planning.page import StagePlanner
 
 DEVICE = "1xH100-80GB"
@@ -91,7 +94,7 @@ def plan(file: Path) -> None:
         seconds = sum(planner.seconds(resolved, memory)[0].values())
         gib = memory.phases["train"].total / GIB
         planned[point.name] = {"seconds": round(seconds, 3), "gib": round(gib, 2)}
-    write_json(file, planned)
+    write_kept(file, ({"point": name, **figures} for name, figures in planned.items()))
 
 
 def make_inputs(folder: Path) -> None:
@@ -224,8 +227,8 @@ def add_line(file: Path, content: dict[str, Any]) -> None:
 
 
 def points_in(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the measured points by name."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    """Return the points of a file by name; the file is compressed if its name ends in .bz2."""
+    lines = read_kept(file) if file.suffix == ".bz2" else read_lines(file)
     return {line["point"]: line for line in lines if "point" in line}
 
 
@@ -251,7 +254,7 @@ def main(words: Sequence[str]) -> None:
         sys.exit(__doc__)
     command, file = words[0], Path(words[1])
     if command == "table":
-        print(*table(json.loads(file.read_text(encoding="utf-8")), points_in(Path(words[2]))), sep="\n")
+        print(*table(points_in(file), points_in(Path(words[2]))), sep="\n")
     else:
         {"plan": plan, "measure": measure, "inputs": make_inputs, "attention": measure_attention}[command](file)
 

@@ -2,20 +2,20 @@
 
 `plan_runs.py plan PLANNED` writes what the planner says of each run, on any machine; `measure PLANNED MEASURED GPUS`
 makes the runs, several at a time where their planned memory allows; `table PLANNED MEASURED` prints both as
-Markdown, and how near the phases are.
+Markdown, and how near the phases are. Both files are compressed JSON lines (`.jsonl.bz2`), one for each run.
 Runs marked held-out are of models and numbers of GPUs that no constant of the planner knows. Runs that have their GPUs
 to themselves are compared in their times, too.
 """
 
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learning.quality import read_kept, write_kept
 from benchmarks.speed import phases
 from benchmarks.speed.gpu_room import Room
 from benchmarks.speed.jobs import (
@@ -36,7 +36,7 @@ from benchmarks.speed.run_list import RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
-from pipeline.files import GIB, write_json
+from pipeline.files import GIB
 from pipeline.planning.fastest import auto_flags
 from pipeline.planning.page import StagePlanner
 from rlhf.stages import stage_of
@@ -46,7 +46,7 @@ STAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo
 # run -> phase -> GiB; of timed runs also `<phase>_s` -> seconds. A phase whose plan was made again after it had been
 # measured also has `<phase>_at_first`, the GiB of the plan before.
 Peaks = dict[str, dict[str, float]]
-MEASURED = ROOT / "benchmarks/raw/memory_measured_h200_202611.json"
+MEASURED = ROOT / "benchmarks/raw/memory_measured_h200_202611.jsonl.bz2"
 WARM_UP, AT_ONCE, LARGEST_ROLLOUT = 2, 10, 480
 LONGEST_ROW = 2048  # tokens, of SFT; a word is one token or more
 SCORING = ("--critic", "--reward_model")  # roles whose models have a head for scores
@@ -67,7 +67,7 @@ def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
 
 
 def plan(file: Path) -> None:
-    """Write the planned GiB of each run's phases, and the seconds of those that are timed, as JSON.
+    """Write the planned GiB of each run's phases, and the seconds of those that are timed.
 
     A plan that the file has stays as it is: its run may have been made since.
     """
@@ -78,7 +78,7 @@ def plan(file: Path) -> None:
         planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
         seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
         planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
-    write_json(file, planned)
+    write_peaks(file, planned)
 
 
 def make_inputs(folder: Path, runs: Sequence[PlannedRun]) -> None:
@@ -147,7 +147,7 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
                 return
             with room.changed:
                 measured[run.name] = peaks
-                write_json(file, measured)
+                write_peaks(file, measured)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(made, sorted(waiting, key=lambda run: (run.alone, -highest(run)))))
@@ -188,8 +188,14 @@ def steps_of_a_rollout(lines: Sequence[dict[str, Any]]) -> int:
     return second - first
 
 
-def read_peaks(file: Path) -> Peaks:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def read_peaks(file: Path) -> dict[str, Any]:
+    """Return what a file has of each run, by its name; {} if there is no file."""
+    return {line.pop("run"): line for line in read_kept(file)} if file.exists() else {}
+
+
+def write_peaks(file: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a line for each run."""
+    write_kept(file, ({"run": name, **found} for name, found in figures.items()))
 
 
 def peaks_in(figures: dict[str, float]) -> dict[str, float]:
@@ -238,7 +244,7 @@ def time_table(planned: Peaks, measured: Peaks) -> list[str]:
 def alone_runs(measured: Peaks) -> list[Run]:
     """Return the runs whose times were measured, as planned.py compares them."""
     return [
-        Run(run.name, run.section, f"{run.gpus}xH200", run.words, 0, f"raw/{MEASURED.stem}",
+        Run(run.name, run.section, f"{run.gpus}xH200", run.words, 0, f"raw/{MEASURED.name.partition('.')[0]}",
             seconds=tuple(measured[run.name][name] for name in TIMES if name in measured[run.name]))
         for run in RUNS
         if run.name in measured

@@ -63,6 +63,11 @@ def test_what_is_kept_of_measurements_is_small():
     assert len(sizes) > 20 and sum(sizes) < MAX_RAW_BYTES
 
 
+def test_numbers_of_measurements_are_compressed_lines():
+    names = [path.name for path in (ROOT / "benchmarks/raw").iterdir()]
+    assert [name for name in names if not name.endswith((".jsonl.bz2", ".png"))] == []
+
+
 def test_reports_are_short():
     """At most 60 lines; lines have 120 characters at most, but for rows of tables, comments and commands."""
     pages = {relative(path): path.read_text("utf-8") for path in (ROOT / "benchmarks/reports").iterdir()}

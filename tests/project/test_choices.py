@@ -15,13 +15,19 @@ from benchmarks.speed.random_models import make_full_tokenizer
 from benchmarks.speed.run_list import PlannedRun
 
 RAW = ROOT / "benchmarks/raw"
-PLANNED, MEASURED = (read_peaks(RAW / f"choices_h100_202611_{kind}.json") for kind in ("planned", "measured"))
+
+
+def kept(report: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The planned and the measured figures of a report, by run."""
+    planned, measured = (read_peaks(RAW / f"{report}_202611_{kind}.jsonl.bz2") for kind in ("planned", "measured"))
+    return planned, measured
+
+
+PLANNED, MEASURED = kept("choices_h100")
 MADE = [run for run in CHOICES if limit_of(run) != LARGE]
-PLANNED_H200, MEASURED_H200 = (read_peaks(RAW / f"choices_h200_202611_{kind}.json") for kind in ("planned", "measured"))
+PLANNED_H200, MEASURED_H200 = kept("choices_h200")
 ON_H200 = [run for run in CHOICES if limit_of(run) == LARGE]
-PLANNED_AGAIN, MEASURED_AGAIN = (
-    read_peaks(RAW / f"choices_again_h200_202611_{kind}.json") for kind in ("planned", "measured")
-)
+PLANNED_AGAIN, MEASURED_AGAIN = kept("choices_again_h200")
 # Its first update was tried beside the KV cache: the plan did not choose yet to give it back. Made again since then.
 TRIED_WITH_CACHE = "72 GiB: PPO, Mistral-7B LoRA 32 and Qwen3-0.6B, 80 rows of 320 + 576"
 AGAIN = {

@@ -352,6 +352,8 @@ def test_the_whole_experiment_on_a_tiny_model(tmp_path, bpe_folder):
     assert "\n| no missing-EOS penalty | 1 | " in text and text.count("within noise") + text.count("beyond noise") == 1
     assert text.count("- PPO (gold ") == text.count("- SFT (gold ") > 3
     assert not find_spec("matplotlib") or (tmp_path / "report_proxy-2.png").stat().st_size > 5000
+    (points,) = quality.read_kept(tmp_path / "report.jsonl.bz2")
+    assert (points["run"], points["seed"]) == ("proxy-2-kl0.05", 1) and len(points["points"][0]) == 3
     kept = tmp_path / "kept.jsonl.bz2"
     wanted = ("length out", "dpo, sampled pairs", "grpo, balanced pairs")
     learning(

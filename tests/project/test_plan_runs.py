@@ -7,6 +7,8 @@ from support.marks import slow_but
 from support.source_tree import ROOT
 
 from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.long_rows import points_in
+from benchmarks.speed.long_rows import table as long_rows_table
 from benchmarks.speed.plan_runs import (
     main,
     peaks_in,
@@ -17,9 +19,10 @@ from benchmarks.speed.plan_runs import (
     steps_of_a_rollout,
     table,
     time_table,
+    write_peaks,
 )
 from benchmarks.speed.planned import RUNS as COMPARED
-from benchmarks.speed.planned import TIMES, peak_summary
+from benchmarks.speed.planned import TIMES, cells_of, peak_summary
 from benchmarks.speed.random_models import SHAPES
 from benchmarks.speed.run_list import METHODS, NEXT, PREFERENCES, RUNS, PlannedRun
 from pipeline.configuration.flags import parse
@@ -28,7 +31,7 @@ from pipeline.planning.fastest import auto_flags
 from rlhf.stages import stage_of
 
 RAW = ROOT / "benchmarks/raw"
-PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.json") for kind in ("plans", "measured"))
+PLANNED, MEASURED = (read_peaks(RAW / f"memory_{kind}_h200_202611.jsonl.bz2") for kind in ("plans", "measured"))
 STILL_FAR = ("PPO, OPT-13B and 350M, ZeRO-3, checkpointing, optimizers on the host", "score")
 # Planned before they were made, and missed; the planner has a rule more for each since (benchmarks/reports/memory.md).
 MISSED = {
@@ -111,6 +114,27 @@ def test_a_phase_that_was_planned_again_says_what_its_first_plan_was():
     )
     at_first = [name for figures in PLANNED.values() for name in figures if name.endswith("_at_first")]
     assert sorted(at_first) == ["score_at_first", *["train_at_first"] * 3]
+
+
+def test_figures_are_written_as_they_are_read(tmp_path):
+    file = tmp_path / "figures.jsonl.bz2"
+    assert read_peaks(file) == {}
+    write_peaks(file, MEASURED)
+    assert read_peaks(file) == MEASURED and list(read_peaks(file)) == list(MEASURED)
+    assert file.read_bytes() == (RAW / "memory_measured_h200_202611.jsonl.bz2").read_bytes()
+
+
+def test_the_times_of_long_rows_are_those_of_the_files():
+    """Planned and measured seconds and GiB of the page's points, in the order of the measured ones."""
+    planned = points_in(RAW / "long_rows_h100_202611_planned.jsonl.bz2")
+    measured = points_in(RAW / "long_rows_h200_202611.jsonl.bz2")
+    rows = [cells for cells in cells_of(list(long_rows_table(planned, measured))) if cells[5]]
+    page = (ROOT / "benchmarks/reports/long_rows_h200_202611.md").read_text(encoding="utf-8").splitlines()
+    shown = [line.strip("| ").split(" | ") for line in page if " at once" in line]
+    assert len(planned) == 19 and len(rows) == len(shown) == 14
+    for cells, line in zip(rows, shown, strict=True):
+        seconds = [cell.removesuffix(" s") for cell in (line[1], line[2], line[4])]
+        assert [cells[n].removesuffix(" s") for n in (1, 2, 4)] == seconds and ", ".join(cells[6:]) == line[5]
 
 
 def test_a_run_waits_for_memory_of_its_gpus():
