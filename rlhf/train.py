@@ -146,6 +146,7 @@ def finished_line(planned: PlannedStage) -> str:
 
 
 def header(planned: PlannedStage, config: TrainConfig) -> str:
+    """Return a stage's title and the command that starts it, without secrets in settings of functions."""
     argv = command_of(planned, config)
     for name in ("dry_run", "explain", "target"):  # the printed command starts the stage
         argv = without_flag(argv, name)
