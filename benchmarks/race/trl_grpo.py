@@ -46,8 +46,6 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """TRL's trainer for the row's sizes with the settings of a candidate."""
     import torch
-    from datasets import load_dataset
-    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     on_gpu, micro = torch.cuda.is_available(), settings["micro_batch"]
@@ -77,11 +75,20 @@ def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
         seed=1,
         **vllm,
     )
-    rows = load_dataset("json", data_files=options.data, split="train")
-    adapters = None
-    if options.lora:
-        adapters = LoraConfig(r=options.lora, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
-    return GRPOTrainer(model=options.model, reward_funcs=even, args=config, train_dataset=rows, peft_config=adapters)
+    return GRPOTrainer(options.model, even, config, **data_and_adapters(options))
+
+
+def data_and_adapters(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows and the LoRA configuration of a row of the race, as TRL's trainers take them."""
+    from datasets import load_dataset
+    from peft import LoraConfig
+
+    lora = (
+        LoraConfig(r=options.lora, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
+        if options.lora
+        else None
+    )
+    return {"train_dataset": load_dataset("json", data_files=options.data, split="train"), "peft_config": lora}
 
 
 def main() -> None:

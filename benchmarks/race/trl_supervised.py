@@ -11,15 +11,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from benchmarks.race.trl_grpo import ALONE, TARGETS
+from benchmarks.race.trl_grpo import ALONE, data_and_adapters
 from benchmarks.speed.trainers import FIXED, Counted, clock
 
 
 def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
     """TRL's trainer for the row's sizes with the settings of a candidate."""
     import torch
-    from datasets import load_dataset
-    from peft import LoraConfig
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     on_gpu, micro = torch.cuda.is_available(), settings["micro_batch"]
@@ -41,11 +39,7 @@ def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
         seed=1,
         **FIXED | further,
     )
-    rows = load_dataset("json", data_files=options.data, split="train")
-    adapters = None
-    if options.lora:
-        adapters = LoraConfig(r=options.lora, lora_alpha=16, target_modules=TARGETS, task_type="CAUSAL_LM")
-    return trainer(model=options.model, args=config, train_dataset=rows, peft_config=adapters)
+    return trainer(model=options.model, args=config, **data_and_adapters(options))
 
 
 def main() -> None:

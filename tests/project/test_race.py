@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.source_tree import ROOT
@@ -55,25 +56,24 @@ def test_at_most_twelve_settings_are_tried(kind):
     assert 1 + len(list(candidates(kind, START[kind]))) <= 12
 
 
+def raced(folder: Path, row: str) -> list[dict[str, Any]]:
+    """The lines of one turn of a row of tiny models: ours and TRL's."""
+    words = [row, "--work", folder / "work", "--json", folder / "race.jsonl", "--turns", "1"]
+    call = [sys.executable, "-m", "benchmarks.race", *map(str, words), "--settings", '{"micro_batch": 2}']
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(f"{row}: ours ")
+    return [json.loads(line) for line in (folder / "race.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed, which is raced against")
 def test_both_sides_of_a_tiny_row_run(tmp_path):
-    words = ["tiny", "--work", tmp_path / "work", "--json", tmp_path / "race.jsonl", "--turns", "1"]
-    words += ["--settings", '{"micro_batch": 2, "weights": "float32"}']
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.race", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ours, theirs = map(json.loads, (tmp_path / "race.jsonl").read_text().splitlines())
+    ours, theirs = raced(tmp_path, "tiny")
     for found in (ours, theirs):
         phases = found["generate_s"] + found["score_s"] + found["train_s"]
         assert found["mean_length"] > 1 and 0.5 * found["step_s"] < phases < 1.5 * found["step_s"]
         assert found["steps"] == ROWS["tiny"].steps
-    assert done.stdout.startswith("tiny: ours ")
     prompts = [(tmp_path / f"work/tiny/{side}.jsonl").read_text().splitlines() for side in ("ours", "trl")]
     assert len(prompts[0]) == len(prompts[1]) == ROWS["tiny"].prompts * (ROWS["tiny"].steps + ROWS["tiny"].warm_up)
     assert all(
@@ -85,19 +85,9 @@ def test_both_sides_of_a_tiny_row_run(tmp_path):
 @pytest.mark.parametrize("kind", ["dpo", "sft"])
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed, which is raced against")
 def test_both_sides_of_a_supervised_row_train_on_the_same_tokens(tmp_path, kind):
-    words = [f"tiny-{kind}", "--work", tmp_path / "work", "--json", tmp_path / "race.jsonl", "--turns", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.race", *map(str, words), "--settings", '{"micro_batch": 2}'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    ours, theirs = map(json.loads, (tmp_path / "race.jsonl").read_text().splitlines())
+    ours, theirs = raced(tmp_path, f"tiny-{kind}")
     row = ROWS[f"tiny-{kind}"]
     longest = row.prompts * (2 if kind == "dpo" else 1) * (row.prompt + row.answer)
     for found in (ours, theirs):
         assert 0.8 * longest < found["tokens_per_step"] <= longest, "rows of full length"
         assert found["steps"] == row.steps and found["step_s"] > 0
-    assert done.stdout.startswith(f"tiny-{kind}: ours ")
