@@ -1,6 +1,7 @@
-"""Supervise one stage; launch scripts exec this: `python -m rlhf.launch DEPLOYMENT [its flags] STAGE ...`.
+"""Supervise one stage: `python -m rlhf.launch DEPLOYMENT [launcher flags] STAGE [stage flags]`.
 
-It starts the ranks, forwards signals, reads their outcome (pipeline/run/outcome.py) and leaves no process running.
+Launch scripts exec this; DEPLOYMENT is the script's name: single_gpu, single_node or multi_node. The supervisor starts
+the ranks, forwards signals, reads their outcome (pipeline/run/outcome.py) and leaves no process running.
 """
 
 import sys
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
         say(str(stop))
         return stop.code
     except RunError as error:
-        return print_error(error) if wait_for_go() else error.code  # without the go signal nobody requested the stage
+        # `rlhf train` may start this process while the stage before still runs, and sends the go signal once this stage
+        # is to run. Without the signal the stage is not to run: its error is not printed.
+        return print_error(error) if wait_for_go() else error.code
 
 
 def usage(deployment: str) -> str:

@@ -113,7 +113,8 @@ def accumulate_gradients(sft: SFT, step: Step[Any], state: State, control: RunCo
     """Sum the gradients of a step; returns the loss, summed over the trained tokens of all ranks.
 
     Raises:
-        Interrupted: see `Supervised.sum_gradients`.
+        InputError: no token of the step is trained.
+        Interrupted: a stop of the run was requested; the gradients are dropped.
     """
     if step.num_trained == 0:
         raise InputError(f"step {state.step + 1}: none of its {step.num_rows} rows has a trained token")

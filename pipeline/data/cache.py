@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 # Part of every key: increase it when the same input gives other rows.
 FORMAT_VERSION = 9
-COLUMNS_SUFFIX = ".columns.arrow"  # suffix of files with the column EXTRA
-# Names in keys for kinds of rows and shares that earlier versions have cached.
+COLUMNS_SUFFIX = ".columns.arrow"  # suffix of files that hold only the column EXTRA (see `move_out`)
+# Kind of rows and shares (see `cache_prefix`) -> the name that earlier versions gave them, by which caches are found.
 EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", "blocks": "text"}
 
 
@@ -48,7 +48,7 @@ EARLIER_WORDS = {"sequences-0": "sft", "pairs-1": "reward", "prompts-2": "ppo", 
 class StageData:
     """Memory-mapped training and evaluation rows, and counts of what was dropped or repaired.
 
-    If columns that no layout reads are passed on, rows have a column EXTRA, which is in a separate file.
+    Prompts also have a column EXTRA if the data set has columns that are not tokenised: these, as JSON, for rewards.
     """
 
     train: "Dataset"
@@ -75,7 +75,7 @@ def load_or_build(options: DataOptions, tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def load(file: Path) -> "Dataset":
-    """Return the memory-mapped rows of a file, with the column EXTRA if there is a file of it."""
+    """Return the memory-mapped rows of a file, with the column EXTRA if `move_out` wrote a file of it."""
     from datasets import Dataset, concatenate_datasets
 
     rows, others = Dataset.from_file(str(file)), file.with_suffix(COLUMNS_SUFFIX)
@@ -84,7 +84,10 @@ def load(file: Path) -> "Dataset":
 
 @contextmanager
 def locked(lock: BaseFileLock) -> Iterator[None]:
-    """Hold `lock` while the context is open, then delete it; waits and beats while another process holds it."""
+    """Hold `lock` while the context is open, then delete its file.
+
+    While another process holds it, this one waits and writes heartbeats, by which the supervisor sees that it runs.
+    """
     is_told = False
     while not lock.is_locked:
         try:
@@ -104,7 +107,10 @@ def locked(lock: BaseFileLock) -> Iterator[None]:
 
 
 def cache_prefix(options: DataOptions) -> str:
-    """Return the name of a kind of rows and shares, for the key and its prefix: `prompts-1-2`."""
+    """Return the name of rows by their kind and shares, for the cache key and the folder's name.
+
+    `pairs-1-2` are pairs from the shares of --data-split with the indices 1 and 2, counted from 0.
+    """
     word = "-".join([options.rows, *map(str, options.shares)])
     return EARLIER_WORDS.get(word, word)
 
@@ -196,10 +202,10 @@ def _build_folder(folder: Path, options: DataOptions, tokenizer: "PreTrainedToke
 
 
 def move_out(file: Path) -> None:
-    """Move the column EXTRA of a file of rows to a file beside it; without EXTRA, or if it is empty in all rows, write
-    none.
+    """Move the column EXTRA out of a file of rows into a file of its own beside it, with COLUMNS_SUFFIX.
 
-    Only rewards read it. So the rows' file, whose hash is in checkpoints, does not depend on such columns.
+    If EXTRA is empty in all rows, it is dropped; a file without EXTRA does not change. Only rewards read it. So the
+    rows' file, whose hash is in checkpoints, does not depend on columns that are not tokenised.
     """
     import pyarrow as pa
     from pyarrow import compute
@@ -219,10 +225,10 @@ def move_out(file: Path) -> None:
 
 
 def write_mixture(files: Sequence[Path], sizes: Sequence[int], options: DataOptions) -> None:
-    """Join the rows of sources to train.arrow beside them, and delete their files; each source gives `sizes` rows.
+    """Write the rows of all sources to a new file train.arrow in their folder, and delete the sources' files.
 
-    A source with fewer rows repeats them; `options.seed` chooses the rows of the last, partial repetition. Copies of a
-    prompt have different ids, which key the random numbers of rollouts.
+    `sizes` are the rows that each source contributes. One with fewer rows repeats them; `options.seed` chooses the rows
+    of the last, partial repetition. Copies of a prompt have different ids, which key the random numbers of rollouts.
     """
     import numpy as np
     import pyarrow as pa

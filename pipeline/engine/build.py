@@ -76,11 +76,14 @@ def engine_jsons(run: Run) -> dict[str, Json]:
 
 
 def start_engines(run: Run) -> None:
-    """Start DeepSpeed, within the run's limit of GPU memory, before any data are read.
+    """Prepare DeepSpeed for the run's engines, before any data are read; the engines themselves are created later.
+
+    Builds their JSON, limits this process to `--gpu-memory-gib`, and starts DeepSpeed on the existing process group.
 
     Raises:
         InputError: engine settings that contradict each other.
-        EnvironmentFault: see `keep_to_limit`.
+        EnvironmentFault: the GPU has less memory than `--gpu-memory-gib`, or CUDA itself would take all of it; or
+            DeepSpeed's version does not fit.
     """
     engine_jsons(run)
     keep_to_limit(run)
@@ -100,7 +103,11 @@ def language_model_engine(run: Run, source: ModelSource, model: ModelConfig, *, 
 
 
 def start_language_model(source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> CausalLM | Seq2SeqLM:
-    """Load the language model that training starts from; with LoRA, training continues the adapter in its folder."""
+    """Load the language model that training starts from.
+
+    If its folder holds an adapter, training continues that adapter. Only if `lora_dim` is 0 and the base is not
+    quantised, the adapter is merged into the base, and the whole model is trained.
+    """
     loaded = load_language_model(source, **load_settings(model, dtype), merged=not model.lora_dim)
     return (Seq2SeqLM if loaded.config.is_encoder_decoder else CausalLM)(loaded)
 
@@ -120,7 +127,7 @@ def value_model_engine(
     Args:
         name: the engine's key in `engine_jsons`.
         new_head: start from a language model, with a head drawn from the run's seed.
-        head_std: standard deviation of a new head's weights, as for `initialise_head`.
+        head_std: standard deviation of a new head's weights; None: (hidden size + 1)^-0.5.
         normalised: as for `start_value_model`.
     """
     ds_json = engine_jsons(run)[name]
@@ -137,8 +144,8 @@ def start_value_model(
     """Load the model with a scalar head that training starts from; a new head is not drawn yet.
 
     Args:
-        normalised: True if values are on the scale of normalised scores, by the constants that are saved with the
-        model.
+        normalised: return values as (raw - mean) / std, by the constants score_mean and score_std in the model's
+            config.json, if it has them; False: return raw values.
     """
     merged = new_head or not model.lora_dim
     loaded = load_reward_model(source, **load_settings(model, dtype), new_head=new_head, merged=merged)
@@ -205,9 +212,9 @@ def check_function(engine: FrozenEngine | TrainingEngine, path: str) -> None:
     """Raise InputError for a decoder from `path` whose log-probabilities differ from those of transformers' forward
     pass.
 
-    `causal_lm.py` computes logits piece by piece from the backbone's output. Between the two, an architecture may have
-    more than its head and what `LogitScaling` knows. Types that the tests train are not checked, nor weights on a disk.
-    A collective under ZeRO-3.
+    `causal_lm.py` computes logits from the backbone's hidden states by the head and `LogitScaling` (a factor and a soft
+    cap from config.json). An architecture may do more than that, such as another projection. MODEL_TYPES, which the
+    tests train, and models whose weights are offloaded to a disk are not checked. A collective under ZeRO-3.
     """
     module = engine.module
     if not isinstance(module, CausalLM) or module.config.model_type in MODEL_TYPES:

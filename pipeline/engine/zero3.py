@@ -1,8 +1,10 @@
 """Gathering of ZeRO-3 weights: all of a model once a phase, or layer by layer.
 
+A phase is the passes of a model between two calls of `release_gathered`: scoring, or training up to the optimizer step.
 DeepSpeed gathers the weights of a module around each pass, from Python: about 3 ms of the host's time for a decoder
-layer, whose kernels take less on an H200. Where the 16-bit weights are small beside the device, all of them are
-gathered at the first forward pass of a phase and released at its end. Everything else stays partitioned.
+layer, whose kernels take less on an H200. With `--zero3-gather auto`, weights that take at most an eighth of the
+GPU's memory are all gathered at the first forward pass of a phase and released at its end. Gradients and optimizer
+states stay partitioned.
 """
 
 import logging
@@ -30,9 +32,11 @@ BUCKET_NUMEL = 200_000_000
 
 
 class Zero3Weights:
-    """The ZeRO-3 weights of `module`, which DeepSpeed has partitioned and put its hooks on (`offload`).
+    """The ZeRO-3 weights of `module`, which DeepSpeed has partitioned.
 
-    once: `gather` gathers them and `release_gathered` releases them; False: DeepSpeed's hooks do both for each layer.
+    offload: the module's DeepSpeedZeRoOffload, which owns DeepSpeed's hooks; it exists without CPU offload too.
+    once: `gather` gathers all weights and `release_gathered` releases them; False: DeepSpeed's hooks do both for each
+        layer.
     """
 
     def __init__(self, module: nn.Module, offload: Any, *, once: bool) -> None:
@@ -48,7 +52,7 @@ class Zero3Weights:
         _replace_deepspeed_linear()
 
     def gather(self) -> None:
-        """Gather all weights if `once`; a collective the first time in a phase."""
+        """Gather all released weights if `once`: a collective at the first call of a phase, later ones do nothing."""
         if self.once:
             released = [parameter for parameter in self._parameters if is_released(parameter)]
             # One collective must not read both shards and ZeRO++'s second partition, which weights have after a gather.
@@ -64,8 +68,8 @@ class Zero3Weights:
     def _end_forward(self, *_: Any) -> None:
         """Release what DeepSpeed gathers ahead for the backward pass, if none follows.
 
-        DeepSpeed does it only at the next forward pass. Until then a gather of such a weight is in flight: a `gathered`
-        context would read it before its values have arrived, and could not release it.
+        DeepSpeed does it only at the next forward pass. Until then a gather of such a weight is in flight: a context of
+        `pipeline.models.partitions.gathered` would read it before its values have arrived, and could not release it.
         """
         if not torch.is_grad_enabled():
             self._offload.get_param_coordinator()._clean_inflight_param_registry()
@@ -95,10 +99,12 @@ def buckets(parameters: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) -> bool:
-    """Prepare a model that DeepSpeed will partition; return whether its weights are to be gathered once a phase.
+    """Prepare a model that DeepSpeed will partition; return True if its weights are to be gathered once a phase.
+
+    For gathering by layer, it marks decoder layers as DeepSpeed's leaf modules. Arguments are those of `gathers_once`.
 
     Raises:
-        InputError: once, with shards in host memory.
+        InputError: `requested` is "once", but the engine's JSON offloads the shards.
     """
     if gathers_once(module, config, requested):
         return True
@@ -106,20 +112,23 @@ def set_gathering(module: nn.Module, config: dict[str, Any], requested: Gather) 
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     if classes := {type(part).__name__ for part in module.modules()} & names:
         deepspeed.utils.set_z3_leaf_modules(module, sorted(classes))
-        # With LoRA the first layer's input would need no gradient: DeepSpeed would not gather it for the backward pass.
+        # With LoRA, the first layer's input would require no gradient: DeepSpeed would not gather that layer for its
+        # backward pass.
         if len({parameter.requires_grad for parameter in module.parameters()}) == 2:
             base_model(module.get_submodule("model")).enable_input_require_grads()
     return False
 
 
 def gathers_once(module: nn.Module, config: dict[str, Any], requested: Gather) -> bool:
-    """Return whether the weights are gathered once a phase; `auto` compares their size with the device and logs it.
+    """Return True if the weights are gathered once a phase, False if layer by layer.
 
-    config: the engine's JSON. If it puts shards in host memory, whole weights do not fit on the device.
-        config: the engine's JSON. Where it puts shards in host memory, the device has no memory for whole weights.
+    Args:
+        config: the engine's JSON. If it offloads the shards, the device is taken to have no memory for whole weights.
+        requested: --zero3-gather. "auto" is once if the weights take at most GATHERED_SHARE_OF_DEVICE of the memory of
+            each rank's GPU, which it logs; without CUDA it is always once.
 
     Raises:
-        InputError: once, with shards in host memory.
+        InputError: `requested` is "once", but `config` offloads the shards.
     """
     on_host = device_of(config["zero_optimization"], "offload_param") != "none"
     if on_host and requested == "once":

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Devices that run behind the host. While responses wait, a poll is read one scheduler iteration after it was enqueued,
-# so that the host prepares the next prefill while decode steps still run.
+# Types of devices that run asynchronously to the host. While requests wait for a free slot, the scheduler reads a
+# FinishedSlotsPoll one iteration after it enqueued it, so that the host prepares the next prefill while decode steps
+# still run.
 DEFERRED_POLL_DEVICES = frozenset({"cuda"})
 
 
@@ -27,11 +28,11 @@ class Lockstep:
     """
 
     def largest(self, *values: int) -> Sequence[int]:
-        """Return the largest of each value over the ranks in lockstep. A collective of these ranks."""
+        """Return the largest of each value over the ranks in lockstep, which all call it; here `values` themselves."""
         return values
 
     def join_prefill(self) -> None:
-        """Take part in the collectives of a prefill that only other ranks have prompts for."""
+        """Take part in the collectives of a prefill that only other ranks have prompts for; here there are none."""
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -60,13 +61,17 @@ class HostCopy:
 
 @dataclass(slots=True)
 class FinishedSlotsPoll:
-    """A copy of the active flags (M,) on its way to the host; `assigned`: slots that got a response since then."""
+    """A poll of M slots, rows of the KV cache that decode one response each, on its way to the host.
+
+    active: copy of the flags (M,): nonzero while the slot's response is unfinished.
+    assigned: slots that wait for a prefilled response to start, or were given to a request after the copy was enqueued.
+    """
 
     active: HostCopy
     assigned: set[int]
 
     def free_slots(self) -> list[int]:
-        """Wait for the copy; return the slots that were free then and have not been assigned since."""
+        """Wait for the copy; return the slots that are not active in it and not assigned."""
         return [slot for slot, busy in enumerate(self.active.tolist()) if not busy and slot not in self.assigned]
 
 
@@ -87,7 +92,7 @@ class SideStream:
             yield
 
     def synchronize(self) -> None:
-        """Let later work of the current stream wait for the side stream."""
+        """Make later work of the current stream wait for the work of the side stream so far; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

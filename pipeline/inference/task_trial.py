@@ -13,16 +13,19 @@ from pipeline.errors import counted
 from pipeline.inference.comparison import Interval, mean_interval, wilson
 from pipeline.inference.sample_rows import SampledAnswer
 
-# Share of groups whose rewards differ, and room for better answers. Of 64 prompts GSM8K had 0.44 and 0.31, instructions
-# 0.69 and 0.31, and GRPO gained; sums had 0.39 and 0.20, and it gained nothing beyond noise in six runs of nine
-# (benchmarks/reports/task_trials_202611.md). The verdict follows the intervals.
+# Bounds of the verdict; a figure is below or above one if its whole 95 % interval is. A group is the answers to one
+# prompt.
+# - NOTHING, HALF: shares of groups whose rewards differ, below which there is no signal, and above which it is enough.
+# - ROOM: `TaskTrial.room` above which the signal is enough too, and below which it is weak. Chosen by three tasks,
+#   of 64 prompts each (benchmarks/reports/task_trials_202611.md). GRPO gained in GSM8K (0.44 of the groups differ, room
+#   0.31) and in instructions (0.69, 0.31). In sums (0.39, 0.20) it gained nothing beyond noise in six runs of nine.
 NOTHING, HALF, ROOM = 0.2, 0.5, 0.25
-BEST_OF = 8  # answers of which the best is taken for the room, which grows with their number
-MIN_PROMPTS = 16  # fewer have no interval that can be relied on
-MANY_TRUNCATED = 0.1
-NO_PASS, ALL_PASS = 0.05, 0.95  # pass@1 from which equal groups are hopeless or solved
-DIGITS = 6  # significant digits of a reward in which answers differ: training computes in fp32
-LENGTH_STEP = 64  # proposed answer lengths are multiples of it
+BEST_OF = 8  # number of answers whose best the room is computed from; the room grows with it
+MIN_PROMPTS = 16  # number of prompts with a reward below which no room is computed: its interval would be unreliable
+MANY_TRUNCATED = 0.1  # share of truncated answers above which a longer limit is proposed
+NO_PASS, ALL_PASS = 0.05, 0.95  # pass@1 up to which a task is hopeless, and from which on it is solved
+DIGITS = 6  # significant digits to which rewards are rounded before they are compared; training compares them in fp32
+LENGTH_STEP = 64  # step in tokens: proposed answer lengths are multiples of it
 MORE_SAMPLES = 2  # factor of the proposed number of samples where few groups differ
 
 VERDICTS = {
@@ -40,8 +43,8 @@ class TaskTrial:
     num_samples: answers to each prompt, k.
     num_answers: answers with a reward.
     num_missing: answers without one.
-    limit: most tokens of an answer.
-    most_tokens: tokens that the model's positions leave to an answer; None without a limit.
+    limit: --max-answer-seq-len of the trial, at which an answer is truncated.
+    most_tokens: tokens that the model's positions leave to an answer after the longest prompt; None: any number.
     mean_tokens: mean length of an answer in tokens.
     longest: tokens of the longest answer that ended by itself; 0 without any.
     num_signal: answers with a reward in groups that differ.
@@ -104,9 +107,9 @@ def task_trial(
     Args:
         groups: the answers to each prompt.
         weights: name of a reward function -> its weight.
-        limit: most tokens of an answer.
+        limit: --max-answer-seq-len of the trial, at which an answer is truncated.
         num_samples: answers to each prompt.
-        most_tokens: tokens that the model's positions leave to an answer; None without a limit.
+        most_tokens: tokens that the model's positions leave to an answer after the longest prompt; None: any number.
     """
     answers = [one for group in groups for one in group]
     rewards = [
@@ -175,7 +178,8 @@ def by_prompt(values: Sequence[Sequence[float]]) -> Interval:
 def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
     """Return the mean of the prompts' shares with an interval within 0 to 1.
 
-    It is Wilson's where a prompt's share is 0 or 1, as it has a width also if all prompts agree, else the normal one.
+    It is Wilson's if every prompt's share is 0 or 1, or if all shares are equal, as the normal one would have no width.
+    Otherwise it is the normal one.
     """
     shares = [statistics.fmean(prompt_values) for prompt_values in values]
     if {0.0, 1.0}.issuperset(shares) or len(set(shares)) == 1:
@@ -185,7 +189,7 @@ def share_by_prompt(values: Sequence[Sequence[bool]]) -> Interval:
 
 
 def rows_of(trial: TaskTrial) -> list[tuple[str, str]]:
-    """Return the rows of a trial, each a name and its text; the last two are the verdict and the flags that follow."""
+    """Return the rows of a trial, each a name and its text; the last two are the verdict and flags to train with."""
     k, passes = trial.num_samples, dict[str, Interval]()
     for name, (share, any_of_them) in trial.passes.items():
         of_function = f" {name}" if len(trial.passes) > 1 else ""
@@ -233,10 +237,11 @@ def remedies(trial: TaskTrial) -> list[str]:
 
 
 def flags_of(trial: TaskTrial) -> list[str]:
-    """Return the flags of a run that follow: the length of answers, samples per prompt, and equal groups replaced.
+    """Return flags to train with: the maximum answer length, samples per prompt, and replacement of equal groups.
 
-    A limit that truncated nothing is lowered to what the answers took; one that truncated many answers is doubled, as
-    far as the model's positions allow.
+    If the trial truncated no answer, the length is lowered to that of the longest one, rounded up. If it truncated
+    many, it is doubled, up to `most_tokens`. If the verdict is "few" and the model has not solved the task, samples are
+    multiplied and equal groups are replaced.
     """
     length = trial.limit
     if trial.truncated.low > MANY_TRUNCATED:

@@ -56,7 +56,7 @@ class Int8Linear(nn.Linear):
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Linear":
-        """Move and cast all but the scales, which stay fp32: rounded scales would change the weights."""
+        """Apply `fn`, which moves or casts; scales move but stay fp32: rounded scales would change the weights."""
         scale = self.scale.data
         super()._apply(fn, recurse)
         self.scale.data = scale.to(self.weight.device)

@@ -1,6 +1,10 @@
-"""The hardware that a run is planned for: this machine, or hardware that `--target` describes. It imports no torch.
+"""The hardware that a run is planned for: this machine, or hardware that `--target` describes.
 
-A described device has the memory, bandwidth and TFLOP/s of its data sheet.
+This module imports no torch. `--target` takes one of three descriptions:
+
+- The name of a device of DEVICES: its data sheet's speeds, and USABLE of its data sheet's memory.
+- A memory such as `24GB`: USABLE of it; the speeds are not known.
+- A YAML file: memory as the file gives it; speeds that it lacks come from the data sheet of its device.
 """
 
 import re
@@ -16,11 +20,12 @@ from pipeline.launching.machine import count_gpus
 from pipeline.processes import memory_of_machine
 from pipeline.run.device import DeviceConstants, query_gpu, stored_constants
 
-# Share of a data sheet's memory that a process can have (measured: 79.1 of an H100's 80 GiB, 139 of an H200's 141).
+# Share of a GPU's memory, by its data sheet or driver, that a process can have (measured: 79.1 of an H100's 80 GiB, 139
+# of an H200's 141).
 USABLE = 0.985
-# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s, then two bandwidths in GB/s. The first is between GPUs of a
-# machine (NVLink, or 16 lanes of PCIe). The second is between machines: 8 x 400 Gb/s with H100, 8 x 200 with A100,
-# 4 x 100 with V100, else 100.
+# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s, then two bandwidths in one direction, in gigabytes per second.
+# The first is between GPUs of a machine (NVLink, or 16 lanes of PCIe). The second is between machines, of all network
+# cards of one: 8 of 400 gigabits/s with B200, H200 and H100, 8 of 200 with A100, 4 of 100 with V100, else 1 of 100.
 DEVICES = {
     "B200-180GB": (180, 8.0, 2250.0, 900.0, 400.0),
     "H200-141GB": (141, 4.8, 989.0, 450.0, 400.0),
@@ -38,11 +43,16 @@ DEVICES = {
     "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
     "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
 }  # fmt: skip
-# Shares of their data sheet that H200s reached: products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, links 1 GB
-# reduced between two in 3.2 ms. Plans compute times from data sheets, so measured speeds are divided by these shares.
+# Shares of their data sheet that H200s reached: matrix products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, links 312
+# of 450 GB/s (an all-reduce of 1 GB between two GPUs, in which each sends 1 GB, took 3.2 ms). Plans compute times from
+# data sheets, so measured speeds are divided by these shares.
 PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
-SAME_MEMORY = 0.1  # largest relative difference of a device's memory from its data sheet
-SAME_SIZE = 0.02  # largest relative difference of measured memory from USABLE of the driver's figure
+# Largest relative difference of this GPU's measured memory from a described device's up to which `with_constants`
+# takes the two for the same device. An A100 of 40 GB and one of 80 GB differ by more.
+SAME_MEMORY = 0.1
+# Largest relative difference of two memory sizes that `is_same` takes for the same: USABLE of the driver's figure, and
+# the size that `rlhf train --check` measured on the same GPU.
+SAME_SIZE = 0.02
 SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in the text of a target
 TARGET = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*|(\d+)GB)", re.ASCII)
 SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
@@ -56,7 +66,7 @@ class Target:
 
     name: name of the GPU, or CPU.
     memory: bytes of a GPU's memory, or of a CPU's, that a process can have.
-    slots: GPUs or processes of each machine, in the order of their ranks.
+    slots: number of ranks of each machine, in the order of ranks; a rank is a GPU, or a process on a CPU.
     tb_per_s: TB/s of a GPU's memory.
     tflops: TFLOP/s of a GPU in 16 bits.
     host_memory: bytes of a machine's memory.
@@ -94,7 +104,7 @@ class Target:
 
     @property
     def limit(self) -> str:
-        """The flag that limits the memory, in brackets, to append to a size; "" if there is no limit."""
+        """Text to append to a memory size: " (--gpu-memory-gib)" if that flag limits it, else ""."""
         return " (--gpu-memory-gib)" if self.is_limited else ""
 
     @property
@@ -158,17 +168,24 @@ def this_machine(*slots: int) -> Target:
 
 
 def is_model(device: str, name: str) -> bool:
-    """Return True if a GPU's name is that of a device of DEVICES: `NVIDIA GeForce RTX 4090` is RTX4090-24GB."""
+    """Return True if a driver's `name` for a GPU is that of `device`, a key of DEVICES; memory is not compared.
+
+    `RTX4090-24GB` matches the name `NVIDIA GeForce RTX 4090`.
+    """
     words = re.sub(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])", " ?", re.escape(device.partition("-")[0]))
     return re.search(rf"\b{words}\b", name) is not None
 
 
 def with_constants(target: Target) -> Target:
-    """Return the target with the constants measured on this machine's GPU, if it is of the same kind."""
+    """Return the target with the constants measured on this machine's GPU, if it has the same device.
+
+    This machine's own target always takes them.
+    """
     constants = stored_constants()
     if constants is None or target.is_cpu:
         return target
-    # Speeds of a target file override measured ones.
+    # A target file whose TB/s or TFLOP/s differ from the data sheet keeps all its speeds. If only its links' speed
+    # differs, the measured speed replaces it.
     is_same = (
         target.has_speeds_of_sheet
         and is_model(target.name, constants.name)
@@ -239,6 +256,8 @@ def devices_called(name: str) -> list[str]:
 
 def target_of_file(path: Path) -> Target:
     """Read a target from a YAML file. Missing speeds come from the data sheet of its device, if there is one.
+
+    `memory_gib` is the memory that a process can have: it is not multiplied by USABLE.
 
     Raises:
         InputError: a field is wrong; the message names the file and the field.

@@ -3,9 +3,10 @@
 - A pass takes the device's time for its kernels or the host's time to launch them, whichever is longer.
 - A decode step takes the time to read its data, and a constant for each kernel.
 
-Kernels are those of the pass on the meta device (`counting.py`). The constants were measured on H200s
-(benchmarks/reports/times.md); other devices are assumed to reach the same shares of their data sheets. `exchange.py`
-counts the exchange between GPUs. Offload, data, evaluation and saving are not included.
+Kernels are those of the pass on the meta device (`counting.py`). Where its comment names no other source, a constant
+was measured on H200s (benchmarks/reports/times.md); other devices are assumed to reach the same shares of their data
+sheets. `exchange.py` counts the exchange between GPUs. Of offload, only the moves of optimizer states around a rollout
+are estimated (`states_seconds`). Data, evaluation and saving are not included.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,10 @@ from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import gathers_once
 
-# Each constant names the runs on H200s that it was measured in. Without it, at least one phase in the table of
-# benchmarks/reports/times.md changes by 5 %.
-# Share of the TFLOP/s that matrix products reach: 97 % of the rate of large products (a step of OPT-1.3B).
+# The comment of each constant names the runs that it was measured in, or its other source. Without the constant, at
+# least one phase in the table of benchmarks/reports/times.md changes by 5 % or more.
+# Share of the data sheet's TFLOP/s that matrix products of a pass reach (a step of OPT-1.3B): 97 % of
+# target.PRODUCTS, the share that large products alone reach.
 PRODUCTS = 0.78
 # Share of the TFLOP/s that attention would reach with infinitely wide heads, and the head width at which products take
 # as long as the exponentials. Both lie between the flash kernel and cuDNN's on H100s (Shah et al. 2024,
@@ -36,24 +38,28 @@ LAUNCH_S = 33e-6
 DEQUANTISED = 0.11
 # Share of the bandwidth at which products of a decode step read int8 codes (a rollout of Llama-7B in int8).
 CODES = 0.17
-# Bytes that an optimizer step reads and writes for each byte of its states, at the speed of copies. Per weight:
-# gradients flattened (2 + 2), normed (2), in fp32 (2 + 4), clipped (4 + 4), AdamW (16 + 12), new weights (4 + 2); the
-# states have 12 bytes.
+# Bytes that an optimizer step reads and writes for each byte of its states, at the speed of copies: counted, not
+# measured. Per weight: gradients flattened (2 + 2), normed (2), in fp32 (2 + 4), clipped (4 + 4), AdamW (16 + 12), new
+# weights (4 + 2); the states have 12 bytes.
 STEP_TRAFFIC = 54 / 12
 # Seconds that a kernel adds to a decode step, besides reading at the speed of copies (OPT-1.3B, 64 rows).
 DECODE_KERNEL_S = 4e-6
 # Seconds to free the KV cache and allocate it again with its graph (a rollout of Qwen2.5-1.5B on an H100;
 # benchmarks/reports/experiments.md, "What it costs to give the KV cache back").
 RECREATE_CACHE_S = 0.3
-# Seconds of DeepSpeed's Python on the host: to run a gradient's hook (GPT2-XL, ZeRO-2 and 3), to gather a layer around
-# a pass (zero3.py), and to check a gradient at stage 0 (GPT2-XL). The device waits for the last two.
+# Seconds of DeepSpeed's Python on the host, measured with GPT2-XL: to run a gradient's hook (ZeRO-2 and 3), to gather a
+# layer around a pass (ZeRO-3; zero3.py), and to check one weight's gradient for inf and NaN (ZeRO-0). The device waits
+# for the last two.
 HOOK_S, GATHER_S, CHECK_S = 220e-6, 3e-3, 100e-6
 
 
 def pass_seconds(use: ModelUse, dtype: str, step: Pass, target: Target, *, hooked: bool = False) -> float:
-    """Return the seconds of all passes like `step`: the device's or the host's, whichever are more.
+    """Return the seconds of all `step.times` passes of one kind: the device's or the host's, whichever are more.
 
     The host launches kernels. If `hooked`, it also runs the hooks of gradients.
+
+    Args:
+        step: the pass: its rows, their length, and how often it runs; not an optimizer step.
     """
     use = replace(use, on_cpu=target.is_cpu, trained=use.trained and not step.without_adapters)
     kernels = count_pass(use, dtype, step).kernels
@@ -87,6 +93,9 @@ def decode_seconds(actor: ModelUse, dtype: str, rollout: Rollout, target: Target
     """Return the seconds of a rollout's decode steps. Each reads the weights, and a KV cache of mean length.
 
     Embedding tables do not count: a step reads a few of their rows.
+
+    Args:
+        slots: number of responses that a rank decodes at the same time.
     """
     size, head = model_size(actor, dtype), training_work(build(actor, dtype).model).head_weights
     weights = (size.num_bytes - (size.embeddings - head) * size.element) / rollout.tensor_parallel_size
@@ -99,7 +108,10 @@ def decode_seconds(actor: ModelUse, dtype: str, rollout: Rollout, target: Target
 
 
 def states_seconds(needs: StageNeeds, plan: MemoryPlan, target: Target) -> float:
-    """Return the seconds to move optimizer states to the host and back around a rollout; 0: they stay, or not known."""
+    """Return the seconds to move optimizer states to the host and back around a rollout.
+
+    0 if they stay on the GPU, or if the speed of copies from the host was not measured on the target.
+    """
     if not (needs.idle_states_leave and target.measured):
         return 0.0
     return 2 * sum(states.optimizer for states in plan.states.values()) / (target.measured.host_gb_per_s * 1e9)
@@ -138,7 +150,7 @@ def waiting_seconds(
 
     - ZeRO stage 3: a layer is gathered around each forward pass (also a recomputed one) and each backward pass, unless
       weights are gathered once a phase.
-    - ZeRO stage 0: each gradient is checked in an optimizer step.
+    - ZeRO stage 0: each weight's gradient is checked for inf and NaN in an optimizer step.
 
     Args:
         gather: --zero3-gather.

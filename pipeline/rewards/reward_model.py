@@ -1,4 +1,8 @@
-"""A reward model: its raw score of a response's last token, also where it has tokens and a template of its own."""
+"""Reward by a model with a scalar head: its score at a response's last token, before mean and std are applied.
+
+The model scores the sequences' token ids. If its tokens or its chat template are not the actor's, it scores text, which
+its own tokenizer encodes.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -26,9 +30,11 @@ log = logging.getLogger(__name__)
 class RewardModel:
     """A reward by a model with a scalar head.
 
-    open: opens the engine: one that is only read, or a trained one with the weights that training began with.
-    tokenizer: its tokenizer where it reads text; None where it reads the tokens of the sequences.
-    num_positions: tokens that it reads of a text at most, the last ones; None: all.
+    open: opens a context with the engine: a frozen one, or the critic's, which then computes raw scores as before its
+        training: LoRA's adapter is switched off, or replaced by a copy of the adapter that training began with.
+    tokenizer: the model's own tokenizer, if it scores text; None: it scores the token ids of the sequences.
+    num_positions: maximum number of tokens of an encoded text, of which the last ones are scored; None: no maximum.
+    reads_columns: False: scores do not depend on the data set's other columns (`ScoredRow.extra`).
     """
 
     open: Callable[[], AbstractContextManager[Any]]
@@ -37,7 +43,7 @@ class RewardModel:
     reads_columns = False
 
     def score(self, rows: ScoredRows) -> Tensor:
-        """Return (n,) fp32 raw scores of the last real token; from text where the model has its own tokens."""
+        """Return (n,) fp32 raw scores at each row's last real token; with `tokenizer`, rows are encoded from text."""
         sequences, mask, num_packed = rows.sequences, rows.mask, rows.num_packed_tokens
         if self.tokenizer is not None:
             texts = [(row.messages, row.response.strip(), row.finished) for row in rows]
@@ -71,9 +77,15 @@ def scored_ids(
 def separate_tokenizer(
     reward: ModelSource, tokenizer: PreTrainedTokenizerBase, template: str, kwargs: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase | None:
-    """Return the reward model's own tokenizer where it differs from the policy's `tokenizer`, else None.
+    """Return the reward model's tokenizer if its tokens or chat template differ from those of the actor's, else None.
 
-    kwargs: --chat-template-kwargs, of which its own template may read none.
+    The call first changes `reward.tokenizer`, as the arguments say.
+
+    Args:
+        tokenizer: the actor's tokenizer, with its chat template set.
+        template: --template, which sets the chat template of a reward model that has none.
+        kwargs: --chat-template-kwargs, set as defaults in the reward model's template; names that it does not read are
+            ignored.
     """
     reward_tokenizer = reward.tokenizer
     if reward_tokenizer.chat_template is None:

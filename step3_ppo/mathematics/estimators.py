@@ -1,8 +1,8 @@
 """Estimates of PPO for language models: KL divergence, token rewards, advantages; pure functions of tensors.
 
 B sequences, T response tokens, right-padded; tensors are fp32, (B, T) per token or (B,) per sequence. `response_mask`
-(B, T) is True on the response's tokens, its EOS included. Whatever the tensors hold elsewhere, NaN included, changes no
-result; results are 0 there. The losses are in losses.py.
+(B, T) is True on the response's tokens, its EOS included. Functions that take it ignore what tensors hold elsewhere,
+NaN included, and return 0 there. The losses are in losses.py.
 
 Sources: Ziegler et al. 2019, arXiv 1909.08593; Schulman et al. 2016 (GAE), arXiv 1506.02438; Schulman 2020,
 "Approximating KL Divergence", joschu.net/blog/kl-approx.html; Yue et al. 2025 (VAPO), arXiv 2504.05118. Methods without
@@ -60,7 +60,8 @@ def next_kl_coef(kl_coef: float, observed_kl: float, *, target: float, horizon: 
     """Return the next KL coefficient of a proportional controller; Ziegler et al. 2019, section 2.2.
 
     e = clip((observed - target) / target, -0.2, 0.2);  coef * (1 + e * num_sequences / horizon)
-    `observed_kl` is the mean k1 per sequence over all ranks of the `num_sequences` seen since the last call.
+    `observed_kl` is the mean over sequences of k1 summed over a sequence's tokens. The sequences are the
+    `num_sequences` of all ranks since the last call.
     """
     if math.isnan(observed_kl):
         raise ValueError("the observed KL is NaN: skip the update of the KL coefficient for this rollout")
@@ -135,10 +136,11 @@ def estimate_advantages(
     gae_lambda: float,
     returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of later rewards.
+    """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of rewards.
 
-    Such sums are the REINFORCE estimate (Williams 1992), which is `gae` with V = 0 and lambda = 1. Methods without a
-    critic differ in the sequence rewards that `token_rewards` spreads, all with gamma = 1:
+    The sum at token t begins with t's own reward. Such sums are the REINFORCE estimate (Williams 1992), which is `gae`
+    with V = 0 and lambda = 1. Methods without a critic differ in the sequence rewards that `token_rewards` spreads, all
+    with gamma = 1:
 
         REINFORCE++           the scores, with the KL in the token rewards; the result is whitened over the batch
         REINFORCE++-baseline  `group_advantages` of the scores, scale=False; else the same
@@ -164,8 +166,8 @@ def gae(
     """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
 
     delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
-    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0, also for a truncated
-    response: its score is penalised, and the critic's guess does not continue it.
+    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0. This also holds for a truncated
+    response: the critic's value is not bootstrapped there, and `missing_eos` can penalise the score instead.
 
     Args:
         returns_lambda: lambda of the A in the returns; None: that of the advantages.
@@ -198,24 +200,25 @@ def discounted_sums(terms: Tensor, decay: float) -> Tensor:
 
 
 def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
-    """1 - Var[returns - values] / Var[returns], a float64 scalar; NaN where the returns do not vary.
+    """Return 1 - Var[returns - values] / Var[returns], a float64 scalar; NaN where the returns do not vary.
 
-    It takes `moments` of the returns and of returns - values, which add up over micro-batches and ranks.
+    Both arguments are results of `tensor_ops.moments`: (count, sum, sum of squares), float64 (3,), which add up over
+    micro-batches and ranks. `return_moments` are those of the returns, `error_moments` of returns - values.
     """
     return_variance = finish_moments(return_moments)[1]
     error_variance = finish_moments(error_moments)[1]
     return torch.where(return_variance > 0, 1 - error_variance / return_variance, torch.nan)
 
 
-# --- groups: the responses to one prompt ---
+# --- groups: N rows are the responses to G prompts, k = group_size to each: N = G * k, in order of prompt ---
 
 
 def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: bool) -> Tensor:
-    """Return each score minus the mean of its group, (N,).
+    """Return each score (N,) minus the mean of its group, (N,).
 
-    With `scale` it is divided by the group's unbiased standard deviation + 1e-4: GRPO; without it: Dr.GRPO. Rows are in
-    order of prompt, `group_size` for each. Only rows of `valid` (N,) count. The result is 0 for other rows, and
-    for a row that is the only one of its group to count.
+    With `scale` it is divided by the group's unbiased standard deviation + 1e-4: GRPO; without it: Dr.GRPO. Only rows
+    that are True in `valid` (N,) count. The result is 0 for other rows, and for a row that is the only valid one of its
+    group.
     """
     grouped, compared, counts = _groups(scores, valid, group_size)
     differences = torch.where(compared, grouped - grouped.sum(1, keepdim=True) / counts.clamp(min=1), 0)
@@ -226,23 +229,29 @@ def group_advantages(scores: Tensor, valid: Tensor, *, group_size: int, scale: b
 
 
 def leave_one_out_advantages(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
-    """Score minus the mean of the other valid rows of its group, (N,), of rows as in `group_advantages`: RLOO."""
+    """Return each score minus the mean of the other valid scores of its group, (N,): RLOO.
+
+    Arguments, and rows whose result is 0, are as in `group_advantages`.
+    """
     grouped, compared, counts = _groups(scores, valid, group_size)
     others = (grouped.sum(1, keepdim=True) - grouped) / (counts - 1).clamp(min=1)
     return torch.where(compared, grouped - others, 0).flatten().to(scores.dtype)
 
 
 def equal_groups(scores: Tensor, valid: Tensor, *, group_size: int) -> Tensor:
-    """(N / group_size,) bool, True = all valid scores of the group are equal, or none is valid: what DAPO replaces."""
+    """Return (G,) bool: True if all valid scores of a group are equal, or none is valid; DAPO replaces such groups."""
     counted = valid.view(-1, group_size)
     grouped = scores.view(-1, group_size)
     return torch.where(counted, grouped, -torch.inf).amax(1) <= torch.where(counted, grouped, torch.inf).amin(1)
 
 
 def _groups(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores (G, k), 0 where not valid; whether each counts and has another to compare with; valid rows (G, 1).
+    """Return scores, comparable rows and counts by group.
 
-    In fp64 the mean of equal scores is that very score, so that their advantages are 0.
+    - (G, k) float64: scores, 0 where not valid. In fp64 the mean of equal scores is exactly that score, so that their
+      advantages are 0.
+    - (G, k) bool: True if the row is valid and its group has another valid row.
+    - (G, 1) int64: number of valid rows of the group.
     """
     assert valid.dtype == torch.bool and valid.shape == scores.shape, (valid.dtype, valid.shape, scores.shape)
     counted = valid.view(-1, group_size)
@@ -254,9 +263,10 @@ def _groups(scores: Tensor, valid: Tensor, group_size: int) -> tuple[Tensor, Ten
 
 
 def updated_spread(spread: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
-    """(count, mean, sum of squared differences from it), float64 (3,): `spread` with the scores of one more rollout.
+    """Add the scores (N,) of one more rollout to the statistics `spread`; return the new statistics, float64 (3,).
 
-    Chan et al. 1979. Starts as zeros; NaN and rows that are not valid do not count.
+    A spread is (count, mean, sum of squared differences from the mean) of all scores so far, merged as by Chan et al.
+    1979. The first one is zeros. NaN and rows that are not `valid` (N,) do not count.
     """
     counted = valid & ~scores.isnan()
     added = counted.sum().double()
@@ -270,9 +280,10 @@ def updated_spread(spread: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def spread_deviation(spread: Tensor) -> Tensor:
-    """Unbiased standard deviation of what `updated_spread` has seen, a float64 scalar; 0 of fewer than two scores.
+    """Return the unbiased standard deviation of the scores in `spread`, a float64 scalar; 0 of fewer than two scores.
 
-    The scores of one whole rollout over this + `DEVIATION_EPSILON` are TRL's scale_rewards="batch".
+    TRL's scale_rewards="batch" divides each score's difference from its group's mean by this + `DEVIATION_EPSILON`, for
+    the scores of one whole rollout.
     """
     count, _, squares = spread.unbind()
     return (squares / (count - 1).clamp(min=1)).sqrt()
