@@ -62,7 +62,7 @@ def stages_of(name: str, *words: str) -> list[tuple[Stage, Any]]:
     """The (stage, settings) of what a name plans: the stages of `train.py --actor-model`, or a preset of SFT."""
     if name in SFT_ALONE:
         preset = str(ROOT / f"launch/presets/{name}.yaml")
-        return [(SFT, parse(SFT.config, ["--preset", preset], section="sft"))]
+        return [(SFT, parse(SFT.config, ["--preset", preset, *words], section="sft"))]
     plan = make_plan(["--actor-model", name, *words], prog="train.py")
     return [(planned.stage, planned.resolved) for planned in plan.chosen]
 
@@ -81,8 +81,9 @@ def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any,
 def row(name: str) -> str:
     """The row of a name in Markdown: of each stage the expected peak, the verdict and the time of a step."""
     target = parse_target(HARDWARE[name])
+    # A run on a CPU, as it is without --target, has other settings of communication.
     cells = [f"`{name}`", str(target).partition(",")[0], f"{target.memory / GIB:.1f}"]
-    for _, planner, resolved in planners(name, target):
+    for _, planner, resolved in planners(name, target, "--target", HARDWARE[name]):
         plan, needs = planner.memory(resolved), planner.needs(resolved)
         expected, high = plan.reserved()
         seconds, _ = planner.seconds(resolved, plan)
@@ -97,7 +98,7 @@ def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: fl
     target = parse_target(gpus)
     target = replace(target, network_gb_per_s=network or target.network_gb_per_s)
     rows = responses // target.num_gpus
-    words = f"--actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train-batch-size {responses} "
+    words = f"--target {gpus} --actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train-batch-size {responses} "
     words += f"--ppo.per-device-generation-batch-size {rows} --ppo.per-device-train-batch-size {min(4, rows)}"
     *_, (_, planner, resolved) = planners(name, target, *words.split())
     plan = planner.memory(resolved)
