@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.origins import Origin
+from pipeline.errors import counted
 from pipeline.files import parse_json, read_object
 from pipeline.run.layout import environment_file, meaning_file, row_values_file
 
@@ -31,7 +32,7 @@ OF_SAMPLES = {"eval_objective/scores": "score", "eval_objective/kl": "kl", "eval
 PHRASES = {
     "worse": "WORSE than at the start: {worse}",
     "better": "better than at the start",
-    "same": "no difference that {rows:g} rows can show",
+    "same": "no difference that {rows} can show",
     "unknown": "unknown whether better or worse: the values of its rows were not stored",
 }
 Settings = dict[str, tuple[Any, Origin]]  # value and origin of each flag of a run
@@ -98,7 +99,8 @@ def verdict(run_dir: Path, *, step: float = math.inf) -> Verdict:
         masked = number_of(ends[-1].get("eval_rows_masked", 0))
         rows = str(meaning.get("rows", "rows")).replace("prompts", "responses")  # of which a prompt may have several
         figures += f" ({f'{num_rows - masked:g} of ' if masked else ''}{num_rows:g} {rows})"
-    words = PHRASES.get(kind, "").format(worse=", ".join(worse), rows=num_rows)
+    shown = counted(int(num_rows), "row") if num_rows == num_rows else "its rows"
+    words = PHRASES.get(kind, "").format(worse=", ".join(worse), rows=shown)
     return Verdict(kind, words, figures, ", ".join(worse))
 
 
@@ -143,8 +145,8 @@ def verdict_on(run_dir: Path, name: str, first: dict[str, Any], last: dict[str, 
     else:
         errors = (standard_error(run_dir, line, name) for line in (first, last))
         difference, error = after - number_of(first[name]), math.hypot(*errors)
-    if error != error:
-        return "unknown"
+    if error != error:  # also of a single row
+        return "same" if before and now else "unknown"
     is_shown = abs(difference) > max(ERRORS * error, TINY) and num_rows >= ALIKE
     return "same" if not is_shown else "better" if better * difference > 0 else "worse"
 
