@@ -100,7 +100,8 @@ class Target:
 
     @property
     def has_speeds_of_sheet(self) -> bool:
-        return self.name in DEVICES and DEVICES[self.name][1:3] == (self.tb_per_s, self.tflops)
+        speeds = self.tb_per_s, self.tflops, self.link_gb_per_s
+        return self.name in DEVICES and DEVICES[self.name][1:4] == speeds
 
     @property
     def limit(self) -> str:
@@ -184,8 +185,7 @@ def with_constants(target: Target) -> Target:
     constants = stored_constants()
     if constants is None or target.is_cpu:
         return target
-    # A target file whose TB/s or TFLOP/s differ from the data sheet keeps all its speeds. If only its links' speed
-    # differs, the measured speed replaces it.
+    # A target file with speeds of its own keeps all of them.
     is_same = (
         target.has_speeds_of_sheet
         and is_model(target.name, constants.name)

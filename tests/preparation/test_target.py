@@ -267,8 +267,9 @@ def test_this_machine_has_the_data_sheet_of_its_gpu(monkeypatch, name, mib, shee
         target, "stored_constants", lambda: DeviceConstants(name, "2026-11-22", described.memory, 1, 1, 1)
     )
     assert target.with_constants(described).measured, "of the same kind"
-    own = replace(described, tflops=7.0)
-    assert target.with_constants(own) == own, "a file's own speeds are kept"
+    for speeds in ({"tflops": 7.0}, {"tb_per_s": 0.1}, {"link_gb_per_s": 5.0}):
+        own = replace(described, **speeds)
+        assert target.with_constants(own) == own, "a file's own speeds are kept"
 
 
 def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sheet(planned, tmp_path, monkeypatch):
