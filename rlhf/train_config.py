@@ -1,8 +1,9 @@
 """The flags of `rlhf train` itself: definitions, the stage flags that they set, help, and contradictions."""
 
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -17,7 +18,7 @@ from pipeline.configuration.groups import Group
 from pipeline.configuration.help import first_screen, flag_lines, full_help, purpose, topic_help, topic_of
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise
 from pipeline.configuration.stage import Stage, Start
-from pipeline.console import HELP_ALL
+from pipeline.console import HELP_ALL, WIDTH
 from pipeline.errors import InputError, dashed, nearest
 from pipeline.launching.scripts import launch_file
 from pipeline.models.paths import check_model_path
@@ -88,6 +89,22 @@ USUAL = (
 )  # fmt: skip
 
 
+def metric_help(name: str) -> str:
+    """Return unit and meaning of a metric of `metrics.jsonl`, with the stages that log it; "" for another name."""
+    # Imported here: nothing else in this module reads them.
+    from step1_sft.metrics import METRICS as SFT
+    from step2_reward.metrics import METRICS as REWARD
+    from step3_dpo.metrics import METRICS as DPO
+    from step3_ppo.metrics import METRICS as PPO
+
+    sections: dict[tuple[str, str], list[str]] = {}
+    for section, table in {"sft": SFT, "reward": REWARD, "ppo": PPO, "dpo": DPO}.items():
+        if one := table.get(name) or table.get(name.removeprefix("eval_")):
+            sections.setdefault((one.unit, one.meaning), []).append(section)
+    lines = (f"{name} of {', '.join(of)}, {unit}: {meaning}" for (unit, meaning), of in sections.items())
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+
+
 def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -> str:
     """Return the help that a command line requests: on a topic, on all flags, or one screen of 25 lines of 80 columns.
 
@@ -95,7 +112,10 @@ def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -
         InputError: see `topic_help`.
     """
     if topic := topic_of(argv):
-        return topic_help(topic, {prog: config_class} | {stage.section: stage.config for stage in STAGES})
+        metric, readers = metric_help(topic), {prog: config_class} | {stage.section: stage.config for stage in STAGES}
+        with suppress(InputError) if metric else nullcontext():
+            return "\n\n".join(filter(None, [metric, topic_help(topic, readers)]))
+        return metric
     if not set(HELP_ALL).isdisjoint(argv):
         parts = [full_help(config_class, prog)]
         for stage in STAGES:

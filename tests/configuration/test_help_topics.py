@@ -18,6 +18,7 @@ from rlhf.stages import STAGES, stage_of
 from rlhf.train import command_for
 from rlhf.train_plan import make_plan
 from step3_ppo.config import PPOConfig
+from step3_ppo.metrics import METRICS as PPO_METRICS
 from website import flags as pages
 
 CONFIGS = {**pages.STAGES, **pages.COMMANDS}
@@ -194,3 +195,13 @@ def test_models_have_short_names_in_help_and_long_ones_are_read(section):
     for name, flag in models.items():
         assert f"--{name.replace('_', '-')}" in flag.meaning
         assert {names.known[name], names.known[flag.shown[2:].replace("-", "_")]} == {name}
+
+
+def test_a_metric_is_explained_with_its_stages(capsys):
+    page = " ".join(printed_by(capsys, "train", "--help", "groups/equal").split())
+    assert page == f"groups/equal of ppo, share: {PPO_METRICS['groups/equal'].meaning}"
+    page = printed_by(capsys, "train", "--help", "eval_accuracy")
+    assert re.findall(r"^eval_accuracy of (.*), share: ", page, re.MULTILINE) == ["reward", "dpo"]
+    page = printed_by(capsys, "train", "--help", "loss")
+    assert page.startswith("loss of sft, reward, dpo, nats: ") and "\n\nFlags about loss:\n" in page
+    assert "eval_objective/kl of ppo, nats: " in printed_by(capsys, "train", "--help", "eval_objective/kl")
