@@ -33,7 +33,7 @@ MODELS = {
     "Qwen/Qwen2.5-0.5B": "qwen2", "Qwen/Qwen2.5-0.5B-Instruct": "qwen2", "Qwen/Qwen2.5-1.5B": "qwen2",
     "Qwen/Qwen2.5-7B": "qwen2", "Qwen/Qwen2.5-7B-Instruct": "qwen2",
     "Qwen/Qwen3-0.6B": "qwen3", "Qwen/Qwen3-8B": "qwen3",
-    "HuggingFaceTB/SmolLM2-135M": "llama-2",
+    "HuggingFaceTB/SmolLM2-135M": "llama-2", "HuggingFaceTB/SmolLM2-135M-Instruct": "llama-2",
 }  # fmt: skip
 # Of two pairs one has the longer answer chosen: neither is left out to balance lengths.
 ANSWERS = ("It is a number.", "No.")
