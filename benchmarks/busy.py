@@ -58,7 +58,11 @@ def commands(method: str, steps: int) -> dict[str, list[str]]:
     port, python = str(free_port()), sys.executable
     torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m"]
     deepspeed = "deepspeed.launcher.runner --hostfile /dev/null --num_gpus 2 --module --master_port".split()
-    train = [python, str(ROOT / "train.py"), "--step", "3", "--deployment-type", "single_gpu", "--config", *words[1:]]
+    # `rlhf train` leaves out what the preset has for a model that the method has not.
+    train = [python, str(ROOT / "train.py"), "--step", "3", "--deployment-type", "single_gpu", "--actor-model", "tiny"]
+    train += ["--method", method, "--max-steps", str(steps), "--ppo.actor-model-name-or-path", "output/sft"]
+    train += ["--ppo.reward-model-name-or-path", "output/reward"]
+    train += ["--ppo.critic-model-name-or-path", "output/reward"] if method == "ppo" else []
     return {
         "python -m": [python, "-m", "step3_ppo.main", *stage],
         "torchrun": [*torchrun, "step3_ppo.main", *stage],

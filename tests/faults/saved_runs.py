@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forks
 from torch import nn
 
 from pipeline.checkpoints import checkpoint
@@ -80,3 +82,27 @@ def count_operations(folder: Path, engine: Any) -> list[str]:
     with operations_watched(lambda name, given: names.append(name)):
         save(folder, engine, 2)
     return names
+
+
+def save_killed(folder: Path, at: int, *, half: bool) -> int:
+    """In a child: save step 2 and SIGKILL itself ahead of operation `at`, with `half` of a file's write done.
+
+    The child is one of a small server: pytest's process may be too large to fork.
+    """
+    return forks.exit_code([forks.start(save_and_die, folder, at, half)])
+
+
+def save_and_die(folder: Path, at: int, half: bool) -> None:
+    seen = 0
+
+    def before(name: str, given: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if seen == at:
+            if half and name in ("write_bytes", "save_file", "write_fragments"):
+                with Path(given[1] if name == "save_file" else given[0]).open("wb") as file:
+                    file.write(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    with operations_watched(before):
+        save(folder, make_engine(), 2)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from saved_runs import FINGERPRINT, count_operations, make_engine, make_run, operations_watched, save
+from saved_runs import FINGERPRINT, count_operations, make_engine, make_run, operations_watched, save, save_killed
 from support.messages import naming
 
 from pipeline.checkpoints import checkpoint
@@ -36,29 +36,6 @@ def step_of(folder: Path | None) -> int:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-def save_killed(folder: Path, engine: Any, at: int, *, half: bool) -> int:
-    """In a child: save step 2 and SIGKILL itself ahead of operation `at`, with `half` of a file's write done."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    seen = 0
-
-    def before(name: str, given: tuple[Any, ...]) -> None:
-        nonlocal seen
-        if seen == at:
-            if half and name in ("write_bytes", "save_file", "write_fragments"):
-                with Path(given[1] if name == "save_file" else given[0]).open("wb") as file:
-                    file.write(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        seen += 1
-
-    try:
-        with operations_watched(before):
-            save(folder, engine, 2)
-    finally:
-        os._exit(0)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("half", [False, True])
 def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
@@ -70,7 +47,7 @@ def test_a_checkpoint_remains_wherever_a_save_is_killed(tmp_path, engine, half):
     for at in range(len(names)):
         folder = tmp_path / f"killed-{at}"
         save(folder, engine, 1)
-        assert save_killed(folder, engine, at, half=half) == -signal.SIGKILL
+        assert save_killed(folder, at, half=half) == -signal.SIGKILL
         found.append(step_of(find(folder, "auto")))
         # The next save clears away what was left.
         save(folder, engine, 3)
@@ -89,10 +66,10 @@ def test_saving_a_step_again_never_leaves_nothing(tmp_path, engine):
     for at in range(len(seen)):
         folder = tmp_path / f"again-{at}"
         save(folder, engine, 2)
-        assert save_killed(folder, engine, at, half=False) == -signal.SIGKILL
+        assert save_killed(folder, at, half=False) == -signal.SIGKILL
         assert step_of(find(folder, "auto")) == 2
         # What is left, maybe under another name, stays until a newer one is whole.
-        assert save_killed(folder, engine, 16, half=False) == -signal.SIGKILL
+        assert save_killed(folder, 16, half=False) == -signal.SIGKILL
         assert step_of(find(folder, "auto")) == 2
 
 
