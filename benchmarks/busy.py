@@ -9,7 +9,6 @@ Processor seconds are user and system time of a command with all its processes. 
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -29,25 +28,16 @@ STEP_3 = "--preset {root}/launch/presets/tiny.yaml --method {method} --actor-mod
 Found = dict[str, Any]
 
 
-def spin() -> None:
-    """Compute without an end."""
-    number = 1
-    while True:
-        number = number * 3 % 1_000_003
-
-
 @contextmanager
 def spinning(count: int) -> Iterator[None]:
     """Let so many processes compute while a block runs."""
-    processes = [multiprocessing.Process(target=spin, daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
         for process in processes:
-            process.terminate()
-            process.join()
+            process.kill()
+            process.wait()
 
 
 def commands(method: str, steps: int) -> dict[str, list[str]]:

@@ -1,6 +1,5 @@
 """`python -m benchmarks.busy`: the commands that it times, and how it counts processor seconds."""
 
-import multiprocessing
 import sys
 
 import pytest
@@ -27,6 +26,5 @@ def test_processor_seconds_are_those_of_the_command_and_of_its_children():
     with spinning(1):
         found = timed([sys.executable, "-c", child])
     assert 0.4 <= found["processor_s"] < 2.5 and found["wall_s"] >= 0.4
-    assert not multiprocessing.active_children()
     with pytest.raises(SystemExit, match="exit code 3"):
         timed([sys.executable, "-c", "raise SystemExit(3)"])
