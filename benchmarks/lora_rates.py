@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.learning import rows
 from benchmarks.learning.jobs import Jobs, Work, flags
 from benchmarks.speed.jobs import BenchError
+from pipeline.run.evaluations import evaluations
 
 RANK, ALPHA = 32, 16
 # The rates of LoRA at this alpha; the second of the last pair has the product of rate and scale of 5e-4 at it.
@@ -40,11 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "dpo.max_steps": 100, "dpo.eval_interval": 50, "dpo.long_pairs": "truncate_left", "dpo.keep_checkpoints": 0,
     },
 }  # fmt: skip
-DATA = {
-    "grpo": ("instructions_train", "instructions_test"),
-    "ppo": ("instructions_train", "instructions_test"),
-    "dpo": ("proxy", "pairs_test"),
-}
+DATA = {"ppo": ("instructions_train", "instructions_test"), "dpo": ("proxy", "pairs_test")}  # by section
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +58,15 @@ class Setting:
         """Its name in files, as `grpo-0.0001-a16-s1`."""
         return f"{self.method}-{self.rate:g}-a{self.alpha}-s{self.seed}"
 
+    @property
+    def section(self) -> str:
+        """The section of its flags, which its run's folder is named after."""
+        return "dpo" if self.method == "dpo" else "ppo"
+
     def flags(self, base: str, folder: Path) -> dict[str, Any]:
         """Return the flags of its run, whose data are below `folder`."""
-        section, part = ("dpo", "") if self.method == "dpo" else ("ppo", "actor_")
-        train, held_out = (folder / "data" / f"{name}.jsonl" for name in DATA[self.method])
+        section, part = self.section, "" if self.method == "dpo" else "actor_"
+        train, held_out = (folder / "data" / f"{name}.jsonl" for name in DATA[section])
         given = METHODS[self.method] | {"method": self.method, "actor_model": base, "data_path": train}
         given |= {f"{section}.eval_data_path": held_out, "seed": self.seed, "data_seed": self.seed}
         given |= {"output_dir": folder / "runs" / self.name}
@@ -85,26 +87,16 @@ def settings(methods: list[str], seeds: int) -> Iterator[Setting]:
             yield Setting(method, FULL_RATES[method], 0, seed)
 
 
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `metrics.jsonl` that are evaluations."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "eval_rows" in line]
-
-
 def run(jobs: Jobs, setting: Setting, base: str, more: dict[str, Any], file: Path, lock: threading.Lock,
         gpu: int | None) -> None:  # fmt: skip
     """Train once and add the evaluations to the file. Raises BenchError."""
     output = jobs.folder / "runs" / setting.name
     shutil.rmtree(output, ignore_errors=True)
     jobs.run(setting.name, "rlhf", ["train", *flags(setting.flags(base, jobs.folder) | more)], gpu=gpu)
-    found = {
-        "name": setting.name,
-        "evals": evaluations(output / "runs" / ("dpo" if setting.method == "dpo" else "ppo")),
-    }
-    if not found["evals"]:
+    if not (found := evaluations(output / "runs" / setting.section)):
         raise BenchError(f"{setting.name}: no evaluation in its metrics")
     with lock, file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(found) + "\n")
+        out.write(json.dumps({"name": setting.name, "evals": found}) + "\n")
 
 
 def works(options: argparse.Namespace, jobs: Jobs, more: dict[str, Any]) -> Iterator[Work]:

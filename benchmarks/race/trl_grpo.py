@@ -91,14 +91,19 @@ def data_and_adapters(options: argparse.Namespace) -> dict[str, Any]:
     return {"train_dataset": load_dataset("json", data_files=options.data, split="train"), "peft_config": lora}
 
 
-def main() -> None:
-    """Train so many steps and print the median seconds of a step and of its phases."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def worker_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a worker of TRL's side: its files, its settings and the sizes of the row."""
+    parser = argparse.ArgumentParser(description=description)
     for name in ("model", "data", "output", "settings"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("prompts", "samples", "prompt", "answer", "steps", "warm_up", "lora"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Train so many steps and print the median seconds of a step and of its phases."""
+    options = worker_parser(__doc__).parse_args()
     started = time.perf_counter()
     # Imported here: this project's reward workers load this file for `even` alone.
     from benchmarks.speed.vllm_rollouts import SETTINGS

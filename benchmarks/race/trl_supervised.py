@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from benchmarks.race.trl_grpo import ALONE, data_and_adapters
+from benchmarks.race.trl_grpo import ALONE, data_and_adapters, worker_parser
 from benchmarks.speed.trainers import FIXED, Counted, clock
 
 
@@ -44,12 +44,8 @@ def trainer_of(options: argparse.Namespace, settings: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Train so many steps and print the median seconds of a step."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = worker_parser(__doc__)
     parser.add_argument("--kind", choices=("dpo", "sft"), required=True)
-    for name in ("model", "data", "output", "settings"):
-        parser.add_argument(f"--{name}", required=True)
-    for name in ("prompts", "samples", "prompt", "answer", "steps", "warm_up", "lora"):
-        parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
     started = time.perf_counter()
     os.environ.update(ALONE)
