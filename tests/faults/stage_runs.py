@@ -238,6 +238,14 @@ def tell_whole(story: Story) -> tuple[dict[str, Any], float]:
     return expected, seconds
 
 
+def wait_for_next_second() -> None:
+    """Wait, so that TensorBoard reads the files of two runs in the order of their starts.
+
+    It orders them by their names, which have the second and the process: 9999 comes after 10000.
+    """
+    time.sleep(1.0 - time.time() % 1.0)
+
+
 def kill_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
     """`count` runs, each killed at a random time, resumed, and compared with a run in one go.
 
@@ -254,8 +262,7 @@ def kill_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
         in_time = run_killed(story, "killed", after) == -signal.SIGKILL
         killed += in_time
         latest *= 1.0 if in_time else 0.9
-        # TensorBoard names files by second and process: of two in one second those of process 9999 come after 10000's.
-        time.sleep(1.0 - time.time() % 1.0)
+        wait_for_next_second()
         code = run(story, "killed")
         apart = [f"exit {code}"] if code else differences(findings(story, "killed"), expected)
         wrong += [f"{number} after {after:.2f} s: {', '.join(apart)}"] if apart else []
@@ -274,6 +281,7 @@ def chain(story: Story, count: int, seed: int) -> dict[str, Any]:
         time.sleep(draw.uniform(0.0, 0.3 * length / story.steps))
         send(children, signal.SIGKILL)
         codes.append(forks.exit_code(children))
+        wait_for_next_second()
     code = run(story, "chained")
     apart = [f"exit {code}"] if code else differences(findings(story, "chained"), expected)
     return {"killed": codes.count(-signal.SIGKILL), "runs": count, "wrong": apart, "run_s": length}
@@ -300,6 +308,7 @@ def stop_and_compare(story: Story, count: int, seed: int) -> dict[str, Any]:
         seconds.append(time.monotonic() - signalled)
         stopped += code == 75
         latest *= 1.0 if code == 75 else 0.9
+        wait_for_next_second()
         again = run(story, "stopped")
         apart = [] if code in (0, 75) and again == 0 else [f"exit {code}, then {again}"]
         apart = apart or differences(findings(story, "stopped"), expected)
