@@ -14,8 +14,8 @@ from pipeline.configuration.origins import Kind, Origin
 MethodName = Literal["ppo", "grpo", "rloo", "reinforce_pp", "distill"]
 # Factors of LoRA's default learning rate over that of full training: for PPO, and for the methods without a critic.
 # GRPO of all weights learns as much as LoRA of rank 32 at 10 to 50 times its rate with SmolLM2-135M, and at 67 times
-# with Qwen2.5-Coder-0.5B, where 20 lag and 167 fall back (benchmarks/reports/gsm8k_lora_qwen_h200_202611.md). PPO was
-# not measured and takes the factor of GRPO.
+# with Qwen2.5-Coder-0.5B, where 20 lag and 167 fall back (benchmarks/reports/gsm8k_lora_qwen_h200_202611.md). PPO of
+# SmolLM2-135M learns as much at 50 times, and less at 10 (benchmarks/reports/lora_rates_smollm2_h200_202611.md).
 PPO_LORA_FACTOR = 50.0
 LORA_FACTOR = 50.0
 # Defaults if no reward model scores responses. 256 tokens truncate 57 % of Qwen2.5-0.5B-Instruct's answers to GSM8K.
