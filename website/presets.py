@@ -1,7 +1,6 @@
-"""Plan each preset on stated GPUs: `make plans` writes benchmarks/reports/presets.md and the tables of scale.md."""
+"""Plan each preset on stated GPUs: `make plans` writes benchmarks/reports/presets.md."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +39,9 @@ in GiB and the seconds of an optimizer step with rows of full length. *tight*: t
 - 125m to 66b, Llama 2, Chinese and Japanese are DeepSpeed-Chat's recipes; 125m, 350m and 2.7b lie between those.
   Its single-GPU scripts are `1.3b-lora` and `6.7b-lora`. Its `7b_mixz` is `llama-2-7b-lora`.
 - Chinese, Japanese and T5 are presets of stage 1 alone: `--step 1 --sft.preset launch/presets/NAME.yaml`.
-- Times leave out offload: none is planned for T5, and those of Llama 2's reward models and `llama-2-7b`'s PPO are low.
+- Times leave out the exchange between GPUs, and offload: none is planned for T5, and those of Llama 2's reward models
+  and `llama-2-7b`'s PPO are low.
 """
-
-
-# Rows of benchmarks/reports/scale.md: --actor-model, GPUs, responses a step, the actor's ZeRO stage, GB/s of a
-# machine's network (0: that of the target).
-SCALE = (
-    ("llama-3.1-8b", "8xH100", 128, 1, 0), ("llama-3.1-8b", "8xH100", 128, 3, 0),
-    ("llama-3.1-8b", "8x8xH100", 128, 1, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 0),
-    ("llama-3.1-8b", "8x8xH100", 1024, 3, 0), ("llama-3.1-8b", "8x8xH100", 1024, 1, 12.5),
-    ("llama-3.1-8b", "64x8xH100", 1024, 1, 0), ("llama-3.1-8b", "64x8xH100", 8192, 1, 0),
-    ("llama-3.1-8b", "64x8xH100", 8192, 3, 0), ("66b", "8x8xH100", 256, 3, 0), ("66b", "64x8xH100", 2048, 3, 0),
-)  # fmt: skip
-SCALE_HEAD = (
-    "| actor | GPUs | network, GB/s | stage | responses | generate | score | train | exchange | samples/s | GiB |"
-)
 
 
 def stages_of(name: str, *words: str) -> list[tuple[Stage, Any]]:
@@ -75,7 +61,7 @@ def planners(name: str, target: Target, *words: str) -> Iterator[tuple[str, Any,
         resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
         yield stage.section, planner, resolved
         path = planner.needs(resolved).models[0].path
-        bases |= {str(folder): path for folder in stage.outputs(resolved.config)[:1]}
+        bases |= {str(folder): path for folder in resolved.config.outputs[:1]}
 
 
 def row(name: str) -> str:
@@ -86,34 +72,11 @@ def row(name: str) -> str:
     for _, planner, resolved in planners(name, target, "--target", HARDWARE[name]):
         plan, needs = planner.memory(resolved), planner.needs(resolved)
         expected, high = plan.reserved()
-        seconds, _ = planner.seconds(resolved, plan)
+        seconds = planner.seconds(resolved, plan)
         step_s = sum(seconds.values()) / needs.steps_each
         verdict = "" if high <= target.memory else ", tight" if fits(plan, target) else ", **does not fit**"
         cells.append(f"{expected / GIB:.1f}{verdict}{f'; {seconds_text(step_s)}' if seconds else ''}")
     return f"| {' | '.join(cells + [''] * (6 - len(cells)))} |"
-
-
-def scale_row(name: str, gpus: str, responses: int, zero_stage: int, network: float) -> str:
-    """The row of benchmarks/reports/scale.md: phases of a step of stage 3, exchange included, samples/s and memory."""
-    target = parse_target(gpus)
-    target = replace(target, network_gb_per_s=network or target.network_gb_per_s)
-    rows = responses // target.num_gpus
-    words = f"--target {gpus} --actor-zero-stage {zero_stage} --reward-zero-stage 1 --ppo.train-batch-size {responses} "
-    words += f"--ppo.per-device-generation-batch-size {rows} --ppo.per-device-train-batch-size {min(4, rows)}"
-    *_, (_, planner, resolved) = planners(name, target, *words.split())
-    plan = planner.memory(resolved)
-    seconds, exchanged = planner.seconds(resolved, plan)
-    whole, (expected, _) = sum(seconds.values()), plan.reserved()
-    cells = [name, f"{target.num_gpus}", f"{target.network_gb_per_s:g}" if target.hosts > 1 else "", f"{zero_stage}",
-             f"{responses:,}", *(f"{value:.2f}" for value in seconds.values()), f"{sum(exchanged.values()):.2f}",
-             f"{responses / whole:,.1f}", f"{expected / GIB:.0f}"]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def with_rows(text: str, head: str, rows: Iterator[str]) -> str:
-    """The text of a page with other rows below the head of a table."""
-    before, head, after = text.partition(head)
-    return "\n".join([before + head, "|" + "---|" * (head.count("|") - 1), *rows]) + "\n\n" + after.partition("\n\n")[2]
 
 
 def page() -> str:
@@ -122,12 +85,5 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *head, *map(row, HARDWARE)]) + "\n"
 
 
-def scale_page(text: str) -> str:
-    """The text of benchmarks/reports/scale.md with new tables."""
-    return with_rows(text, SCALE_HEAD, (scale_row(*case) for case in SCALE))
-
-
 if __name__ == "__main__":
-    scale = PRESETS.with_name("scale.md")
-    scale.write_text(scale_page(scale.read_text(encoding="utf-8")), encoding="utf-8")
     PRESETS.write_text(page(), encoding="utf-8")

@@ -91,7 +91,7 @@ def plan(file: Path) -> None:
     for point in POINTS:
         planner, resolved = planner_of("sft", point.words, DEVICE, StagePlanner)
         memory = planner.memory(resolved)
-        seconds = sum(planner.seconds(resolved, memory)[0].values())
+        seconds = sum(planner.seconds(resolved, memory).values())
         gib = memory.phases["train"].total / GIB
         planned[point.name] = {"seconds": round(seconds, 3), "gib": round(gib, 2)}
     write_kept(file, ({"point": name, **figures} for name, figures in planned.items()))

@@ -76,7 +76,7 @@ def plan(file: Path) -> None:
         planner, resolved = planner_for(run)
         memory = planner.memory(resolved)
         planned[run.name] = {phase: round(peak.total / GIB, 3) for phase, peak in memory.phases.items()}
-        seconds = planner.seconds(resolved, memory)[0] if run.alone else {}
+        seconds = planner.seconds(resolved, memory) if run.alone else {}
         planned[run.name] |= {f"{phase}_s": round(value, 3) for phase, value in seconds.items()}
     write_peaks(file, planned)
 

@@ -149,19 +149,6 @@ TIMES = (
 )  # fmt: skip
 
 
-# What several GPUs measured beside these, of rollouts and of whole steps: the benchmarks/reports report of four H200s.
-SHARED = (
-    ("generate", "tensor parallel on 2 of 4 GPUs", FOUR, ppo(OPT, 16, 4, 1, "--inference_tp_size 2"), 0.87),
-    ("generate", "tensor parallel on 4 GPUs, ZeRO-3", FOUR, ppo(OPT, 16, 4, 3, "--inference_tp_size 4"), 1.08),
-    ("generate", "layers streamed on 2 GPUs", TWO, ppo(OPT, 16, 4, 3, "--rollout_weights streamed"), 1.67),
-    ("step", "1 GPU, ZeRO-1", H200, ppo(OPT, 16, 4, 1), 1.542),
-    ("step", "4 GPUs, ZeRO-1", FOUR, ppo(OPT, 16, 4, 1), 1.560),
-    ("step", "4 GPUs, ZeRO-2, micro-batch 32", FOUR, ppo(OPT, 32, 2, 2), 1.562),
-    ("step", "4 GPUs, ZeRO-3, micro-batch 32", FOUR, ppo(OPT, 32, 2, 3), 1.667),
-    ("step", "4 GPUs, Llama-7B, critic 1B, ZeRO-3, checkpointing", FOUR, RUNS[-1].words, 25.1),
-)
-
-
 @contextmanager
 def kernels_of_then() -> Iterator[None]:
     """Count gates and rotary positions as torch's functions, as in the runs: a gate kept its activation."""
@@ -243,7 +230,7 @@ def table() -> list[str]:
 def planned_seconds(run: Run) -> list[float]:
     """The planned seconds of a run's phases, in the order of `Run.seconds`."""
     planner, resolved = planner_of(run.section, run.words, run.target)
-    seconds, _ = planner.seconds(resolved, planner.memory(resolved))
+    seconds = planner.seconds(resolved, planner.memory(resolved))
     return list(seconds.values())
 
 
@@ -304,22 +291,6 @@ def time_summary(lines: Sequence[str]) -> list[str]:
     return rows
 
 
-def shared_seconds(case: tuple[str, str, str, str, float]) -> float:
-    """The planned seconds of one of SHARED, exchange between GPUs included."""
-    phase, _, target, words, _ = case
-    planner, resolved = planner_of("ppo", words, target)
-    seconds, _ = planner.seconds(resolved, planner.memory(resolved))
-    return sum(seconds.values()) if phase == "step" else seconds[phase]
-
-
-def shared_row(case: tuple[str, str, str, str, float]) -> str:
-    """The line of benchmarks/reports/scale.md for one of SHARED."""
-    phase, name, _, _, measured = case
-    value = shared_seconds(case)
-    return f"| {phase} | {name} | {value:.2f} s | {measured:.2f} s | {value / measured - 1:+.0%} |"
-
-
 if __name__ == "__main__":
     peaks, times = table(), time_table()
     print(*peaks, "", *peak_summary(peaks), "", *times, "", *time_summary(times), "", sep="\n")
-    print(*map(shared_row, SHARED), sep="\n")

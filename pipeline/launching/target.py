@@ -23,30 +23,27 @@ from pipeline.run.device import DeviceConstants, query_gpu, stored_constants
 # Share of a GPU's memory, by its data sheet or driver, that a process can have (measured: 79.1 of an H100's 80 GiB, 139
 # of an H200's 141).
 USABLE = 0.985
-# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s, then two bandwidths in one direction, in gigabytes per second.
-# The first is between GPUs of a machine (NVLink, or 16 lanes of PCIe). The second is between machines, of all network
-# cards of one: 8 of 400 gigabits/s with B200, H200 and H100, 8 of 200 with A100, 4 of 100 with V100, else 1 of 100.
+# Data sheets: memory in GiB, TB/s, dense 16-bit TFLOP/s.
 DEVICES = {
-    "B200-180GB": (180, 8.0, 2250.0, 900.0, 400.0),
-    "H200-141GB": (141, 4.8, 989.0, 450.0, 400.0),
-    "H100-80GB": (80, 3.35, 989.0, 450.0, 400.0),
-    "A100-80GB": (80, 2.0, 312.0, 300.0, 200.0),
-    "A100-40GB": (40, 1.555, 312.0, 300.0, 200.0),
-    "A6000-48GB": (48, 0.768, 155.0, 32.0, 12.5),
-    "L40S-48GB": (48, 0.864, 362.0, 32.0, 12.5),
-    "RTX5090-32GB": (32, 1.792, 209.0, 64.0, 12.5),
-    "V100-32GB": (32, 0.9, 125.0, 150.0, 50.0),
-    "A10-24GB": (24, 0.6, 125.0, 32.0, 12.5),
-    "L4-24GB": (24, 0.3, 121.0, 32.0, 12.5),
-    "RTX4090-24GB": (24, 1.008, 165.0, 32.0, 12.5),
-    "RTX3090-24GB": (24, 0.936, 71.0, 32.0, 12.5),
-    "V100-16GB": (16, 0.9, 125.0, 150.0, 50.0),
-    "T4-16GB": (16, 0.32, 65.0, 16.0, 12.5),
+    "B200-180GB": (180, 8.0, 2250.0),
+    "H200-141GB": (141, 4.8, 989.0),
+    "H100-80GB": (80, 3.35, 989.0),
+    "A100-80GB": (80, 2.0, 312.0),
+    "A100-40GB": (40, 1.555, 312.0),
+    "A6000-48GB": (48, 0.768, 155.0),
+    "L40S-48GB": (48, 0.864, 362.0),
+    "RTX5090-32GB": (32, 1.792, 209.0),
+    "V100-32GB": (32, 0.9, 125.0),
+    "A10-24GB": (24, 0.6, 125.0),
+    "L4-24GB": (24, 0.3, 121.0),
+    "RTX4090-24GB": (24, 1.008, 165.0),
+    "RTX3090-24GB": (24, 0.936, 71.0),
+    "V100-16GB": (16, 0.9, 125.0),
+    "T4-16GB": (16, 0.32, 65.0),
 }  # fmt: skip
-# Shares of their data sheet that H200s reached: matrix products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s, links 312
-# of 450 GB/s (an all-reduce of 1 GB between two GPUs, in which each sends 1 GB, took 3.2 ms). Plans compute times from
-# data sheets, so measured speeds are divided by these shares.
-PRODUCTS, COPIES, LINKS = 0.80, 0.89, 0.69
+# Shares of their data sheet that H200s reached: matrix products 792 of 989 TFLOP/s, copies 4.29 of 4.8 TB/s. Plans
+# compute times from data sheets, so measured speeds are divided by these shares.
+PRODUCTS, COPIES = 0.80, 0.89
 # Largest relative difference of this GPU's measured memory from a described device's up to which `with_constants`
 # takes the two for the same device. An A100 of 40 GB and one of 80 GB differ by more.
 SAME_MEMORY = 0.1
@@ -55,7 +52,8 @@ SAME_MEMORY = 0.1
 SAME_SIZE = 0.02
 SIZE = re.compile(r"(\d+\.\d+)(?= GiB each)", re.ASCII)  # in the text of a target
 TARGET = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z][\w-]*|(\d+)GB)", re.ASCII)
-SPEEDS = ("tb_per_s", "tflops", "link_gb_per_s", "network_gb_per_s")  # as in DEVICES
+SPEEDS = ("tb_per_s", "tflops")  # as in DEVICES
+BETWEEN_GPUS = ("link_gb_per_s", "network_gb_per_s")  # speeds that files of older versions have
 LIMIT = 1_000_000  # upper bound of each number of a description, and of all its GPUs; more is a typing error
 FIELDS = ("hosts", "gpus", "name", "memory_gib", "host_memory_gib", *SPEEDS)
 
@@ -71,8 +69,6 @@ class Target:
     tflops: TFLOP/s of a GPU in 16 bits.
     host_memory: bytes of a machine's memory.
     described: the target was described by the user; False: it is this machine.
-    link_gb_per_s: GB/s that a GPU sends to others of its machine.
-    network_gb_per_s: GB/s that a machine sends to others.
     measured: measured constants of this machine's GPU, if the target has the same GPU; else None.
     is_limited: `memory` is the value of --gpu-memory-gib.
     """
@@ -84,8 +80,6 @@ class Target:
     tflops: float = 0.0
     host_memory: int = 0
     described: bool = True
-    link_gb_per_s: float = 0.0
-    network_gb_per_s: float = 0.0
     measured: DeviceConstants | None = None
     is_limited: bool = False
 
@@ -100,8 +94,7 @@ class Target:
 
     @property
     def has_speeds_of_sheet(self) -> bool:
-        speeds = self.tb_per_s, self.tflops, self.link_gb_per_s
-        return self.name in DEVICES and DEVICES[self.name][1:4] == speeds
+        return self.name in DEVICES and DEVICES[self.name][1:] == (self.tb_per_s, self.tflops)
 
     @property
     def limit(self) -> str:
@@ -141,12 +134,6 @@ class Target:
             return abs(float(other[1]) / float(here[1]) - 1) < SAME_SIZE
         return here == other
 
-    def hosts_of(self, ranks: int) -> int:
-        """Return the largest number of machines that a group of `ranks` neighbouring ranks spans."""
-        hosts = [host for host, count in enumerate(self.slots) for _ in range(count)]
-        groups = (hosts[first : first + ranks] for first in range(0, len(hosts), ranks))
-        return max(group[-1] - group[0] + 1 for group in groups)
-
     def __str__(self) -> str:
         hosts = f"{self.hosts} x " if self.hosts > 1 else ""
         gpus = f"({' + '.join(map(str, self.slots))})" if self.is_uneven else f"{hosts}{self.gpus}"
@@ -164,8 +151,8 @@ def this_machine(*slots: int) -> Target:
     memory = int(int(mib) * 2**20 * USABLE) if mib.isdigit() else 0
     sheets = [sheet for device, sheet in DEVICES.items() if is_model(device, name)]
     # Two sheets match an A100 (40 and 80 GB): take the one with the nearer memory.
-    sheet = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0,) + (0.0,) * 4)
-    return Target(name, memory, slots, sheet[1], sheet[2], host_memory, False, sheet[3], sheet[4])
+    sheet = min(sheets, key=lambda sheet: abs(sheet[0] * GIB - memory), default=(0, 0.0, 0.0))
+    return Target(name, memory, slots, sheet[1], sheet[2], host_memory, False)
 
 
 def is_model(device: str, name: str) -> bool:
@@ -198,7 +185,6 @@ def with_constants(target: Target) -> Target:
         memory=constants.memory,
         tb_per_s=constants.tb_per_s / COPIES,
         tflops=constants.tflops / PRODUCTS,
-        link_gb_per_s=constants.link_gb_per_s / LINKS or target.link_gb_per_s,
         measured=constants,
     )
 
@@ -244,9 +230,8 @@ def parse_target(text: str) -> Target:
     if len(names) != 1:
         reason = f"give one of {', '.join(names)}" if names else f"known are {', '.join(DEVICES)}, or give a YAML file"
         raise InputError(f"--target {text}: {match[3]}: {reason}{nearest(match[3], DEVICES) if not names else ''}")
-    memory, tb_per_s, tflops, link, network = DEVICES[names[0]]
-    size = int(memory * USABLE * GIB)
-    return Target(names[0], size, slots, tb_per_s, tflops, link_gb_per_s=link, network_gb_per_s=network)
+    memory, tb_per_s, tflops = DEVICES[names[0]]
+    return Target(names[0], int(memory * USABLE * GIB), slots, tb_per_s, tflops)
 
 
 def devices_called(name: str) -> list[str]:
@@ -269,6 +254,8 @@ def target_of_file(path: Path) -> Target:
     if "memory_gib" not in content:
         raise InputError(f"--target: {path}: expected fields {', '.join(FIELDS)}, of which memory_gib is required")
     for name, value in content.items():
+        if name in BETWEEN_GPUS:
+            raise InputError(f"--target: {path}: {name}: plans leave out the exchange between GPUs; remove the field")
         if name not in FIELDS:
             raise InputError(f"--target: {path}: {name}: unknown field{nearest(str(name), FIELDS)}")
         kind: Any = int if name in ("hosts", "gpus") else int | float
@@ -291,6 +278,4 @@ def target_of_file(path: Path) -> Target:
         speeds[0],
         speeds[1],
         int(content.get("host_memory_gib", 0) * GIB),
-        link_gb_per_s=speeds[2],
-        network_gb_per_s=speeds[3],
     )

@@ -5,8 +5,8 @@
 
 Kernels are those of the pass on the meta device (`counting.py`). Where its comment names no other source, a constant
 was measured on H200s (benchmarks/reports/times.md); other devices are assumed to reach the same shares of their data
-sheets. `exchange.py` counts the exchange between GPUs. Of offload, only the moves of optimizer states around a rollout
-are estimated (`states_seconds`). Data, evaluation and saving are not included.
+sheets. Of offload, only the moves of optimizer states around a rollout are estimated (`states_seconds`). The exchange
+between GPUs, data, evaluation and saving are not included.
 """
 
 from collections.abc import Mapping

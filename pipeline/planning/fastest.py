@@ -71,7 +71,7 @@ class Candidate:
         settings = Choice(flags, Origin(Kind.PLAN, str(planner.target))).of(resolved, planner.target.num_gpus)
         plan, needs = planner.memory(settings), planner.needs(settings)
         lacks = sum(lacking(plan, planner.target, high=True))
-        seconds = 0.0 if lacks else sum(planner.seconds(settings, plan)[0].values())
+        seconds = 0.0 if lacks else sum(planner.seconds(settings, plan).values())
         return cls(flags, settings, plan, seconds / needs.steps_each, lacks)
 
     @property

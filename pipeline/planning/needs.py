@@ -74,9 +74,7 @@ class Rollout:
     always_released: the KV cache is freed before every update; False: only if an update would not fit beside it.
     merges_adapters: LoRA's adapters are merged into the copied weights.
     tensor_parallel_size: GPUs that share the weights; each has as many rows.
-    hidden_bytes: bytes of a token's hidden state, which these GPUs exchange.
     logits_bytes: bytes of a slot's logits at a decode step, and of the tensors that the draw computes from them.
-    gathers_per_step: collectives in which all GPUs gather the layers at a decode step; 0: weights are not streamed.
     kernels_per_step: kernels of a decode step.
     streamed: the buffers with streamed weights, if free memory decides whether to stream; else None.
     """
@@ -90,9 +88,7 @@ class Rollout:
     always_released: bool
     merges_adapters: bool
     tensor_parallel_size: int
-    hidden_bytes: int
     logits_bytes: int
-    gathers_per_step: int
     kernels_per_step: int
     streamed: "Rollout | None" = None
 

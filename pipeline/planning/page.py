@@ -13,7 +13,6 @@ from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.disk import nvme_files, outputs, with_checkpoint, without_room
 from pipeline.planning.duration import RECREATE_CACHE_S, phase_seconds, states_seconds, waiting_seconds
-from pipeline.planning.exchange import exchange_seconds
 from pipeline.planning.memory import PROCESS_WITH_GPU, UNUSED_REST, MemoryPlan, plan_memory
 from pipeline.planning.needs import StageNeeds
 
@@ -71,19 +70,18 @@ class StagePlanner:
         )
         return with_checkpoint(plan, needs.models, engines, config.run, config.optimizer.optimizer_states)
 
-    def seconds(self, resolved: Resolved, plan: MemoryPlan) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Return the seconds of each phase, and its seconds of exchange between GPUs; {} where they are not known."""
+    def seconds(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[str, float]:
+        """Return the seconds of each phase, without exchange between GPUs; {} where they are not known."""
         needs, target = self.needs(resolved), self.target
         gather = resolved.config.deepspeed.zero3_gather
         engines, dtype = self.jsons_of(resolved), self.dtype(resolved)
-        exchanged = exchange_seconds(needs, engines, plan, target, gather=gather)
         computed = dict(phase_seconds(needs, engines, plan, dtype, target))
         if computed and needs.idle_states_leave:
             computed["generate"] += states_seconds(needs, plan, target)
         if computed and plan.slots and not plan.keeps_buffers:
             computed["generate"] += RECREATE_CACHE_S
         waited = waiting_seconds(needs, engines, plan, dtype, target, gather=gather)
-        return {name: value + waited[name] + exchanged.get(name, 0.0) for name, value in computed.items()}, exchanged
+        return {name: value + waited[name] for name, value in computed.items()}
 
     def files(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[Path, int]:
         """Return the bytes on a machine of each folder of NVMe that the stage offloads to."""
@@ -109,7 +107,6 @@ class StagePlan:
     memory: memory that they take, by phase.
     num_steps: optimizer steps of the run; 0 where the number is not known.
     seconds: seconds of each phase (`StagePlanner.seconds`); {} if they are not known or the plan does not fit.
-    exchanged: seconds of each phase in which GPUs exchange tensors.
     """
 
     planner: StagePlanner
@@ -118,15 +115,14 @@ class StagePlan:
     memory: MemoryPlan
     num_steps: int
     seconds: Mapping[str, float]
-    exchanged: Mapping[str, float]
 
     @classmethod
     def of(cls, planner: StagePlanner, resolved: Resolved, num_rows: float) -> Self:
         """Plan a stage; num_rows: rows or prompts of the run, 0 if not known. Raises InputError, EnvironmentFault."""
         needs, memory, run = planner.needs(resolved), planner.memory(resolved), resolved.config.run
         num_steps = needs.num_steps(ceil(num_rows)) if num_rows or run.max_steps else 0
-        times = planner.seconds(resolved, memory) if fits(memory, planner.target) else ({}, {})
-        return cls(planner, resolved, needs, memory, num_steps, *times)
+        seconds = planner.seconds(resolved, memory) if fits(memory, planner.target) else {}
+        return cls(planner, resolved, needs, memory, num_steps, seconds)
 
     @property
     def hardware(self) -> str:
@@ -149,9 +145,9 @@ def stage_page(stage: StagePlan) -> list[str]:
     if planner.target.memory and not planner.target.is_cpu:
         lines.append(f"  device   {planner.target.source}")
     if fits(plan, planner.target):
-        times, is_measured = (stage.seconds, stage.exchanged), planner.target.measured is not None
-        lines += time_lines(needs, plan, *times, num_steps=stage.num_steps, is_measured=is_measured)
-        lines += [] if stage.seconds else [f"  time     {why_no_time(planner.target, planner.dtype(resolved))}"]
+        is_measured = planner.target.measured is not None
+        text = time_text(needs, plan, stage.seconds, num_steps=stage.num_steps, is_measured=is_measured)
+        lines.append(f"  time     {text or why_no_time(planner.target, planner.dtype(resolved))}")
     return [*lines, f"  disk     {disk_text(planner, resolved, plan)}"]
 
 
@@ -254,29 +250,26 @@ def host_text(plan: MemoryPlan, target: Target) -> str:
     return f"{total}: {offloaded}{copied}{processes} with {each}{unknown}"
 
 
-def time_lines(
-    needs: StageNeeds,
-    plan: MemoryPlan,
-    seconds: Mapping[str, float],
-    exchanged: Mapping[str, float],
-    *,
-    num_steps: int,
-    is_measured: bool,
-) -> list[str]:
-    """Return the time of the phases, and of the run if its steps are known: rough figures for rows of full length.
+def time_text(
+    needs: StageNeeds, plan: MemoryPlan, seconds: Mapping[str, float], *, num_steps: int, is_measured: bool
+) -> str:
+    """Return the time of the phases, and of the run if its steps are known; "" if the times are not known.
 
-    is_measured: the target's speeds were measured, including that of copies between GPU and host.
+    The figures are rough, for rows of full length.
+
+    Args:
+        is_measured: the target's speeds were measured, including that of copies between GPU and host.
     """
     if not seconds:
-        return []
+        return ""
     phases = ", ".join(f"{name} {seconds_text(value)}" for name, value in seconds.items())
     all_steps = sum(seconds.values()) / needs.steps_each * num_steps
     run = f", {counted(num_steps, 'step')} {run_text(all_steps)}" if num_steps else ""
     whole = f" = {seconds_text(sum(seconds.values()))} a rollout" if needs.rollout else ""
-    line = f"  time     {phases}{whole}{run}: estimated from the device's speeds, by the shares that an H200 reached"
+    text = f"{phases}{whole}{run}: estimated from the device's speeds, by the shares that an H200 reached"
     if plan.host > plan.checkpoint and not (needs.idle_states_leave and is_measured):
-        line += "; the time of offload is not included"
-    return [line, exchange_line(seconds, exchanged)] if plan.ranks > 1 else [line]
+        text += "; the time of offload is not included"
+    return text + ("; the exchange between GPUs is not included" if plan.ranks > 1 else "")
 
 
 def why_no_time(target: Target, dtype: str) -> str:
@@ -289,13 +282,6 @@ def why_no_time(target: Target, dtype: str) -> str:
         given = "give them in a target file, or its name if it has a data sheet" if target.described else "see device"
         return f"not known without {missing} of the device; {given}"
     return "not planned: the number of operations of these models is not known"
-
-
-def exchange_line(seconds: Mapping[str, float], exchanged: Mapping[str, float]) -> str:
-    """Return the share of a step in which GPUs exchange tensors."""
-    share = sum(exchanged.values()) / sum(seconds.values())
-    text = f"{share:.1%} of these times (estimate)" if exchanged else "not included: the bandwidths are not known"
-    return f"  exchange {text}"
 
 
 def disk_text(planner: StagePlanner, resolved: Resolved, plan: MemoryPlan) -> str:

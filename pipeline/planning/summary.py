@@ -35,7 +35,8 @@ def table(plans: Mapping[str, StagePlan]) -> Iterator[str]:
             if words := choice_text(plans[section].resolved):
                 yield f"  chosen for {section}: {words}"
         if any(plans[section].seconds for section in sections):
-            yield f"  times are rough, for rows of full length (device: {target.source})"
+            exchange = ", without the exchange between GPUs" if target.num_gpus > 1 else ""
+            yield f"  times are rough, for rows of full length{exchange} (device: {target.source})"
         elif any(fits(plans[section].memory, target) for section in sections):
             yield f"  times: {why_no_time(target, dtype)}"
 

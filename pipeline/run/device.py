@@ -6,7 +6,7 @@
 import os
 import subprocess
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 
@@ -32,7 +32,6 @@ class DeviceConstants:
     host_gb_per_s: GB/s of a copy from page-locked host memory.
     context: bytes that CUDA takes with its kernels.
     nccl: bytes that a communicator takes.
-    link_gb_per_s: GB/s that each GPU of this machine sends in an all-reduce.
     """
 
     name: str
@@ -43,7 +42,6 @@ class DeviceConstants:
     host_gb_per_s: float
     context: int = 0
     nccl: int = 0
-    link_gb_per_s: float = 0.0
 
     def __str__(self) -> str:
         speeds = f"{self.tflops:.0f} TFLOP/s, {self.tb_per_s:.3g} TB/s, {self.host_gb_per_s:.3g} GB/s from the host"
@@ -79,9 +77,11 @@ def device_key() -> str:
 
 def stored_constants() -> DeviceConstants | None:
     """Return the constants that were measured for this machine's GPU, torch and driver; None: not measured."""
-    stored = read_object(constants_file())
-    with suppress(TypeError, KeyError):  # the file was written by another version
-        return DeviceConstants(**stored[device_key()]) if stored else None
+    stored, names = read_object(constants_file()), {one.name for one in fields(DeviceConstants)}
+    # Another version, which may know further constants, may have written the file.
+    with suppress(TypeError, KeyError, AttributeError):
+        values = stored[device_key()].items() if stored else ()
+        return DeviceConstants(**{name: value for name, value in values if name in names})
     return None
 
 

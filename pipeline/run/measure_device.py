@@ -103,7 +103,7 @@ def main() -> int:
             exchanged = f"all-reduce of {num_bytes / GIB:.3g} GiB over {size} ranks"
             show(f"{exchanged}: {seconds * 1e3:.3g} ms, each sends {sent:.3g} GB/s")
             if constants and local_size() == size:
-                constants = replace(constants, nccl=max(0, used_bytes() - before), link_gb_per_s=sent)
+                constants = replace(constants, nccl=max(0, used_bytes() - before))
         what = str(constants_file())
         if constants:
             store_constants(constants)

@@ -176,14 +176,12 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
         always_released=options.release_cache,
         merges_adapters=bool(weights and config.actor.lora_dim) and config.actor.quantization == "none",
         tensor_parallel_size=options.tensor_parallel_size,
-        hidden_bytes=model_config.hidden_size * size.element,
         logits_bytes=model_config.vocab_size * (size.element + (TRUNCATION_BYTES if truncates else 0)),
-        gathers_per_step=0,
         kernels_per_step=weights.kernels if weights else sum(count_pass(actor, dtype, step).kernels.values()),
     )
     if weights is None or not weights.groups:
         return buffers
-    streamed = replace(buffers, copied_bytes=weights.streamed_bytes, gathers_per_step=weights.groups)
+    streamed = replace(buffers, copied_bytes=weights.streamed_bytes)
     return streamed if options.weights == "streamed" else replace(buffers, streamed=streamed)
 
 

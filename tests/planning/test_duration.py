@@ -92,7 +92,7 @@ def test_as_many_tokens_in_longer_rows_take_longer_by_attention_at_its_own_rate(
     for rows, length in ((8, 2048), (1, 16384)):
         words = f"--model-name-or-path qwen3-0.6b --max-seq-len {length} --per-device-train-batch-size {rows}"
         planner, resolved = planner_of("sft", f"{words} --gradient-accumulation-steps 1", "1xH100")
-        seconds[length] = sum(planner.seconds(resolved, planner.memory(resolved))[0].values())
+        seconds[length] = sum(planner.seconds(resolved, planner.memory(resolved)).values())
     operations = 7 * 28 * 2048 * 16384 * (16384 - 2048)
     longer, as_products = operations / (989e12 * ATTENTION * 128 / 168), operations / (989e12 * PRODUCTS)
     assert 1.7 * as_products < seconds[16384] - seconds[2048] < 1.02 * longer
@@ -236,15 +236,15 @@ def test_the_time_in_which_states_leave_and_come_back_by_hand():
         needs, plan, known = planner.needs(resolved), planner.memory(resolved), replace(H200, measured=constants)
         assert states_seconds(needs, plan, H200) == 0.0, "not known"
         assert states_seconds(needs, plan, known) == pytest.approx(expected, rel=1e-3)
-        with_states, _ = replace(planner, target=known).seconds(resolved, plan)
-        without, _ = planner.seconds(resolved, plan)
+        with_states = replace(planner, target=known).seconds(resolved, plan)
+        without = planner.seconds(resolved, plan)
         assert with_states["generate"] - without["generate"] == pytest.approx(expected, rel=1e-3)
         assert said in next(line for line in verdict_lines(needs, plan, known) if "KV cache" in line)
 
 
 def test_a_cache_that_is_given_back_takes_three_tenths_of_a_second_more():
     kept, released = (
-        planner.seconds(resolved, planner.memory(resolved))[0]
+        planner.seconds(resolved, planner.memory(resolved))
         for planner, resolved in (
             planner_of("ppo", ppo(OPT, 32, 2, 2, f"--release-inference-cache {released}"), "1xH200")
             for released in ("false", "true")

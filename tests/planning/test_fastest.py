@@ -58,7 +58,7 @@ def by_hand(
     ranks = target.num_gpus
     planner, resolved = stage_planner(stage, given(stage, models, *words, *flag_words(flags), ranks=ranks), target, {})
     plan, needs = planner.memory(resolved), planner.needs(resolved)
-    seconds = sum(planner.seconds(resolved, plan)[0].values())
+    seconds = sum(planner.seconds(resolved, plan).values())
     return seconds / needs.steps_each, plan.reserved()[0], sum(lacking(plan, target, high=True))
 
 
@@ -392,5 +392,5 @@ def test_the_seconds_are_those_of_one_of_a_rollouts_steps(models):
     words = ("--rollout-batch-size", 64, "--ppo-epochs", 2, "--train-batch-size", 32, "--max-answer-seq-len", 64)
     planner, resolved = stage_planner(PPO, given(PPO, models, *words), gpu(4 * GIB), {})
     choice = fastest(planner, resolved)
-    whole = sum(planner.seconds(choice.resolved, choice.plan)[0].values())
+    whole = sum(planner.seconds(choice.resolved, choice.plan).values())
     assert not choice.lacks and choice.seconds == pytest.approx(whole / 4)
