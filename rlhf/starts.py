@@ -21,7 +21,7 @@ def start_lines(plan: Plan) -> Iterator[str]:
     for planned in plan.chosen:
         section, preset, path = planned.stage.section, planned.resolved.preset, planned.base
         yield f"{section}: {f'preset {preset}' if preset else defaults_note}"
-        is_later = plan.stages[1] not in plan.chosen and planned.stage.makes_chat_model
+        is_later = plan.stages[1] not in plan.chosen and planned.stage.config.makes_chat_model
         sft_model, base = plan.stages[1].model_dir, plan.stages[1].base
         if is_later and path == str(sft_model) and has_config(sft_model):
             yield f"{section} starts from {path}, which stage 1 trained"

@@ -75,7 +75,7 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
     of_section = {planned.stage.section: planned for planned in plan.stages.values()}
     for planned in plan.chosen:
         values = dict(flat_items(planned.resolved.config))
-        for prefix, start in planned.stage.starts_given(values).items():
+        for prefix, start in planned.stage.starts(values).items():
             source, flag = of_section.get(start.section), planned.stage.path_flag(prefix)
             if source is None or source in plan.chosen or values[flag] != str(source.model_dir):
                 continue
@@ -251,7 +251,7 @@ def run(argv: list[str], prog: str) -> int:
         # The chat command of `python train.py` is `python chat.py`, that of `rlhf train` is `rlhf chat`.
         chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
         later = command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
-        following = chat if last.stage.makes_chat_model else later
+        following = chat if last.stage.config.makes_chat_model else later
         worse = [one for one in plan.chosen if verdict(one.run_dir).worse]
         for one in worse[:1]:
             rate = dashed(f"{one.stage.section}.{one.stage.rate_flag(one.resolved.config)}")

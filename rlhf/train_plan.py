@@ -63,8 +63,7 @@ class PlannedStage:
     @property
     def base(self) -> str:
         """The model that its first trained model starts from."""
-        prefix = next(iter(self.stage.starts))
-        return str(dict(flat_items(self.resolved.config))[self.stage.path_flag(prefix)])
+        return str(dict(flat_items(self.resolved.config))[self.stage.path_flag(self.stage.first_prefix)])
 
     def start_of_later(self, typed: Collection[str]) -> str:
         """Return what a later stage starts from: the model folder.
@@ -73,7 +72,8 @@ class PlannedStage:
         a run of it nor its model, for which no other folder was named, is there.
         """
         is_named = "actor_model" in typed or self.config.actor_model != TrainConfig().actor_model
-        is_usual = self.stage.makes_chat_model and self.model_dir == Path(self.config.output_dir) / self.stage.folder
+        usual = Path(self.config.output_dir) / self.stage.folder
+        is_usual = self.stage.config.makes_chat_model and self.model_dir == usual
         is_there = self.stage.number in self.config.step or self.model_dir.exists() or self.run_dir.exists()
         return self.base if is_named and is_usual and not is_there else str(self.model_dir)
 
@@ -236,7 +236,7 @@ def plan_stage(
     method = {"method": config.method} if takes_method(stage, config.method) else {}
     given = method | {names.get(name, name): value for name, value in in_file.items()}
     given |= {names.get(name, name): words[-1] if words else "" for name, words in scan(flags)}
-    starts = stage.starts_given(given)
+    starts = stage.starts(given)
     first, start = next(iter(starts.items()))
     flag, role = stage.path_flag(first), f"{start.follows}_model"
     if given.get(flag) and role not in typed:
@@ -270,7 +270,7 @@ def plan_stage(
             argv = without_flag(argv, name)
         words, resolved = with_preset(began)
     chosen = automatic_words(resolved, run_dir) or []
-    for number, share in stage.drops_share_of.items():
+    for number, share in stage.config.drops_share_of.items():
         other = before[number].run_dir if number in before else None
         if share not in given and leaves_share(stage, resolved.config, share, other, runs_too=number in config.step):
             chosen += [dashed(share), "false"]
@@ -278,7 +278,7 @@ def plan_stage(
         words = overridden(stage, words, chosen)
         resolved = parse(stage.config, words, section=stage.section, sections=SECTIONS)
     with_ranks(resolved, None)  # what no number of ranks can have is refused here, by the stage's own name of a flag
-    return PlannedStage(stage, resolved, words, stage.outputs(resolved.config)[0], run_dir, config)
+    return PlannedStage(stage, resolved, words, resolved.config.outputs[0], run_dir, config)
 
 
 def overridden(stage: Stage, words: list[str], stronger: list[str]) -> list[str]:

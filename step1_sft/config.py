@@ -28,6 +28,7 @@ class SFTDataConfig(DataConfig):
 class SFTConfig(SupervisedConfig):
     """Stage 1: supervised fine-tuning of a language model."""
 
+    rows, shares = "sequences", (0,)
     model: ModelConfig = ModelConfig(learning_rate=1e-5)
     data: SFTDataConfig = SFTDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

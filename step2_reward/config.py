@@ -19,6 +19,7 @@ from pipeline.configuration.stage import PairDataConfig, SupervisedConfig
 class RewardConfig(SupervisedConfig):
     """Stage 2: a reward model from pairs of responses."""
 
+    rows, shares, makes_chat_model = "pairs", (1,), False
     model: ModelConfig = ModelConfig(learning_rate=5e-5, weight_decay=0.1)
     data: PairDataConfig = PairDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

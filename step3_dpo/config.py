@@ -1,6 +1,6 @@
 """The flags of stage 3 by DPO, IPO or KTO."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -10,6 +10,13 @@ from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Optimize
 from pipeline.configuration.origins import Origin
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import PairDataConfig, SupervisedConfig
+from pipeline.data.row_kinds import PAIRS
+from step3_dpo.rows import RESPONSES
+
+# Factor of LoRA's default learning rate over that of full training. Measured with SmolLM2-135M-Instruct: DPO of all
+# weights at 5e-6 learns as much as LoRA of rank 32 at 6e-5 to 1e-4
+# (benchmarks/reports/lora_rates_smollm2_h100_202611.md and lora_rates_smollm2_h200_202611.md).
+LORA_FACTOR = 20.0
 
 
 class ComparisonDataConfig(PairDataConfig):
@@ -24,6 +31,8 @@ class ComparisonDataConfig(PairDataConfig):
 class DPOConfig(SupervisedConfig):
     """Stage 3 by DPO, IPO or KTO: train a policy on pairs or labelled responses, without a reward model."""
 
+    rows, shares, drops_share_of = PAIRS.name, (1, 2), {2: "take_reward_share"}
+    runs_by_section = True
     model: ModelConfig = ModelConfig(learning_rate=1e-6)
     data: ComparisonDataConfig = ComparisonDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -55,6 +64,17 @@ class DPOConfig(SupervisedConfig):
             if self.method != method and getattr(self, name) != default:
                 raise ValueError(f"{name}: needs --method {method}, got {self.method}")
         return self
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The kind of rows that the method reads, and the shares of --data-split that it trains on."""
+        shares = self.shares if self.data.take_reward_share else self.shares[1:]
+        return {"rows": RESPONSES.name if self.method == "kto" else self.rows, "shares": shares}
+
+    @property
+    def lora_factor(self) -> float:
+        """The factor of each method."""
+        return LORA_FACTOR
 
     def engine_jsons(self, origins: dict[str, Origin], placement: Placement) -> dict[str, Json]:
         """Return the DeepSpeed JSONs of the model and of its reference, which runs before the model is loaded."""

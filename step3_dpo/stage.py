@@ -2,17 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
-from pipeline.data.row_kinds import PAIRS
 from step3_dpo.config import DPOConfig
-from step3_dpo.rows import RESPONSES
-
-# Factor of LoRA's default learning rate over that of full training. Measured with SmolLM2-135M-Instruct: DPO of all
-# weights at 5e-6 learns as much as LoRA of rank 32 at 6e-5 to 1e-4
-# (benchmarks/reports/lora_rates_smollm2_h100_202611.md).
-LORA_FACTOR = 20.0
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -58,12 +51,6 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     return replace(shared, phases={**shared.phases, "train": [training, mismatched]})
 
 
-def rows_of(config: DPOConfig) -> dict[str, Any]:
-    """Return the kind of rows that the method reads, and the shares of --data-split (indices) that a run trains on."""
-    shares = STAGE.shares if config.data.take_reward_share else STAGE.shares[1:]
-    return {"rows": RESPONSES.name if config.method == "kto" else PAIRS.name, "shares": shares}
-
-
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
     from step3_dpo.training import save_module
@@ -84,16 +71,10 @@ STAGE = Stage(
     title="preference optimisation",
     package="step3_dpo",
     config=DPOConfig,
-    rows=PAIRS.name,
-    shares=(1, 2),
-    rows_of=rows_of,
-    drops_share_of={2: "take_reward_share"},
-    starts={"": Start("actor", "sft")},
-    runs_by_section=True,
+    starts=lambda _: {"": Start("actor", "sft")},
     reached={"eval_accuracy": 1, "eval_margin": 1},
     loop=loop,
     start_models=start_models,
     needs=needs,
-    lora_factor=lambda _: LORA_FACTOR,
     export=export,
 )

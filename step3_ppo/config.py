@@ -19,7 +19,7 @@ from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from step3_ppo.flags.generation import check_generation
 from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig, refuse_unread
-from step3_ppo.flags.methods import METHODS, Method, with_defaults
+from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
 from step3_ppo.models.roles import COMPARED, Role, roles_without
@@ -39,6 +39,8 @@ class PPOConfig(StageConfig):
         "--config my.yaml --show-data 3",
         "--config my.yaml --kl-coef 0.05 --dry-run",
     )
+    rows, shares, auto_flags = "prompts", (2,), ("old_log_probs", "off_policy_weights")
+    probe_overrides = {"critic_warmup_steps": 0}
     actor: ModelConfig = ModelConfig(learning_rate=1e-6)
     critic: ModelConfig = ModelConfig(learning_rate=5e-6)
     reward_model_name_or_path: str = flag(
@@ -91,6 +93,17 @@ class PPOConfig(StageConfig):
     def max_sequence_length(self) -> int:
         """The tokens of the longest prompt and the longest response together."""
         return self.data.max_prompt_seq_len + self.sampling.max_answer_seq_len
+
+    @property
+    def outputs(self) -> list[Path]:
+        """The folders of the models that it writes: the actor's first."""
+        names = [role.name for role in self.trained_roles] + (["actor_ema"] if self.ppo.enable_ema else [])
+        return [Path(self.run.output_dir) / name for name in names]
+
+    @property
+    def lora_factor(self) -> float:
+        """The factor of the method."""
+        return PPO_LORA_FACTOR if self.method.has_critic else LORA_FACTOR
 
     @classmethod
     def with_method(cls, layers: Layers) -> Layers:

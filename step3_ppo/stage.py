@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.configuration.stage import Stage, Start
 from pipeline.errors import dashed
 from pipeline.rewards.worker_flags import reward_pool
 from step3_ppo.config import LENGTH_FLAGS, PPOConfig, own_flags
-from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR
+from step3_ppo.flags.methods import METHODS
 
 ACTOR_START = Start("actor", "sft")
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.run.run import Run
 
 
-def starts_of(flags: Mapping[str, Any]) -> dict[str, Start]:
+def starts(flags: Mapping[str, Any]) -> dict[str, Start]:
     """Return where the models of a run with these flags start: a critic from the reward model, else the actor."""
     method = METHODS.get(str(flags.get("method", "ppo")), METHODS["ppo"])
     others = flags.get("reward_function") or method.has_teacher
@@ -131,33 +130,20 @@ def export(checkpoint: "OfflineCheckpoint") -> None:
     export(checkpoint)
 
 
-def model_folders(config: PPOConfig) -> list[Path]:
-    """Return the folders of the models that the stage writes: the actor's first."""
-    names = [role.name for role in config.trained_roles] + (["actor_ema"] if config.ppo.enable_ema else [])
-    return [Path(config.run.output_dir) / name for name in names]
-
-
 STAGE = Stage(
     number=3,
     section="ppo",
     title="PPO",
     package="step3_ppo",
     config=PPOConfig,
-    rows="prompts",
-    shares=(2,),
-    starts=starts_of({}),
-    starts_of=starts_of,
+    starts=starts,
     reached={"eval_objective/scores": 1, "eval_objective/kl": 0},
     compared=("eval_completions/mean_length", "eval_completions/truncated_fraction"),
-    probe_overrides={"critic_warmup_steps": 0},
     methods={name: method.title for name, method in METHODS.items()},
-    outputs=model_folders,
     loop=loop,
     start_models=start_models,
     needs=needs,
     preflight=preflight,
-    auto_flags=("old_log_probs", "off_policy_weights"),
     resolve_auto=resolve_auto,
-    lora_factor=lambda config: PPO_LORA_FACTOR if config.method.has_critic else LORA_FACTOR,
     export=export,
 )

@@ -125,7 +125,7 @@ def open_checkpoint(path: Path, stages: Sequence[Stage], *, output: str, dtype: 
         StopRequest(interrupt),
         contents=saved.get("inputs", {}) | saved["fingerprints"],
     )
-    taken = next((folder for folder in stage.outputs(run.resolved.config) if folder.exists()), None)
+    taken = next((folder for folder in run.resolved.config.outputs if folder.exists()), None)
     if taken and read_object(export_mark(output)) != {"checkpoint": str(folder.resolve())}:
         raise InputError(f"--output: {taken} exists; name a new folder")
     in_memory = trained_in if values["save_dtype"] == trained_in else "fp32"

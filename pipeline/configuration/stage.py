@@ -18,13 +18,29 @@ from pipeline.errors import dashed
 
 
 class StageConfig(Group):
-    """The flags of a stage; each has these groups, and its models.
+    """The flags of a stage, and what follows from them before anything runs; each has these groups, and its models.
 
     usual: the flags on the first screen of the help; empty: all. examples: words behind the program, shown there.
+    rows: the kind of its rows (`pipeline/data/row_kinds.py`).
+    shares: the places of --data-split whose prompts it trains on.
+    drops_share_of: number of another stage -> flag that `rlhf train` sets to false where that stage runs too or has run
+        before, so that this one leaves the other's prompts out.
+    auto_flags: flags of its own that may be `auto`; a run resolves them before it loads a model, and a resumed run
+        takes the same values.
+    probe_overrides: flags with which a short run that measures a batch size updates every model that the stage trains.
+    makes_chat_model: the first output answers prompts.
+    runs_by_section: its run's folder is named by the section, not by the output.
     """
 
     usual: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[str, ...]] = ()
+    rows: ClassVar[str]
+    shares: ClassVar[tuple[int, ...]]
+    drops_share_of: ClassVar[Mapping[int, str]] = {}
+    auto_flags: ClassVar[tuple[str, ...]] = ()
+    probe_overrides: ClassVar[Mapping[str, object]] = {}
+    makes_chat_model: ClassVar[bool] = True
+    runs_by_section: ClassVar[bool] = False
     if TYPE_CHECKING:  # each stage defines them: the order of its flags is its own
         data: DataConfig
         optimizer: OptimizerConfig
@@ -35,6 +51,21 @@ class StageConfig(Group):
     def start_paths(self) -> dict[str, str]:
         """Folders and hub ids of the models that a run begins with, by the names that checkpoints have for them."""
         return {}
+
+    @property
+    def row_options(self) -> dict[str, Any]:
+        """The kind of the run's rows, and the shares of --data-split that it trains on."""
+        return {"rows": self.rows, "shares": self.shares}
+
+    @property
+    def outputs(self) -> list[Path]:
+        """The model folders that it writes; later stages start from the first."""
+        return [Path(self.run.output_dir)]
+
+    @property
+    def lora_factor(self) -> float:
+        """LoRA's learning rate over that of all other weights, where nobody gives it; 0: the flag has a default."""
+        return 0.0
 
     def rollout_size(self, ranks: int) -> Any:
         """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
@@ -105,27 +136,14 @@ class Stage:
     title: its name for people.
     package: its Python package, whose module `main` is what a rank runs.
     config: the class of its flags.
-    rows: the kind of its rows (`pipeline/data/row_kinds.py`).
-    shares: the places of --data-split whose prompts it trains on.
-    rows_of: configuration -> {"rows": kind, "shares": places} of a run whose flags ask for others than these.
-    drops_share_of: number of another stage -> flag that `rlhf train` sets to false where that stage runs too or has run
-        before, so that this one leaves the other's prompts out.
-    probe_overrides: flags with which a short run that measures a batch size updates every model that the stage trains.
-    starts: prefix of a trained model's flags -> where that model starts. The stage's preset is that of the first one.
-    starts_of: (values of flags that were given) returns those of a run whose models depend on them; None: `starts`.
-    outputs: configuration -> model folders that it writes, --output-dir for one; later stages start from the first.
-    runs_by_section: its run's folder is named by the section, not by the output.
-    makes_chat_model: the first output answers prompts.
+    starts: (values of flags that were given) returns {prefix of a trained model's flags: where that model starts}. The
+        stage's preset is that of the first one.
     reached: metrics of the evaluations that the last line of a stage tells -> which way is better, as a `Metric` says.
     compared: further metrics of the evaluations that a report's table compares.
     loop: () imports and returns its loop, which is called with (run, configuration).
     start_models: (configuration, bases of folders to come) -> `StartModel`s with their checks.
     needs: (configuration, bases of folders to come, dtype, ranks) -> its `StageNeeds` for the planner.
-    auto_flags: flags of its own that may be `auto`; a run resolves them before it loads a model, and a resumed run
-        takes the same values.
-    resolve_auto: (run) returns {flag: value} of them; called on rank 0.
-    lora_factor: configuration -> LoRA's learning rate over that of all other weights, where nobody gives it; 0: the
-        rate has the default of its flag.
+    resolve_auto: (run) returns {flag: value} of the `auto_flags` of its configuration; called on rank 0.
     export: (offline checkpoint) writes the model folders of a checkpoint.
     preflight: (configuration, columns of its first rows) checks what else a run needs before anything starts. Raises.
     """
@@ -135,31 +153,21 @@ class Stage:
     title: str
     package: str
     config: type[StageConfig]
-    rows: str
-    shares: tuple[int, ...]
-    starts: Mapping[str, Start]
+    starts: Callable[[Mapping[str, Any]], Mapping[str, Start]]
     loop: Callable[[], Callable[..., None]]
     start_models: Callable[..., Any]
     needs: Callable[..., Any]
     export: Callable[..., None]
     preflight: Callable[[Any, Collection[str]], None] | None = None
-    auto_flags: tuple[str, ...] = ()
     resolve_auto: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
-    lora_factor: Callable[[Any], float] = field(default=lambda _: 0.0)
     methods: Mapping[str, str] = field(default_factory=dict)
-    starts_of: Callable[[Mapping[str, Any]], Mapping[str, Start]] | None = None
-    rows_of: Callable[[Any], dict[str, Any]] = field(default=lambda _: {})
-    drops_share_of: Mapping[int, str] = field(default_factory=dict)
-    probe_overrides: Mapping[str, object] = field(default_factory=dict)
-    runs_by_section: bool = False
-    outputs: Callable[[Any], list[Path]] = field(default=lambda config: [Path(config.run.output_dir)])
-    makes_chat_model: bool = True
     reached: Mapping[str, Literal[-1, 0, 1]] = field(default_factory=dict)
     compared: tuple[str, ...] = ()
 
-    def starts_given(self, flags: Mapping[str, Any]) -> Mapping[str, Start]:
-        """Return the starts of a run with these values of flags, by the prefix of their flags."""
-        return self.starts if self.starts_of is None else self.starts_of(flags)
+    @property
+    def first_prefix(self) -> str:
+        """The prefix of the flags of its first trained model."""
+        return next(iter(self.starts({})))
 
     def title_of(self, config: StageConfig) -> str:
         """Return the name for people of what a run does: that of its method, where the stage has several."""
@@ -177,11 +185,11 @@ class Stage:
 
     def row_options(self, config: StageConfig) -> dict[str, Any]:
         """Return the options of a run's rows: their kind, the shares that it takes, its name in messages about them."""
-        return {"rows": self.rows, "shares": self.shares, "title": self.section} | self.rows_of(config)
+        return {"title": self.section, **config.row_options}
 
     def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, Origin]]:
         """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that nobody gives."""
-        values, factor = dict(flat_items(config)), self.lora_factor(config)
+        values, factor = dict(flat_items(config)), config.lora_factor
         of = [name.removesuffix("lora_dim") for name in values if name.endswith("lora_dim") and values[name] and factor]
         full = {f"{prefix}lora_learning_rate": f"{prefix}learning_rate" for prefix in of}
         # Six digits: 1e-6 x 10 is 9.999999999999999e-06.
@@ -193,7 +201,7 @@ class Stage:
 
     def rate_flag(self, config: StageConfig) -> str:
         """Return the learning rate of its first trained model: with LoRA that of the adapter."""
-        prefix = next(iter(self.starts))
+        prefix = self.first_prefix
         return f"{prefix}{'lora_' if dict(flat_items(config))[f'{prefix}lora_dim'] else ''}learning_rate"
 
     @property
@@ -210,4 +218,4 @@ class Stage:
         output = Path(run.output_dir)
         if self.folder == ".":
             return output / "runs" / self.section
-        return output.parent / "runs" / (self.section if self.runs_by_section else output.name)
+        return output.parent / "runs" / (self.section if self.config.runs_by_section else output.name)

@@ -67,7 +67,7 @@ def look_and_plan(
         for stage, resolved in stages.items():
             show_data(stage, resolved.config, bases)
             start = stage.start_models(resolved.config, bases)[0].path
-            bases |= {str(folder): bases.get(start, start) for folder in stage.outputs(resolved.config)[:1]}
+            bases |= {str(folder): bases.get(start, start) for folder in resolved.config.outputs[:1]}
         return
     configs, faults = {stage: resolved.config for stage, resolved in stages.items()}, list[str]()
     try:

@@ -112,7 +112,7 @@ def plan_stages(
         planner, resolved = stage_planner(stage, given, target, bases)
         start = stage.start_models(resolved.config, bases)[0].path
         start = bases.get(start, start)
-        bases |= {str(folder): start for folder in stage.outputs(resolved.config)[:1]}
+        bases |= {str(folder): start for folder in resolved.config.outputs[:1]}
         try:
             samples = list(sample_sources(stage, resolved.config, start))
             rows = [sample.rows for sample in samples]

@@ -132,7 +132,7 @@ def look_before_start(
             findings.look(stage.section, partial(stage.preflight, config, columns_of(data)))
         if len(findings.errors) == errors:
             look_at_all_rows(findings, stage, config, data, tokenizer)
-        bases |= {str(folder): start for folder in stage.outputs(config)[:1]}
+        bases |= {str(folder): start for folder in config.outputs[:1]}
         for folder, size in output_bytes(stage, config, bases) if is_usable else ():
             disk = os.stat(existing(folder)).st_dev
             needed[disk] = (folder, needed.get(disk, (folder, 0))[1] + size)
@@ -345,6 +345,6 @@ def output_bytes(stage: Stage, config: StageConfig, base_of_output: Mapping[str,
         taken = outputs(models, dtype, config.run, saves_adapters=config.deepspeed.save_adapter_only)
     except RunError:
         return  # the check of the model reports it
-    yield from zip(stage.outputs(config), taken.models, strict=True)
+    yield from zip(config.outputs, taken.models, strict=True)
     if taken.num_checkpoints:
         yield stage.run_folder(config.run), taken.checkpoint

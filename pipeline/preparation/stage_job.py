@@ -52,7 +52,7 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     run_dir = stage.run_folder(resolved.config.run)
     if request.check:
         return check(stage, request, resolved, signals)
-    outputs = stage.outputs(resolved.config)
+    outputs = resolved.config.outputs
     with locked(run_dir, outputs) if request.is_first_host else nullcontext():
         if resolved.config.run.searches:
             chosen = chosen_words(stage, resolved, request, signals)

@@ -55,7 +55,8 @@ def try_batch(
     """
     size, run_dir = flags["per_device_train_batch_size"], folder / "run"
     halved: Halved = {}
-    tried = flag_words({**TRIED, **stage.probe_overrides, "run_dir": run_dir, "output_dir": folder / "model", **flags})
+    folders = {"run_dir": run_dir, "output_dir": folder / "model"}
+    tried = flag_words({**TRIED, **resolved.config.probe_overrides, **folders, **flags})
     request = replace(request, argv=(*request.argv, *words, *tried))
     while True:
         shutil.rmtree(folder, ignore_errors=True)

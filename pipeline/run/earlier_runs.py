@@ -214,7 +214,7 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
     # Without a complete record the last checkpoint decides.
     is_whole = all(isinstance(done.get(name), kind) for name, kind in DONE.items())
     goes_on = run.resumes_from != "auto" or not is_whole or run.max_steps > done["steps"]
-    missing = [] if goes_on else [folder for folder in stage.outputs(config) if not has_config(folder)]
+    missing = [] if goes_on else [folder for folder in config.outputs if not has_config(folder)]
     if missing:
         log.info("%s: its run is finished, but the model is gone; resuming from the last checkpoint", missing[0])
     if goes_on or missing:

@@ -32,7 +32,7 @@ def check_outputs(stages: Mapping[Stage, Any], *, named_by_section: bool = False
     replaced: list[Named] = []  # their model folders, which saving replaces as a whole
     for stage, config in stages.items():
         dashes = f"--{stage.section}." if named_by_section else "--"
-        models = [(f"{dashes}output-dir", folder) for folder in stage.outputs(config)]
+        models = [(f"{dashes}output-dir", folder) for folder in config.outputs]
         run_dir = (f"{dashes}run-dir", stage.run_folder(config.run))
         cache = config.data.data_output_path
         folders = [run_dir, *([(f"{dashes}data-output-path", Path(cache))] if cache else [])]
@@ -86,7 +86,7 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         others = f"other files ({min(names - START_NAMES or names)}) and no env.json of a run"
         content = "an env.json without stage and versions of a run" if "env.json" in names else others
         yield f"{dashes}run-dir: {run_dir} holds {content}; name a new or empty folder"
-    for folder in stage.outputs(config):
+    for folder in config.outputs:
         try:
             check_replaceable(folder)
         except InputError as error:

@@ -179,7 +179,7 @@ def run_stage(stage: Stage, resolved: Resolved, *, choose: Choose, stop: StopReq
     owns_folder = supervisor_name() is None and own_rank() == 0
     try:
         check_writable(folder, own_rank())
-        with locked(folder, stage.outputs(resolved.config)) if owns_folder else nullcontext():
+        with locked(folder, resolved.config.outputs) if owns_folder else nullcontext():
             if owns_folder:
                 check_nobody_left(folder)
                 clear_outcomes(folder)

@@ -102,7 +102,7 @@ def resolve_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
 def reader_of(stage: Stage, given: Resolved) -> Reader:
     """Return what a stage of this command reads, by the split that is given, else by that of the run that goes on."""
     data, run = given.config.data, given.config.run
-    split = data.data_split if stage.shares else ALL_ROWS
+    split = data.data_split if stage.config.shares else ALL_ROWS
     if split == AUTO and (settings := earlier_settings(stage.run_folder(run), run.resumes_from)):
         split = str(settings.get("data_split", SHARED))
     return Reader(stage.section, data.data_path, split)
@@ -142,7 +142,7 @@ def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | Non
 
 def split_among(stages: list[Stage]) -> str:
     """Return 2,4,4 without the shares that none of the stages takes: they fall to the others in proportion."""
-    taken = {index for stage in stages for index in stage.shares}
+    taken = {index for stage in stages for index in stage.config.shares}
     return ",".join(size if index in taken else "0" for index, size in enumerate(SHARED.split(",")))
 
 
@@ -177,7 +177,7 @@ def with_saved_values(stage: Stage, resolved: Resolved) -> Resolved:
     if not (saved := earlier_settings(folder, config.run.resumes_from)):
         return resolved
     earlier = defaults_of(config) | saved
-    resolved = with_decided(resolved, {name: earlier[name] for name in stage.auto_flags if name in earlier})
+    resolved = with_decided(resolved, {name: earlier[name] for name in config.auto_flags if name in earlier})
     origin = Origin(Kind.EARLIER_RUN, f"auto: as {folder} has it")
     return where_unset(resolved, {name: (earlier[name], origin) for name in values_before(config)})
 

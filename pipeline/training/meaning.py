@@ -35,9 +35,9 @@ def write_meaning(run: Run, metrics: Mapping[str, Metric], *, start_step: int, t
             *starts,
             [start_step, run.world.size, began],
         ],  # step, ranks, time; without starts whose steps are gone
-        "start": dict(flat_items(config))[stage.path_flag(next(iter(stage.starts)))],
-        "outputs": [str(folder) for folder in stage.outputs(config)],
-        "answers": stage.makes_chat_model,
+        "start": dict(flat_items(config))[stage.path_flag(stage.first_prefix)],
+        "outputs": [str(folder) for folder in config.outputs],
+        "answers": config.makes_chat_model,
         "metrics": {name: asdict(metric) for name, metric in metrics.items()},
         "titles": {name: title_of(name, metrics) for name in stage.reached},
     }

@@ -76,7 +76,7 @@ def show_end(run: Run, seconds: float) -> None:
         "held-out rows": ": ".join(filter(None, (result.figures, result.words))),
         "cost": cost(run.folder),
         "checkpoint": held_line(run.folder / "checkpoints"),
-        "model": ", ".join(map(str, run.stage.outputs(run.resolved.config))),
+        "model": ", ".join(map(str, run.resolved.config.outputs)),
         "report": ", ".join(str(report) for report in reports if report.is_file()),
     }
     title = f"{run.stage.title_of(run.resolved.config)}: done in {duration(seconds)}"
@@ -86,7 +86,7 @@ def show_end(run: Run, seconds: float) -> None:
 def models_in_words(run: Run, engines: Engines) -> list[str]:
     """Return `actor output/sft: 1,315,758,080 parameters` for each model. A copy of another model has no path."""
     values, words = dict(flat_items(run.resolved.config)), []
-    paths = {prefix: values[run.stage.path_flag(prefix)] for prefix in run.stage.starts_given(values)}
+    paths = {prefix: values[run.stage.path_flag(prefix)] for prefix in run.stage.starts(values)}
     for name, engine in engines.items():
         path = paths.get(f"{name}_", paths.get("", ""))
         parameters = sum(num_weights(parameter) for parameter in engine.module.parameters())

@@ -173,7 +173,7 @@ class RunControl:
             show_end(run, time.monotonic() - self._began)
         if repository := self._config.push_to_hub:
             beat("save", state.step)
-            address = dist.on_main(lambda: push(stage.outputs(config)[0], repository))
+            address = dist.on_main(lambda: push(config.outputs[0], repository))
             if run.world.is_main:
                 log.info("uploaded to %s", address)
 

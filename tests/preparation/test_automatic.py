@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from pipeline.run.earlier_runs import automatic_words, write_choice
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT
-from step3_ppo.stage import STAGE as PPO
+from step3_ppo.config import PPOConfig
 
 
 def settings(folder: Path, *more: object, micro: int = 8, steps: int = 1) -> Any:
@@ -277,13 +278,20 @@ def test_a_micro_batch_is_not_to_blame_where_another_phase_of_several_ranks_lack
     assert capsys.readouterr().err == f"auto_batch: micro-batch 4: {said}\n" and not (tmp_path / "try").exists()
 
 
+class LikePPO(SFTConfig):
+    """Flags with those that a probe of PPO has."""
+
+    probe_overrides = PPOConfig.probe_overrides
+
+
 def tried_four(folder: Path, *words: str) -> bool:
     """Whether a micro-batch of four had memory, by the stand-in for a stage in this folder."""
     flags = {"per_device_train_batch_size": 4}
     signals: Any = SimpleNamespace(first=None, second=None)
-    stage: Any = SimpleNamespace(package="lacking", probe_overrides=PPO.probe_overrides)
-    request = parse_request("single_gpu", ["1"])
-    return try_batch(stage, request, list(words), settings(folder), flags, signals=signals, folder=folder / "try")
+    stage: Any = SimpleNamespace(package="lacking")
+    request, resolved = parse_request("single_gpu", ["1"]), settings(folder)
+    resolved = replace(resolved, config=LikePPO.model_validate(resolved.config.model_dump()))
+    return try_batch(stage, request, list(words), resolved, flags, signals=signals, folder=folder / "try")
 
 
 def test_a_try_that_fails_otherwise_says_why_and_keeps_its_output(tmp_path, monkeypatch):

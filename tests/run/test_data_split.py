@@ -1,6 +1,7 @@
 """`--data-split auto`: resolved once for the stages of a command, held by runs that go on, taken from other stages'."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeline.run.settled import data_of, resolve_splits
 from pipeline.run.stop_request import StopRequest
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
+from step1_sft.config import SFTConfig
 from step3_ppo.main import main as ppo_main
 
 NAMES = {1: "sft", 2: "reward", 3: "ppo"}
@@ -258,9 +260,10 @@ def test_a_stage_without_shares_takes_all_rows():
 
 
 def stage_without_shares(**changes: Any) -> Stage:
-    sft = stage_of("sft")
-    fields = {name: getattr(sft, name) for name in Stage.__dataclass_fields__}
-    return Stage(**(fields | {"shares": (), "section": "other"} | changes))
+    class WithoutShares(SFTConfig):
+        shares = ()
+
+    return replace(stage_of("sft"), **({"config": WithoutShares, "section": "other"} | changes))
 
 
 def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):

@@ -15,7 +15,6 @@ from pipeline.run.earlier_runs import changed_contents, clear, input_contents, i
 from step1_sft.config import SFTConfig
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
-from step3_ppo.stage import STAGE as PPO
 
 
 def sft(folder, **changes) -> SFTConfig:
@@ -281,7 +280,7 @@ def test_a_checkpoint_that_does_not_know_a_flag_had_its_default(tmp_path):
 
 
 def test_step_3_writes_several_model_folders():
-    names = [folder.name for folder in PPO.outputs(PPOConfig())]
+    names = [folder.name for folder in PPOConfig().outputs]
     assert names == ["actor", "critic"]
     with_average = PPOConfig(ppo=PPOConfig().ppo.replace(enable_ema=True))
-    assert [folder.name for folder in PPO.outputs(with_average)] == ["actor", "critic", "actor_ema"]
+    assert [folder.name for folder in with_average.outputs] == ["actor", "critic", "actor_ema"]

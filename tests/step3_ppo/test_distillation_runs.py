@@ -18,7 +18,7 @@ from pipeline.configuration.flags import Resolved, parse
 from pipeline.models.forward.causal_lm import COMPARED_BYTES
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
-from step3_ppo.stage import STAGE, starts_of
+from step3_ppo.stage import STAGE, starts
 
 STEPS = 4
 REWARD = "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
@@ -213,4 +213,4 @@ def test_the_plan_counts_what_an_exact_divergence_holds_in_updates():
     ],
 )
 def test_without_rewards_no_reward_model_is_looked_for(given, prefixes):
-    assert list(starts_of(given)) == prefixes
+    assert list(starts(given)) == prefixes

@@ -75,7 +75,7 @@ def test_nothing_is_planned_checked_or_compared_for_it(folder, tmp_path):
     assert [role.name for role in config.held_roles] == ["actor", "reference", "reward"]
     flags = [model.flag for model in STAGE.start_models(config, {})]
     assert flags == ["--actor-model-name-or-path", "--reward-model-name-or-path"]
-    assert [path.name for path in STAGE.outputs(config)] == ["actor"]
+    assert [path.name for path in config.outputs] == ["actor"]
     needs = STAGE.needs(config, {}, "bf16", 1)
     assert [use.role for use in needs.models] == ["actor", "reference", "reward model"]
     asked = {each.role for passes in needs.phases.values() for each in passes}

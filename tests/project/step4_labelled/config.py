@@ -4,6 +4,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import SupervisedConfig
+from step4_labelled.rows import ROW_KINDS
 
 
 class LabelledDataConfig(DataConfig):
@@ -15,6 +16,7 @@ class LabelledDataConfig(DataConfig):
 class LabelledConfig(SupervisedConfig):
     """Stage 4: a language model learns from answers with a label."""
 
+    rows, shares = ROW_KINDS["labelled"].name, (1, 2)
     model: ModelConfig = ModelConfig(learning_rate=1e-5)
     data: LabelledDataConfig = LabelledDataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

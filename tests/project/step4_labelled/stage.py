@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import step4_labelled.rows as rows
 from pipeline.configuration.stage import Stage, Start
 from step4_labelled.config import LabelledConfig
 
@@ -69,9 +68,7 @@ STAGE = Stage(
     title="answers with a label",
     package="step4_labelled",
     config=LabelledConfig,
-    rows=rows.ROW_KINDS["labelled"].name,
-    shares=(1, 2),
-    starts={"": Start("actor", "sft")},
+    starts=lambda _: {"": Start("actor", "sft")},
     loop=loop,
     start_models=start_models,
     needs=needs,
