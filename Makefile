@@ -38,8 +38,9 @@ FOLDERS ?=
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow and not faults and not hosts and not gpu" $(FOLDERS)
 
-# Two minutes on two cores: numbers, settings, data and losses, without runs of several ranks.
-QUICK = $(addprefix tests/,mathematics flags configuration data leaves step3_dpo)
+# Two minutes on two cores: numbers, settings, data and losses. What starts several ranks there is a slow test.
+QUICK = $(addprefix tests/,mathematics flags configuration data leaves \
+    step3_dpo/test_dpo_loss.py step3_dpo/test_kto_loss.py step3_dpo/test_reference_file.py)
 test-quick: FOLDERS = $(QUICK)
 test-quick: test
 

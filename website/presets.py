@@ -30,9 +30,13 @@ HARDWARE = {
 SFT_ALONE = ("chinese", "japanese", "t5-3b")
 INTRODUCTION = """# Presets and hardware
 
-**Planned, not run**, by `make plans`: what `rlhf train --actor-model NAME --target GPUS --dry-run` prints, with the
-preset of each stage and the default reward model, which is also the critic. A cell holds the expected peak of one GPU
-in GiB and the seconds of an optimizer step with rows of full length. *tight*: the high estimate exceeds the memory.
+**Question:** what does each preset take on stated GPUs?
+
+**Answer:** **planned, not run**: what `rlhf train --actor-model NAME --target GPUS --dry-run` prints, with the preset
+of each stage and the default reward model, which is also the critic. A cell holds the expected peak of one GPU in GiB
+and the seconds of an optimizer step with rows of full length. *tight*: the high estimate exceeds the memory.
+
+**Repeat:** `make plans`.
 
 - The plan chooses micro-batch, checkpointing, ZeRO stage and prompts sampled at once for these GPUs, as a run does.
 - The batch of a step stays the same on other GPUs if their number divides it. Otherwise the log names the batch.

@@ -60,7 +60,7 @@ def sample_many(given: argparse.Namespace, prompts: Sequence[Turns], judges: dic
 
 
 def sampled_texts(given: argparse.Namespace, prompts: Sequence[Turns]) -> tuple[Rollout, list[str]]:
-    """Sample and decode the answers; the model and its KV cache are given back, as several judges share a GPU."""
+    """Sample and decode the answers; the model and its KV cache are freed, as several judges share a GPU."""
     model = load_chat_model(given.policy, dtype=resolve_dtype("auto"))
     encoded = [Prompt(encode_prompt(model.tokenizer, turns), prompt_hash(turns)) for turns in prompts]
     rollout = generate(

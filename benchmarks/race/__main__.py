@@ -83,7 +83,7 @@ class Race:
         return run_logged(f"[race] {name}", command, self.folder / f"{name}.log", environment(site))
 
     def ours(self, turn: int) -> Found:
-        """The command as typed: what is trained, and nothing about how."""
+        """The command with default settings: what is trained, and nothing about how."""
         output = self.folder / "ours"
         shutil.rmtree(output, ignore_errors=True)
         given = sides.own_flags(self.row) | {

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.free_memory import FreeMemory
 from benchmarks.speed.jobs import BenchError
 from benchmarks.speed.plan_runs import AT_ONCE, make_inputs, peaks_in, peaks_of, read_peaks, verdict, write_peaks
 from benchmarks.speed.planned import planner_of
@@ -170,10 +170,10 @@ def measure(file: Path, num_gpus: int, part: str) -> None:
     waiting = [run for run in CHOICES if part in run.name and run.name not in measured]
     make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
-    room = Room([torch.cuda.get_device_properties(0).total_memory / GIB] * num_gpus)
+    memory = FreeMemory([torch.cuda.get_device_properties(0).total_memory / GIB] * num_gpus)
 
     def made(run: PlannedRun) -> None:
-        with room.take(1, limit_of(run) + 0.5) as gpus:
+        with memory.take(1, limit_of(run) + 0.5) as gpus:
             found = dict[str, Any]()
             try:
                 phases = peaks_of(run, inputs, gpus, read=lambda run_dir: found.update(flags=chosen_flags(run_dir)))
@@ -181,7 +181,7 @@ def measure(file: Path, num_gpus: int, part: str) -> None:
             except BenchError as error:
                 print(f"[choices] failed: {error}", file=sys.stderr, flush=True)
                 found["error"] = str(error).splitlines()[-1]
-            with room.changed:
+            with memory.changed:
                 measured[run.name] = found
                 write_peaks(file, measured)
 

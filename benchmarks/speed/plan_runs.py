@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.learning.quality import read_kept, write_kept
 from benchmarks.speed import phases
-from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.free_memory import FreeMemory
 from benchmarks.speed.jobs import (
     NO_HELD_OUT,
     ROOT,
@@ -131,7 +131,7 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
     make_inputs(inputs, waiting)
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory / GIB
-    room = Room([whole] * num_gpus)
+    memory = FreeMemory([whole] * num_gpus)
     # Not the last byte: sums of floats.
     all_of_it = 0.99 * whole
 
@@ -139,13 +139,13 @@ def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:
         return max(peaks_in(planned[run.name]).values())
 
     def made(run: PlannedRun) -> None:
-        with room.take(run.gpus, all_of_it if run.alone else highest(run) * 1.1 + ROOM_GIB) as gpus:
+        with memory.take(run.gpus, all_of_it if run.alone else highest(run) * 1.1 + ROOM_GIB) as gpus:
             try:
                 peaks = peaks_of(run, inputs, gpus)
             except BenchError as error:
                 print(f"[plan_runs] failed: {error}", file=sys.stderr, flush=True)
                 return
-            with room.changed:
+            with memory.changed:
                 measured[run.name] = peaks
                 write_peaks(file, measured)
 

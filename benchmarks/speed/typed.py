@@ -1,4 +1,4 @@
-"""The row typed: the commands of the README as a user types them, in turn with the same work under tuned flags.
+"""The row typed: the commands of the README with default settings, in turn with the same work under tuned flags.
 
 A case is a command `python train.py --step N ...` with a preset and without a flag that changes speed. Its models have
 random weights, its data set is Dahoas/rm-static by name; both lie in a hub cache that the row makes. The tuned run of a
@@ -27,7 +27,7 @@ from rlhf.train_plan import PlannedStage, make_plan
 BASELINE = "DeepSpeed-Chat"
 DATA_SET = "Dahoas/rm-static"
 HELD_OUT = 8  # rows of its test split
-WAYS = {"typed": "as typed", "tuned": "tuned", BASELINE: BASELINE}  # a run's name without its number -> in figures
+WAYS = {"typed": "default settings", "tuned": "tuned", BASELINE: BASELINE}  # name of a run -> in figures
 TARGET = ">= 0.95"
 ADAPTER = "--save_adapter_only true"  # says what is written at the end
 BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
@@ -120,7 +120,7 @@ def make_hub(jobs: Jobs, case: Case) -> Path:
     return hub
 
 
-def as_typed(jobs: Jobs, case: Case, name: str) -> None:
+def with_default_settings(jobs: Jobs, case: Case, name: str) -> None:
     """Run the command itself, with nothing added but where to write and when to stop."""
     output, section = jobs.fresh(name), planned(case).stage.section
     if section == "ppo":  # where stages 1 and 2 would have left their models
@@ -173,8 +173,8 @@ def compare(jobs: Jobs, figures: Figures, limit: float | None) -> None:
         figures.add(f"training MFU, {name}", middle(jobs, way, "train_mfu"))
         figures.add(f"seconds from the command to the first step, {name}", middle(jobs, way, "start_s"), "s")
         figures.add(f"peak memory, {name}", middle(jobs, way, "peak_gib"), "GiB")
-    figures.add("samples/s as typed over tuned", quotient(rates["typed"], rates["tuned"]), "x", TARGET)
-    figures.add(f"samples/s as typed over {BASELINE}", quotient(rates["typed"], rates[BASELINE]), "x")
+    figures.add("samples/s with default settings over tuned", quotient(rates["typed"], rates["tuned"]), "x", TARGET)
+    figures.add(f"samples/s with default settings over {BASELINE}", quotient(rates["typed"], rates[BASELINE]), "x")
 
 
 def typed(jobs: Jobs, figures: Figures) -> None:
@@ -196,7 +196,7 @@ def typed(jobs: Jobs, figures: Figures) -> None:
 
     jobs.after_each = add_figures
     for turn in range(options.repeats):
-        as_typed(jobs, case, f"typed {turn + 1}")
+        with_default_settings(jobs, case, f"typed {turn + 1}")
         tuned(jobs, case, f"tuned {turn + 1}")
         if case.beside:
             jobs.baseline(f"{BASELINE} {turn + 1}")

@@ -78,7 +78,7 @@ def secret_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins:
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
         if table[name].kind != "text" and any(SECRET.search(text) for text in texts):
             yield (
-                f"{dashed(name)}: found a token or password ({origins[name]}), which would be written into logs and "
+                f"{dashed(name)}: got a token or password ({origins[name]}), which would be written into logs and "
                 "config.json; give it to the library as HF_TOKEN, WANDB_API_KEY or in ~/.netrc"
             )
 

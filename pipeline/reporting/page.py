@@ -151,7 +151,7 @@ def check_own(output: Path) -> None:
     if curves.is_symlink() or (not pages and curves.exists() and not (output / LOCK).exists()):
         foreign.append(curves)
     if foreign:
-        raise InputError(f"{foreign[0]}: found one that no report wrote; name another folder by --output")
+        raise InputError(f"{foreign[0]}: got a file or folder that no report wrote; name another folder by --output")
 
 
 def write_group(output: Path, chapter: Chapter, group: str) -> tuple[str, str, str]:

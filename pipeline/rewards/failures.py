@@ -87,5 +87,5 @@ def check_values(name: str, values: Sequence[Value]) -> None:
 def check_one_for_each(name: str, values: Sequence[Value]) -> None:
     """Raise InputError if a function gave a value for each token, which methods that compare responses do not take."""
     if any(isinstance(value, list) for value in values):
-        what = "found a value for each token, which --method ppo and reinforce_pp take"
-        raise InputError(f"{FLAG}: {name}: {what}; a method that compares responses wants one for each")
+        what = "got a value for each token, which --method ppo and reinforce_pp take"
+        raise InputError(f"{FLAG}: {name}: {what}; a method that compares responses expects one for each")

@@ -137,13 +137,13 @@ def folder_and_weight(entry: str, flag: str) -> tuple[str, float]:
     if not folder or "/" in text:
         return entry, 1.0
     if not math.isfinite(weight := _number(text)):
-        raise ValueError(f"{flag}: {entry}: found the weight {text!r}; a finite number is right, as in 0.5")
+        raise ValueError(f"{flag}: {entry}: got the weight {text!r}, expected a finite number as in 0.5")
     return folder, weight
 
 
 def _weight(value: Any, text: str) -> float:
     if not math.isfinite(weight := _number(value)):
-        raise InputError(f"{FLAG} {text}: found the weight {value!r}; a finite number is right, as in 0.5")
+        raise InputError(f"{FLAG} {text}: got the weight {value!r}, expected a finite number as in 0.5")
     return weight
 
 

@@ -163,7 +163,7 @@ def command_flags(
     resolved = parse(config_class, [short.get(text, text) for text in argv], section=section, prog=prog)
     for name in not_empty:
         if not resolved.origins[name].is_default and not getattr(resolved.config, name).strip():
-            raise InputError(f"{dashed(name)}: found an empty text; give one, or leave the flag out")
+            raise InputError(f"{dashed(name)}: got an empty text; give one, or leave the flag out")
     say(*(f"note: {line}" for line in resolved.notes))
     return resolved
 

@@ -68,9 +68,9 @@ def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> 
 def check_folder(folder: Path) -> None:
     """Make the folder of --output. Raises InputError for a model's folder or a file of somebody else's."""
     if has_config(folder):
-        raise InputError(f"--output: {folder}: found a model; name the output folder that holds sft/ and actor/")
+        raise InputError(f"--output: {folder}: got a model; name the output folder that holds sft/ and actor/")
     if task_file(folder).exists() and "rows" not in read_object(task_file(folder)):
-        raise InputError(f"--output: {task_file(folder)}: found one that no trial wrote; name another folder")
+        raise InputError(f"--output: {task_file(folder)}: got a file that no trial wrote; name another folder")
     with refused_by_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
 

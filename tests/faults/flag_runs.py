@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_tests import Twin
+from flag_tests import FlagTest
 from ignored_flag import DEFAULT, FIELD, ignore
 from input_calls import call, make_inputs, stage_words
 from pydantic import BaseModel
@@ -147,11 +147,11 @@ def run_test(test: str, variables: dict[str, str]) -> tuple[int, str]:
     return process.returncode, printed
 
 
-# --- twin runs ---
+# --- runs that differ in one flag ---
 
 
 def make_flag_inputs(folder: Path) -> Path:
-    """Make the inputs of all twin runs."""
+    """Make the inputs of all these runs."""
     make_inputs(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     save_base(folder / "other", tokenizer, seed=3)
@@ -169,41 +169,41 @@ def make_flag_inputs(folder: Path) -> Path:
     return folder
 
 
-def plain_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Twin], Any]:
-    """Return a function that tells what the twin without the flag leaves, made once for all that share it."""
+def plain_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, FlagTest], Any]:
+    """Return a function that returns what a run without the flag leaves; tests that share such a run run it once."""
 
     @cache
     def run(command: str, look: str, spy: str, both: str) -> Any:
-        twin = Twin(None, look, spy=spy)
-        code, left = twin_run(command, twin, folder, tmp_path_factory.mktemp("plain"), json.loads(both))
+        test = FlagTest(None, look, spy=spy)
+        code, left = run_with(command, test, folder, tmp_path_factory.mktemp("plain"), json.loads(both))
         assert code == 0, left
         return left
 
-    def of_twin(key: str, twin: Twin) -> Any:
+    def without_flag(key: str, test: FlagTest) -> Any:
         command, _, name = key.partition(".")
         is_set = f"--{name}" in stage_words(command, folder, folder, **SIZES[command])
-        both = twin.both if name in twin.both or not is_set else {**twin.both, name: None}
-        return run(command, twin.look, twin.spy, json.dumps(both))
+        both = test.both if name in test.both or not is_set else {**test.both, name: None}
+        return run(command, test.look, test.spy, json.dumps(both))
 
-    return of_twin
+    return without_flag
 
 
-def check_twins(key: str, twin: Twin, plain: Callable[[str, Twin], Any], folder: Path, out: Path) -> None:
+def check_flag(key: str, test: FlagTest, plain: Callable[[str, FlagTest], Any], folder: Path, out: Path) -> None:
     """Assert that the run with the flag leaves something else, and that this assertion fails if the flag is ignored."""
     command, _, name = key.partition(".")
-    flags, without = {**twin.both, name: twin.value}, plain(key, twin)
-    code, left = twin_run(command, twin, folder, out / "given", flags)
+    flags, without = {**test.both, name: test.value}, plain(key, test)
+    code, left = run_with(command, test, folder, out / "given", flags)
     assert code == 0, left
     assert left != without, "the flag changes nothing that is looked at"
     with pytest.MonkeyPatch.context() as patch:
         ignored(key, patch)
-        code, left = twin_run(command, twin, folder, out / "ignored", flags)
+        code, left = run_with(command, test, folder, out / "ignored", flags)
     is_noticed = code != 0 or left == without
     assert is_noticed, "the runs differ even if the flag is ignored"
 
 
-def twin_run(command: str, twin: Twin, folder: Path, out: Path, flags: dict[str, Any]) -> tuple[int, Any]:
-    """Run a command with these flags; return its exit code and what it leaves of what the twin looks at."""
+def run_with(command: str, test: FlagTest, folder: Path, out: Path, flags: dict[str, Any]) -> tuple[int, Any]:
+    """Run a command with these flags; return its exit code and what it leaves of what the test compares."""
     flags = {**SIZES[command], **flags}
     runs = 2 if flags.pop("twice", False) else 1
     if command == "ppo":
@@ -215,12 +215,12 @@ def twin_run(command: str, twin: Twin, folder: Path, out: Path, flags: dict[str,
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setattr(sys, "stdin", io.StringIO())
         patch.chdir(out)
-        if twin.spy:
-            watch_calls(twin.spy, calls, patch)
+        if test.spy:
+            watch_calls(test.spy, calls, patch)
         endings = [call(command, words) for _ in range(runs)]
     if endings[-1].code:
         return endings[-1].code, endings[-1].stderr
-    return 0, LOOKS[twin.look](out, endings[-1], calls)
+    return 0, LOOKS[test.look](out, endings[-1], calls)
 
 
 def placed(value: Any, folder: Path, out: Path) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-STAGES = ("reward", "ppo", "dpo")  # beside stage 1, of which flag_tests.py has the twins
+STAGES = ("reward", "ppo", "dpo")  # beside stage 1, whose tests are in flag_tests.py
 
 # Seen in built engines and DeepSpeed JSONs: the case of tests/training/test_stage_flags.py, and its flags.
 ENGINES = "training/test_stage_flags.py::test_the_engine_of_a_role_has_its_own_flags"
@@ -29,8 +29,8 @@ OF_A_STAGE: dict[str, str] = {
 }  # fmt: skip
 ROLES = {"reward-model": "reward.", "ppo-actor": "ppo.actor_", "ppo-critic": "ppo.critic_", "dpo-model": "dpo."}
 
-# The twins of stage 1 that are made in the others too, where they are not refused; what they set otherwise there.
-TWINS = """
+# Flags whose test in stage 1 also runs in the others, where it is not refused; what it sets otherwise there.
+SHARED = """
     column_map data_path data_seed data_split dtype eval_data_path eval_fraction eval_interval eval_iters max_steps
     mixture monitors num_train_epochs overwrite run_dir save_adapter_only save_dtype save_steps keep_checkpoints seed
     template chat_template_kwargs train_batch_size per_device_eval_batch_size data_output_path output_dir deterministic
@@ -66,11 +66,11 @@ def shared_tests() -> dict[str, str]:
     return {test: " ".join(keys) for test, keys in found.items()}
 
 
-def shared_twins(first: dict[str, Any]) -> dict[str, Any]:
-    """Return the twins of the other stages, which are those of stage 1."""
+def tests_of_other_stages(first: dict[str, Any]) -> dict[str, Any]:
+    """Return the tests of the other stages, which are those of stage 1."""
     return {
         f"{stage}.{name}": first[f"sft.{name}"]._replace(**OTHERWISE.get(f"{stage}.{name}", {}))
         for stage in STAGES
-        for name in TWINS
+        for name in SHARED
         if f"{stage}.{name}" not in REFUSED
     }

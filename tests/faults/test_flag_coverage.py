@@ -1,7 +1,7 @@
 """Every flag is made to be ignored, and its test is seen to fail.
 
-Twin runs are made in this process; the other tests run in a pytest of their own, with the flag ignored in every process
-that it starts. `--shard K/N` takes one part of the flags.
+Runs that differ in one flag are made in this process. The other tests run in a pytest of their own, with the flag
+ignored in every process that it starts. `--shard K/N` takes one part of the flags.
 """
 
 import re
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_runs import CONFIGS, check_twins, make_flag_inputs, plain_run, seen_to_fail
-from flag_tests import NAMED, ONE_PLACE, TWINS, WITHOUT_EFFECT
+from flag_runs import CONFIGS, check_flag, make_flag_inputs, plain_run, seen_to_fail
+from flag_tests import FLAG_TESTS, NAMED, ONE_PLACE, WITHOUT_EFFECT
 from support.source_tree import ROOT, STAGES
 
 from pipeline.configuration.flag_table import flag_table
 
 
 def test_every_flag_of_every_command_has_a_test() -> None:
-    keys = [*TWINS, *NAMED, *WITHOUT_EFFECT]
+    keys = [*FLAG_TESTS, *NAMED, *WITHOUT_EFFECT]
     declared = {f"{command}.{name}" for command, config in CONFIGS.items() for name in flag_table(config)}
     assert declared - set(keys) == set(), "a flag without a test"
     assert set(keys) - declared == set(), "a test of a flag that is not there"
@@ -40,16 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What runs without the flag leave, each made once for the twins that share it."""
+    """What runs without the flag leave, each made once for the tests that share it."""
     return plain_run(folder, tmp_path_factory)
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("key", TWINS)
+@pytest.mark.parametrize("key", FLAG_TESTS)
 def test_a_run_with_the_flag_is_another_one_unless_it_is_ignored(
     key: str, folder: Path, tmp_path: Path, plain: Any
 ) -> None:
-    check_twins(key, TWINS[key], plain, folder, tmp_path)
+    check_flag(key, FLAG_TESTS[key], plain, folder, tmp_path)
 
 
 @pytest.mark.faults

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_runs import check_twins, make_flag_inputs, plain_run
+from flag_runs import check_flag, make_flag_inputs, plain_run
 from flag_tests import ON_GPU
 
 pytestmark = pytest.mark.gpu
@@ -22,4 +22,4 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("key", ON_GPU)
 def test_a_flag_decides_what_is_on_the_device(key: str, folder: Path, tmp_path: Path, plain: Any) -> None:
-    check_twins(key, ON_GPU[key], plain, folder, tmp_path)
+    check_flag(key, ON_GPU[key], plain, folder, tmp_path)

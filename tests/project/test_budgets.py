@@ -74,6 +74,14 @@ def test_reports_are_short():
     assert len(pages) > 30 and {page: len(text.splitlines()) for page, text in pages.items() if is_long(text)} == {}
 
 
+def test_reports_have_question_answer_and_command():
+    """Each mark begins one line, so that readers and `grep` find what was asked, what came out and how to repeat it."""
+    mark = re.compile(r"^\*\*(Question|Answer|Repeat):\*\* \S", re.MULTILINE)
+    pages = (ROOT / "benchmarks/reports").iterdir()
+    marks = {path.name: mark.findall(path.read_text("utf-8")) for path in pages}
+    assert {name: found for name, found in marks.items() if sorted(found) != ["Answer", "Question", "Repeat"]} == {}
+
+
 def is_long(text: str) -> bool:
     prose = re.sub(r"^(?:\||<!--|!\[)[^\n]*$|^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return len(text.splitlines()) > MAX_REPORT_LINES or any(len(line) > 120 for line in prose.splitlines())

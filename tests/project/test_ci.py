@@ -34,6 +34,7 @@ def test_numbers_are_tested_under_other_kernels_than_the_processors_own(tmp_path
     assert words_of_make(tmp_path, capability) == [
         ", check",
         ", test",
+        ", demo",
         f"{other} test FOLDERS={folders}",
         ", site",
         ", test-slow SHARDS=1/1",
@@ -48,13 +49,13 @@ def test_one_step_runs_alone_and_another_word_is_refused_before_any(tmp_path):
     assert (tmp_path / "log").read_text().splitlines() == [", site"]
 
 
-def test_the_workflow_runs_every_step_and_the_demo():
+def test_the_workflow_runs_every_step():
     """The two commands of README on each supported Python; no secret is read, and each action has a version."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
     steps = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert steps["readme"] == ["make demo", ".ci/run test"]
+    assert steps["readme"] == [".ci/run demo", ".ci/run test"]
     named = [word for commands in steps.values() for line in commands if "ci/run" in line for word in line.split()[1:]]
-    assert sorted(named) == ["check", "numbers", "site", "slow", "test"]
+    assert sorted(named) == ["check", "demo", "numbers", "site", "slow", "test"]
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["classifiers"]
     assert [one.rpartition(" ")[2] for one in versions] == jobs["readme"]["strategy"]["matrix"]["python"]
     uses = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]

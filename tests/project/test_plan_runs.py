@@ -6,7 +6,7 @@ import pytest
 from support.marks import slow_but
 from support.source_tree import ROOT
 
-from benchmarks.speed.gpu_room import Room
+from benchmarks.speed.free_memory import FreeMemory
 from benchmarks.speed.long_rows import points_in
 from benchmarks.speed.long_rows import table as long_rows_table
 from benchmarks.speed.plan_runs import (
@@ -138,12 +138,12 @@ def test_the_times_of_long_rows_are_those_of_the_files():
 
 
 def test_a_run_waits_for_memory_of_its_gpus():
-    room, order = Room([100.0, 100.0]), []
-    with room.take(1, 60) as first, room.take(1, 60) as second:
+    memory, order = FreeMemory([100.0, 100.0]), []
+    with memory.take(1, 60) as first, memory.take(1, 60) as second:
         assert sorted(first + second) == [0, 1]
 
         def both() -> None:
-            with room.take(2, 50) as gpus:
+            with memory.take(2, 50) as gpus:
                 order.append(gpus)
 
         waiting = threading.Thread(target=both)
@@ -151,7 +151,7 @@ def test_a_run_waits_for_memory_of_its_gpus():
         waiting.join(0.2)
         assert not order
     waiting.join(5)
-    assert order == [[0, 1]] and room.free == [100.0, 100.0]
+    assert order == [[0, 1]] and memory.free == [100.0, 100.0]
 
 
 def test_times_are_compared_of_runs_that_were_alone():

@@ -323,7 +323,7 @@ def test_flags_of_a_task_need_its_model(folder, capsys, words):
 @pytest.mark.parametrize(
     ("function", "message"),
     [("bad", "error: ... bad gave no value ... no"), ("some", "error: ... some gave no value ... no"),
-     ("none", "error: ... no answer ... None"), ("each", "error: ... each: found a value for each token")],
+     ("none", "error: ... no answer ... None"), ("each", "error: ... each: got a value for each token")],
 )  # fmt: skip
 def test_a_task_whose_functions_fail_ends_with_their_error(folder, rambling, capsys, function, message):
     """Too many failures end it as they end a run: `some` fails for half of the answers."""

@@ -51,9 +51,10 @@ def test_a_run_writes_the_new_metric_and_the_new_monitor_gets_its_lines(changed:
 
 def test_the_new_flag_changes_training_as_its_row_says(changed: Path, tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    twin = run(changed, folder, "-c", "import flag_tests; print(flag_tests.TWINS['sft.focal_gamma'].value)").strip()
+    code = "import flag_tests; print(flag_tests.FLAG_TESTS['sft.focal_gamma'].value)"
+    gamma = run(changed, folder, "-c", code).strip()
     plain = train(changed, folder, "plain/sft")
-    focal = train(changed, folder, "focal/sft", "--focal-gamma", twin)
+    focal = train(changed, folder, "focal/sft", "--focal-gamma", gamma)
     # Tokens weigh less than 1: the loss of the same model on the same rows falls, that of evaluations is as before.
     first, second = ([line["loss"] for line in lines if "loss" in line][0] for lines in (plain, focal))
     assert 0 < second < first
@@ -140,14 +141,14 @@ def test_the_fused_backend_samples_the_new_family_as_transformers_does(changed: 
 PPO = """
 import json, sys
 from types import SimpleNamespace
-from flag_tests import TWINS
+from flag_tests import FLAG_TESTS
 from support.in_process import group_of_one
 from support.ppo_loop import loop_on_random_prompts
 from support.ppo_settings import ppo_config
 
 with group_of_one() as world:
     for backend, name, *value in json.loads(sys.argv[1]):
-        changed = {name: value[0] if value else TWINS[f"ppo.{name}"].value} if name else {}
+        changed = {name: value[0] if value else FLAG_TESTS[f"ppo.{name}"].value} if name else {}
         models = SimpleNamespace(actor="base", reward="scorer")
         config = ppo_config(models, whiten_advantages=False, kl_coef=0.0, **changed)
         sampled = {"num_samples_per_prompt": 3, "top_k": 40, "top_p": 0.9, "generation_engine": backend}

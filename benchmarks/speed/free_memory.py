@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Room:
+class FreeMemory:
     """Memory of the GPUs that is not taken by runs; a run waits until there is enough for it."""
 
     free: list[float]
