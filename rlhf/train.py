@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import stage_arguments
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.names import without_flag
+from pipeline.configuration.names import normalise, without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, with_hyphens, wrapped
@@ -30,8 +30,9 @@ from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import cost, recorded_seconds, verdict
 from pipeline.run.output_checks import check_outputs
 from rlhf.preflight import check_machine, start_preflight
+from rlhf.stages import SECTIONS, stages_of_method
 from rlhf.starts import on_free_gpus, start_lines
-from rlhf.train_config import TrainConfig, as_override
+from rlhf.train_config import TrainConfig, as_override, split_common, split_overrides, stages_alone
 from rlhf.train_plan import (
     Plan,
     PlannedStage,
@@ -41,6 +42,7 @@ from rlhf.train_plan import (
     ranks_of,
     slots_of,
     target_of,
+    why_not_common,
 )
 
 DEMO = Path("output/demo")
@@ -95,8 +97,13 @@ def check_inputs(plan: Plan, argv: list[str], prog: str) -> None:
 
 
 def command_for(number: int, argv: list[str], prog: str, *, without: Collection[str] = ()) -> str:
-    """Return the command that runs stage `number` with the flags of `argv` except those named in `without`."""
-    for name in ("step", "dry_run", "explain", *without):
+    """Return the command that runs stage `number` with the flags of `argv` that it has, except those in `without`."""
+    of_train, common = split_common(split_overrides(argv, SECTIONS[1:])[0])
+    stage = stages_of_method(stages_alone(of_train).method)[number]
+    others = [
+        normalise(words[0][2:].partition("=")[0]) for words in common if why_not_common(words[0], {number: stage})
+    ]
+    for name in ("step", "dry_run", "explain", *without, *others):
         argv = without_flag(argv, name)
     return shlex.join([*prog.split(), "--step", str(number), *with_hyphens(argv)])
 
@@ -199,41 +206,19 @@ def run(argv: list[str], prog: str) -> int:
         return show_rows(plan)
     dry_run = plan.config.dry_run or any(planned.resolved.config.run.starts_nothing for planned in plan.chosen)
     plan = on_free_gpus(plan, starts=not dry_run)
-    check_stages(plan)
-    bases = dict[str, str]()  # missing model folder, in a plan for another machine -> its start model
-    if target_of(plan) is None:
-        check_inputs(plan, argv, prog)
-        check_machine(plan.config)
-    else:
-        sources = missing_inputs(plan).values()
-        bases = {str(planned.model_dir): planned.base for planned in sources}
-    check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
+    bases = check_plan(plan, argv, prog)
     finished = finished_stages(plan) if target_of(plan) is None else set[int]()  # other hardware: all stages
     if dry_run:
         outlive_console(needs_output=True)
-    for line in start_lines(plan):
-        show(f"note: {line}")
-    if {2, 3} <= {*plan.config.step}:
-        read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
-        if plan.stages[2].model_dir not in map(Path, read):
-            show("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none")
+    announce(plan, bases if dry_run else {})
     # Launch scripts use this interpreter, or that of PYTHON, not the `python` of their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
-    if dry_run:
-        for folder, start in bases.items():
-            show(f"note: {folder} does not exist: planned as trained from {start}")
-    to_run = {planned.stage: planned.argv for planned in plan.chosen if planned.stage.number not in finished}
-    slots = slots_of(plan)
-    python, code = environment["PYTHON"], EXIT_DONE
-    waits = to_run and not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
-    first = [planned for planned in plan.chosen if planned.stage in to_run][:1] if waits else []
+    to_run = [planned for planned in plan.chosen if planned.stage.number not in finished]
+    waits = not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
     # The first stage's ranks import torch during the preflight; a stage that is refused writes nothing.
-    starts = [(command_of(planned, plan.config), with_position(planned, plan, environment)) for planned in first]
+    starts = [(command_of(one, plan.config), with_position(one, plan, environment)) for one in to_run[:1] if waits]
     with started_early(*starts[0]) if starts else nullcontext() as early:
-        if to_run:
-            code = start_preflight(to_run, python, dry_run=dry_run, slots=slots, base_of_output=bases)
-        if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
-            say(f"note: tiny is the demo's model; `make demo` creates it and its data in {DEMO}")
+        code = look_first(plan, to_run, environment["PYTHON"], bases=bases, dry_run=dry_run)
         if dry_run:
             show_plan(on_target(plan), finished)
             show(NOTHING_STARTED)
@@ -247,18 +232,66 @@ def run(argv: list[str], prog: str) -> int:
     if to_run:
         write_reports(plan)
     if code == EXIT_DONE:
-        last = plan.chosen[-1]
-        # The chat command of `python train.py` is `python chat.py`, that of `rlhf train` is `rlhf chat`.
-        chat = f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
-        later = command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
-        following = chat if last.stage.config.makes_chat_model else later
-        worse = [one for one in plan.chosen if verdict(one.run_dir).worse]
-        for one in worse[:1]:
-            rate = dashed(f"{one.stage.section}.{one.stage.rate_flag(one.resolved.config)}")
-            again = f"--{one.stage.section}.overwrite and a lower {rate}"
-            following = f"stage {one.stage.number} ended worse than it began: run it again with {again}"
-        show(f"next: {following}")
+        show(f"next: {following(plan, argv, prog)}")
     return code
+
+
+def check_plan(plan: Plan, argv: list[str], prog: str) -> dict[str, str]:
+    """Check settings, start models, machine and outputs; return {missing model folder: its start model}.
+
+    Only a plan for another machine may lack models.
+
+    Raises:
+        RunError: see `check_stages`, `check_inputs`, `check_machine`, `check_outputs`.
+    """
+    check_stages(plan)
+    bases = dict[str, str]()
+    if target_of(plan) is None:
+        check_inputs(plan, argv, prog)
+        check_machine(plan.config)
+    else:
+        bases = {str(planned.model_dir): planned.base for planned in missing_inputs(plan).values()}
+    check_outputs({planned.stage: planned.resolved.config for planned in plan.chosen}, named_by_section=True)
+    return bases
+
+
+def announce(plan: Plan, bases: Mapping[str, str]) -> None:
+    """Print notes on presets and start models. bases: folders that are planned as trained from another model."""
+    for line in start_lines(plan):
+        show(f"note: {line}")
+    if {2, 3} <= {*plan.config.step}:
+        read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
+        if plan.stages[2].model_dir not in map(Path, read):
+            show("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none")
+    for folder, start in bases.items():
+        show(f"note: {folder} does not exist: planned as trained from {start}")
+
+
+def look_first(
+    plan: Plan, to_run: Sequence[PlannedStage], python: str, *, bases: Mapping[str, str], dry_run: bool
+) -> int:
+    """Run the preflight of the stages to run, and in a dry run their plans; return its exit code."""
+    if not to_run:
+        return EXIT_DONE
+    stages = {planned.stage: planned.argv for planned in to_run}
+    code = start_preflight(stages, python, dry_run=dry_run, slots=slots_of(plan), base_of_output=bases)
+    if code != EXIT_DONE and "tiny" in (plan.config.actor_model, plan.config.reward_model) and not DEMO.is_dir():
+        say(f"note: tiny is the demo's model; `make demo` creates it and its data in {DEMO}")
+    return code
+
+
+def following(plan: Plan, argv: list[str], prog: str) -> str:
+    """Return what to do after the stages of a plan have ended well: a command, or advice on one that ended worse."""
+    for one in plan.chosen:
+        if verdict(one.run_dir).worse:
+            section, rate = one.stage.section, one.stage.rate_flag(one.resolved.config)
+            again = f"--{section}.overwrite and a lower {dashed(f'{section}.{rate}')}"
+            return f"stage {one.stage.number} ended worse than it began: run it again with {again}"
+    last = plan.chosen[-1]
+    if not last.stage.config.makes_chat_model:
+        return command_for(last.stage.number + 1, argv, prog, without=("overwrite", "resume"))
+    # The chat command of `python train.py` is `python chat.py`, that of `rlhf train` is `rlhf chat`.
+    return f"{prog.replace('train', 'chat')} {shlex.quote(str(last.model_dir))}"
 
 
 def show_rows(plan: Plan) -> int:

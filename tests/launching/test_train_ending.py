@@ -10,6 +10,7 @@ from support.launch_stub import TINY, notes, train
 from support.marks import slow_but
 from support.messages import naming
 
+from rlhf.train import command_for
 from rlhf.train_config import split_overrides
 from rlhf.train_plan import make_plan
 
@@ -110,10 +111,19 @@ def test_split_overrides():
     assert own == ["--step", "1", "--x"] and overrides == {"sft": ["--a", "b", "-1"], "ppo": ["--c=d"]}
 
 
+def test_a_command_for_another_stage_leaves_out_flags_that_this_one_alone_has():
+    words = ["--learning-rate", "1e-5", "--data-path", "a b.jsonl", "--balance-lengths", "--max-seq-len=96"]
+    given = ["--actor-model", "tiny", *words, "--reward.seed", "3"]
+    expected = "rlhf train --step 3 --actor-model tiny --data-path 'a b.jsonl' --reward.seed 3"
+    assert command_for(3, given, "rlhf train") == expected
+    assert command_for(2, given, "rlhf train").endswith(f"{shlex.join(words)} --reward.seed 3")
+
+
 @pytest.mark.slow
 def test_the_commands_that_train_prints_are_plans_of_the_stages_that_they_name(tmp_path, monkeypatch):
     refused = train(tmp_path, "--step", "3", "--output-dir", "my out").stderr
-    ended = train(tmp_path, *TINY, "--step", "2", "--output-dir", "my out", STUB_OUTCOMES="0").stdout
+    words = ("--step", "2", "--output-dir", "my out", "--balance-lengths", "--max-seq-len=96")
+    ended = train(tmp_path, *TINY, *words, STUB_OUTCOMES="0").stdout
     printed = [*re.findall("train it: (.*)", refused), ended.splitlines()[-1].removeprefix("next: ")]
     monkeypatch.chdir(tmp_path)
     plans = [make_plan(shlex.split(command)[2:], prog="x").chosen for command in printed]
