@@ -13,7 +13,7 @@ from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.groups import TOKEN_FLAGS, Dtype, Group
 from pipeline.console import code_span
 from pipeline.data.turns import Turns
-from pipeline.errors import InputError, say
+from pipeline.errors import InputError, printable, say
 from pipeline.files import refused_by_disk, write_text
 from pipeline.inference.answer_settings import AnswerSettings
 from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
@@ -157,12 +157,12 @@ def write_files(prefix: Path, config: CompareConfig, texts: list[str], contestan
         name: value for name, value in flat_items(config) if value not in ("", []) and name not in ("model", "output")
     }
     content = to_json(texts, contestants, settings)
-    line = "Settings: " + ", ".join(f"{name} {code_span(str(value))}" for name, value in settings.items()) + "."
+    listed = ", ".join(f"{name} {code_span(printable(str(value)))}" for name, value in settings.items())
     # with_name, not with_suffix: a prefix such as run-0.5 contains a dot.
     json_file, markdown_file = (prefix.with_name(prefix.name + suffix) for suffix in (".json", ".md"))
     with refused_by_disk(prefix):
         write_text(json_file, json.dumps(content, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
-        write_text(markdown_file, markdown(texts, contestants, line))
+        write_text(markdown_file, markdown(texts, contestants, f"Settings: {listed}."))
     say(f"written: {json_file} and {markdown_file}")
 
 

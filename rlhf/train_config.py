@@ -27,7 +27,7 @@ from rlhf.stages import METHODS, NUMBERS, SECTIONS, STAGES
 
 SIZES = ("tiny", "125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "1.3b-lora", "6.7b-lora")
 OPT = "facebook/opt-"
-# Most weights of a model folder -> the preset of its size. The bounds lie between sizes of families; chosen by hand.
+# Most weights of a model -> the preset of its size. The bounds lie between sizes of families; chosen by hand.
 PRESETS_BY_SIZE = {50e6: "", 0.8e9: "small", 2.4e9: "1b", 5e9: "3b", 10e9: "8b"}
 # Pattern of host names: without characters that a shell or ssh would act on, because launchers put the names into
 # command lines of other machines.
@@ -217,7 +217,7 @@ def model_families() -> list[dict[str, list[Any]]]:
 
 
 def known_model(model: str, flag: str = "") -> KnownModel | None:
-    """Return the presets of a base model, by its name or hub id, or those for a folder by its number of weights.
+    """Return the presets of a base model, by its name or hub id, or by its number of weights (see `preset_of_size`).
 
     Returns None for another hub id or folder.
 
@@ -238,7 +238,7 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
             if model in (name, hub_id, f"{hub_id}-Instruct"):
                 return KnownModel(preset, hub_id if model == name else model, next(iter(family)), *flags)
     if "/" in model or Path(model).exists():
-        return KnownModel(preset, model, model) if (preset := preset_of_size(Path(model))) else None
+        return KnownModel(preset, model, model) if (preset := preset_of_size(model)) else None
     preset_file = launch_file(f"presets/{model}.yaml")
     if preset_file.is_file() and list(load_yaml(str(preset_file))) == [STAGES[0].section]:
         raise InputError(
@@ -254,13 +254,19 @@ def known_model(model: str, flag: str = "") -> KnownModel | None:
     return None
 
 
-def preset_of_size(folder: Path) -> str:
-    """Return the preset for the number of weights in a folder; "" if there is none, or the folder has no model."""
-    from pipeline.models.weight_files import read_header  # imported here, because it imports safetensors
+def preset_of_size(model: str) -> str:
+    """Return the preset for the number of weights of a folder, or of a hub id in the hub's cache; no network is used.
 
-    files, count = folder.expanduser().glob("model*.safetensors"), 0
-    with suppress(InputError):  # the check of the model reports it
-        count = sum(prod(shape) for file in files for shape in read_header(file)[0].values())
+    Returns "" if no preset has that size, or not all files of the model are there.
+    """
+    # Imported here: safetensors and the hub's client take a second, which `--help` does not need.
+    from pipeline.checkpoints.shared_names import file_of
+    from pipeline.models.weight_files import read_header, weight_files
+
+    count = 0
+    with suppress(InputError, ValueError):  # the check of the model reports broken files and names that no hub id has
+        if config := file_of(model, "config.json"):
+            count = sum(prod(shape) for file in weight_files(config.parent) for shape in read_header(file)[0].values())
     return next((preset for most, preset in PRESETS_BY_SIZE.items() if count <= most), "")
 
 
@@ -348,10 +354,8 @@ def with_reward_model(config: TrainConfig) -> TrainConfig:
     """Return a configuration with `auto` of --reward-model resolved to a small model that reads the actor's tokens."""
     if config.reward_model != "auto":
         return config
-    base_model = known_model(config.actor_model)
-    return config.model_copy(
-        update={"reward_model": config.actor_model if base_model is None else base_model.reward_model}
-    )
+    known = known_model(config.actor_model)
+    return config.model_copy(update={"reward_model": known.reward_model if known else config.actor_model})
 
 
 def contradictions(config: TrainConfig) -> list[str]:

@@ -263,8 +263,8 @@ def plan_stage(
     preset = known.preset if known else ""
     words, resolved = with_preset(preset)
     run_dir = stage.run_folder(resolved.config.run)
-    # A run that began before a model's preset was found by its folder or by this flag has the one that it began with.
-    is_found = Path(model).is_dir() or model == given.get(flag)
+    # A run has the preset that it began with: in later versions, or after a download, more models have one.
+    is_found = Path(model).is_dir() or model == given.get(flag) or not known or known.hub_id == known.reward_model
     if is_found and (began := preset_of_run(stage, resolved, preset)) != preset:
         for name in known.flags if known else ():
             argv = without_flag(argv, name)

@@ -89,7 +89,9 @@ def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
 def plan_stages(
     stages: Mapping[Stage, Resolved], *, slots: Sequence[int] | None, base_of_output: Mapping[str, str] = NO_OUTPUTS
 ) -> None:
-    """Print the plans of stages: a table, what would make those fit that lack memory, and with `--explain` all parts.
+    """Print the plans of stages: a table, what would make those fit that lack memory, and the rows of each source.
+
+    With `--explain` it prints all parts of each plan.
 
     Args:
         slots: ranks of each machine; ignored where `--target` describes others. None: not known.
@@ -118,22 +120,22 @@ def plan_stages(
             rows = [sample.rows for sample in samples]
             resolved = choose(stage, planner, resolved).of(resolved, target.num_gpus)
             plans[stage.section] = StagePlan.of(planner, resolved, 0 if None in rows else sum(filter(None, rows)))
-            data[stage.section] = [f"  data     {sample.line}" for sample in samples if sample.line]
+            data[stage.section] = [f"  data of {stage.section}: {one.line}" for one in samples if one.line]
         except RunError as error:
             unplanned.setdefault(str(error), []).append(stage.section)
             error_class = InputError if isinstance(error, InputError) else error_class
     show(*map(wrapped, table(plans)))
     errors = [line for section, plan in plans.items() for line in print_proposals(section, plan)]
     for section, plan in plans.items():
+        show(*map(wrapped, data[section]))
         if rollout := plan.needs.rollout:
             limit_note = unfinished_answers(of_section[section].run_folder(plan.resolved.config.run))
             show(wrapped(f"  {section}: answers of at most {rollout.num_new_tokens} tokens; {limit_note}"))
         if note := warmup_note(plan.resolved.config.optimizer, plan.num_steps):
             show(wrapped(f"  note: {section}: {note}"))
         if plan.resolved.config.run.explain:
-            lines = [f"parts of the plan of {section}", *stage_page(plan), *data[section]]
-            lines += measured_lines(of_section[section], plan)
-            show(*map(wrapped, lines))
+            last_run = measured_lines(of_section[section], plan)
+            show(*map(wrapped, [f"parts of the plan of {section}", *stage_page(plan), *last_run]))
     errors += [f"{', '.join(sections)}: not planned: {reason}" for reason, sections in unplanned.items()]
     if errors:
         raise error_class("\n".join(errors))

@@ -54,6 +54,12 @@ def test_the_help_on_a_flag(word, capsys):
     assert "--kl-coef" in (ROOT / rows["page"]).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("word", ["lora_dim", "actor_lora_dim", "critic_lora_dim"])
+def test_the_help_on_loras_rank_advises_on_rank_and_batch(word, capsys):
+    meaning, *_ = re.findall(r"^  meaning(.*?)^  default", printed_by(capsys, "train", "--help", word), re.M | re.S)
+    assert " ".join(meaning.split()) == naming("Use 32 in stage 3 ... 64 or more ... large data ... 32 rows per step")
+
+
 def test_who_sets_a_flag(capsys):
     of_plan = " ".join(printed_by(capsys, "train", "--help", "per_device_train_batch_size").split())
     assert "the plan, on GPUs" in of_plan and "--deepspeed-config (train_micro_batch_size_per_gpu)" in of_plan

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from markdown_it import MarkdownIt
 from support.messages import naming
 
 from pipeline.errors import InputError
@@ -18,6 +19,7 @@ from pipeline.inference.comparison import (
     wilson,
 )
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
+from rlhf.compare import CompareConfig, write_files
 
 # ---- prompts ----
 
@@ -102,3 +104,18 @@ def test_a_fence_is_longer_than_the_backticks_in_the_text():
     assert fenced("a ```` b")[0] == "`````text"
     content = markdown(["q"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
     assert "\\x1b[0m" in content and "\x1b" not in content
+
+
+def test_no_path_and_no_setting_is_markup(tmp_path):
+    """An escape and two kinds of backticks, which would end the code, stand in front of HTML, a link and a heading."""
+    odd = "a\x1b`b``<img src=x>[c](http://d)**e**|\n# f"
+    contestants = [Contestant(label, f"{odd}{label}", ((AnswerRow("x", 1, True),),)) for label in "AB"]
+    write_files(tmp_path / "prompt_eval", CompareConfig(prompts=odd, reward_model=odd), ["q"], contestants)
+    tokens = MarkdownIt().enable("table").parse((tmp_path / "prompt_eval.md").read_text())
+    inline = [child for token in tokens for child in token.children or ()]
+    assert {token.type for token in inline} <= {"text", "softbreak", "code_inline", "strong_open", "strong_close"}
+    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    assert headings == ["Comparison", "Prompt 1"]
+    codes = [token.content for token in inline if token.type == "code_inline"]
+    shown = "a\\x1b'b''<img src=x>[c](http://d)**e**\\| # f"
+    assert [code for code in codes if "img" in code] == [f"{shown}A", f"{shown}B", shown, shown]

@@ -87,7 +87,7 @@ def test_a_plan_that_fits_is_a_short_page_and_starts_nothing(planned, inputs):
     done = planned("--target", "small.yaml", "--data-split", "2,4,4")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == naming("plan of sft ... 2 x small, 4.0 GiB ... bf16") and len(lines) <= 7
+    assert lines[0] == naming("plan of sft ... 2 x small, 4.0 GiB ... bf16") and len(lines) <= 9
     assert re.fullmatch(r"  sft      fits +\d\.\d to \d\.\d of 4\.0 +\d\.\d", lines[2])
     assert done.stdout.endswith("dry run: nothing was started\n") and sorted(inputs.rglob("*")) == before
 
@@ -99,7 +99,7 @@ def test_the_parts_of_a_plan_are_told_by_explain_above_the_flags(planned):
     assert all(len(line) <= 80 for line in lines[:flags])
     assert page == naming("1.1 to 2.2 GiB of CUDA's ... 4% to 9%")
     assert page == naming("micro-batch 16 x 1 ... x 2 ranks = 32 rows of 96 tokens")
-    assert " verdict fits: " in page and " data train.jsonl: 8 rows of " in page
+    assert " verdict fits: " in page and page.count(" data of sft: train.jsonl: 8 rows of ") == 1
     assert page == naming("all 8 records, 0 dropped") and page == naming("20% of the prompts")
 
 
@@ -111,14 +111,17 @@ def test_a_launcher_of_several_hosts_plans_for_those_that_are_described(planned,
     assert by_launcher == planned("--target", "small.yaml").stdout and "plan of sft, on 2 x small" in by_launcher
 
 
-def test_the_lengths_of_rows_are_those_of_their_tokens(planned, inputs):
+@pytest.mark.parametrize("more", [(), ("--explain",)])
+def test_a_dry_run_says_rows_kept_and_dropped_and_their_tokens(planned, inputs, more):
     """A z is a token of its own: no text of the tokenizer's had two of them."""
     write_lines(inputs / "lengths.jsonl", [{"prompt": "q", "response": "z" * count} for count in (40, 2, 1, 8, 4, 0)])
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     shortest = len(tokenizer("\n\nHuman: q\n\nAssistant: z").input_ids) + 1  # and the EOS
     lengths = f"5 rows of {shortest} to {shortest + 39} tokens ... up to {shortest + 3}"
-    page = planned("--target", "small.yaml", "--explain", "--data-path", "lengths.jsonl", "--data-split", "none").stdout
-    assert one_line(page) == naming(f"data lengths.jsonl: {lengths} ... all 5 records, 1 dropped; 1 dropped:")
+    words = ("--target", "small.yaml", "--data-path", "lengths.jsonl", "--data-split", "none")
+    page = one_line(planned(*words, *more).stdout)
+    assert page == naming(f"data of sft: lengths.jsonl: {lengths} ... all 5 records, 1 dropped; 1 dropped:")
+    assert page.count(" data of sft: ") == 1
 
 
 @pytest.mark.parametrize(

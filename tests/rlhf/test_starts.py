@@ -186,14 +186,47 @@ def test_a_folder_has_the_preset_of_its_number_of_weights(tmp_path):
         "8b": 8 * 10**9,
         "13b": 13 * 10**9,
     }
-    found = {name: preset_of_size(Path(weights(tmp_path / name, {"a": [size]}))) for name, size in sizes.items()}
+    found = {name: preset_of_size(weights(tmp_path / name, {"a": [size]})) for name, size in sizes.items()}
     assert found == {name: "" if name in ("tiny", "13b") else name for name in sizes}
     (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{}")
     (tmp_path / "broken/model.safetensors").write_text("x")
-    assert preset_of_size(tmp_path / "broken") == preset_of_size(tmp_path / "none") == ""
+    assert preset_of_size(str(tmp_path / "broken")) == preset_of_size(str(tmp_path / "none")) == ""
     folder = weights(tmp_path / "split", {"a": [1000, 100_000], "b": [50 * 10**6]})
     for words in (("--ppo.actor-model-name-or-path", folder), ("--actor-model", folder)):
         assert preset(planned("--step", "3", *words)) == "small.yaml"
+
+
+def cached(cache: Path, name: str, shapes: Mapping[str, list[int]]) -> Path:
+    """A snapshot of a hub id in a cache, with weights of these shapes."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    return Path(weights(repository / "snapshots/abc", shapes))
+
+
+def test_a_hub_id_has_the_preset_of_its_size_where_it_is_in_the_cache(tmp_path, monkeypatch):
+    """No network is used. Of a download that was interrupted nobody knows the size, and a run keeps what it has."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("socket.socket.connect", None)  # would be a TypeError
+    ways = [("--step", "3", flag, "org/model") for flag in ("--ppo.actor-model-name-or-path", "--actor-model")]
+    assert [preset(planned(*words)) for words in ways] == ["", ""]
+    snapshot = cached(tmp_path / "hub", "org/model", {"a": [1_500 * 10**6]})
+    assert [preset(planned(*words)) for words in ways] == ["1b.yaml", "1b.yaml"]
+    assert preset_of_size("org/model@main") == "1b" and preset_of_size("org/model@v1") == preset_of_size("a b/c") == ""
+    (snapshot / "model.safetensors").rename(snapshot / "part-1.safetensors")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert preset_of_size("org/model") == ""
+    (snapshot / "part-1.safetensors").rename(snapshot / "model.safetensors")
+    run = tmp_path / "output/runs/ppo"
+    run.mkdir(parents=True)
+    (run / "done.json").write_text(json.dumps({"settings": {"seed": 1}}))
+    for began, expected in (("default", ""), ("launch/presets/small.yaml", "small.yaml")):
+        (run / "config.json").write_text(json.dumps({"max_answer_seq_len": {"value": 256, "from": began}}))
+        assert [preset(planned(*words)) for words in ways] == [expected, expected]
+    (snapshot / "config.json").unlink()
+    assert [preset(planned(*words)) for words in ways] == ["small.yaml", "small.yaml"], "the cache was emptied"
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,18 @@ def test_what_is_no_number_or_stands_alone(tmp_path):
     assert verdict(tmp_path).figures == "", "no run"
 
 
+@pytest.mark.parametrize(
+    ("masked", "rows"), [((0, 0), "16 responses"), ((3, 0), "16 responses"), ((1, 3), "13 of 16 responses")]
+)
+def test_the_last_line_counts_the_rows_with_a_value(tmp_path, masked, rows):
+    """A reward function gave some responses of the last evaluation no value; those of the first do not count."""
+    run = make_run(tmp_path, "eval_objective/scores", [0.25, 0.5])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | {"eval_rows_masked": count} for line, count in zip(lines, masked, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert verdict(run).figures == f"held-out eval_objective/scores 0.25 -> 0.5 ({rows})"
+
+
 def test_a_run_that_keeps_its_best_model_is_judged_by_that(tmp_path):
     values = [0.5, 1.0, 0.9375, 0.25]
     (kept,) = compared(make_run(tmp_path / "a", "eval_accuracy", values, keep_best=True), ["eval_accuracy"])

@@ -99,6 +99,18 @@ def test_long_responses_may_have_a_higher_kl():
     assert "high_kl" in findings(ppo_lines(**length, **{"objective/kl": 20.1}), total_steps=100)
 
 
+@pytest.mark.parametrize("name", ["ppo_absurd", "ppo_long"])
+def test_a_run_without_a_reference_is_looked_at_without_a_kl(name, caplog):
+    """At --kl-coef 0 no line has objective/kl, and no sample a kl: other rules find what they find beside it."""
+    whole = [line | ({"objective/kl": -50.0} if "objective/kl" in line else {}) for line in recorded(name)]
+    lines = [{key: value for key, value in line.items() if "kl" not in key} for line in whole]
+    with_it, without = (findings(rows, total_steps=STEPS[name]) for rows in (whole, lines))
+    assert with_it.pop("negative_kl") and len(with_it) >= 2 and without == with_it
+    Health(history_of(lines, total_steps=STEPS[name])).look()
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == len(without) and not any("the KL" in text or "mean KL" in text for text in warned)
+
+
 def test_a_mean_of_few_values_says_nothing():
     high = {"objective/kl": 50.0, "completions/truncated_fraction": 1.0}
     assert findings(ppo_lines(4, **high), total_steps=100).keys() == set()
