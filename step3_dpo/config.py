@@ -44,7 +44,15 @@ class DPOConfig(SupervisedConfig):
         "(2 beta); kto: each response alone, good or bad, against the mean log-ratio",
         other_tools="loss_type pref_loss",
     )
-    beta: float = flag(0.1, "Strength that holds the policy to the reference", gt=0, other_tools="pref_beta")
+    beta: float = flag(
+        0.1,
+        "Strength that holds the policy to the reference",
+        gt=0,
+        other_tools="pref_beta",
+        refused=dict.fromkeys(
+            ("ref_model", "ref_model_name_or_path"), "the reference is the model that training starts from"
+        ),
+    )
     label_smoothing: float = flag(0.0, "dpo: assumed share of pairs with a wrong preference (cDPO)", ge=0, lt=0.5)
     ipo_log_ratios: Literal["mean", "sum"] = flag(
         "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"

@@ -32,7 +32,6 @@ TRAINERS = (
     ("KTOTrainer, KTOConfig", "`--step 3 --method kto`", "section `dpo`"),
     ("train_dataset", "`--data-path`", "hub ids, files or folders, each with an optional weight"),
     ("processing_class", "the model's tokenizer", "template: `--template`, or `chat_template.jinja` in its folder"),
-    ("reward_funcs", "`--reward-function`, `--reward-model`", "several of both are summed"),
     ("callbacks", "none", "`--monitors` writes metrics to TensorBoard, CSV or W&B"),
 )
 COLUMNS = (

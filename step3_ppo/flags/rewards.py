@@ -17,6 +17,7 @@ class RewardConfig(WorkerFlags):
         [],
         "Functions that score responses: FILE.py:NAME or a built-in NAME, each with an optional :WEIGHT; in YAML each "
         "may have name, weight and args",
+        other_tools="reward_funcs",
     )
     reward_weight: float = flag(1.0, "Weight of the reward model's score in the sum", needs="a reward model")
     more_reward_models: list[str] = flag(
