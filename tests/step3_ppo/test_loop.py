@@ -169,6 +169,26 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(world, tr
     assert (loop.state.step, loop.state.skipped_updates, loop.state.bad_in_a_row) == (4, 2, 0)
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_gradient_that_is_not_finite_holds_back_all_models(world, trained_folders, tmp_path, role):
+    """Losses are finite, and of one model's gradient one number is not."""
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    engines = loop.ppo.models.trained
+    before = {name: weights(engine) for name, engine in engines.items()}
+    *_, last = engines[role].module.parameters()
+    hook = last.register_hook(lambda gradient: torch.where(torch.arange(gradient.numel()) == 0, math.inf, gradient))
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        loop.iterate()
+    assert all(
+        math.isfinite(values[name]) for _, values in loop.control.steps for name in ("loss/policy", "loss/value")
+    )
+    assert all(equal_weights(weights(engine), before[name]) for name, engine in engines.items())
+    hook.remove()
+    loop.state.update = 0
+    loop.iterate()
+    assert not any(equal_weights(weights(engine), before[name]) for name, engine in engines.items())
+
+
 def test_the_average_does_not_move_in_a_step_that_was_skipped(world, trained_folders, tmp_path):
     """After other steps: the first average is the actor itself, towards which it could not move."""
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, enable_ema=True, ema_decay=0.5))
@@ -272,6 +292,20 @@ def test_evaluations_repeat_and_train_nothing(world, trained_folders, tmp_path):
     assert len(samples) == 6 and samples[:3] == samples[3:] and set(samples[0]) >= {"prompt", "response", "score"}
 
 
+def test_scores_of_evaluations_are_no_part_of_the_scale_of_rewards(world, trained_folders, tmp_path):
+    config = ppo_config(trained_folders)
+    config = config.model_copy(update={"rewards": config.rewards.model_copy(update={"reward_scaling": "running"})})
+    loop = loop_on_random_prompts(world, tmp_path, config)
+    loop.evaluate()
+    assert loop.state.tallies == {}
+    loop.collect()
+    ((count, mean, squares),) = loop.state.tally_of_rollout("spreads")
+    assert (count, mean) == (4, pytest.approx(loop.judged.mean().item(), rel=1e-5))
+    loop.state.evaluated = -1
+    loop.evaluate()
+    assert loop.state.tally_of_rollout("spreads") == [[count, mean, squares]]
+
+
 def test_with_lora_the_reference_is_the_actor_without_adapters(world, trained_folders, tmp_path):
     actor = {"lora_dim": 4, "lora_learning_rate": 3e-2}
     loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders, actor=actor))
@@ -294,7 +328,8 @@ def test_early_stop_by_hand():
         )
 
     assert moved(0.3, 0.2) and not moved(0.1, 0.2)
-    assert not moved(9.0, 0.0) and not moved(math.nan, 0.2)
+    assert not moved(9.0, 0.0)
+    assert not moved(math.nan, 0.2) and not moved(math.inf, 0.2), "the step was skipped: the policy has not moved"
 
 
 def test_each_rollout_has_a_ratio_error_of_its_own(world, trained_folders, tmp_path, monkeypatch):
