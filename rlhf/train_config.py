@@ -354,8 +354,8 @@ def with_reward_model(config: TrainConfig) -> TrainConfig:
     """Return a configuration with `auto` of --reward-model resolved to a small model that reads the actor's tokens."""
     if config.reward_model != "auto":
         return config
-    known = known_model(config.actor_model)
-    return config.model_copy(update={"reward_model": known.reward_model if known else config.actor_model})
+    base = known_model(config.actor_model)
+    return config.model_copy(update={"reward_model": base.reward_model if base else config.actor_model})
 
 
 def contradictions(config: TrainConfig) -> list[str]:
