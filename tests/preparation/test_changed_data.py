@@ -97,6 +97,17 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
         assert look() == []
 
 
+def test_rows_of_unchanged_sources_are_not_hashed_before_the_start(begun, monkeypatch):
+    """A hash reads the whole cache; it is compared when the checkpoint is loaded."""
+    plan, hashed = {SFT: begun(SFT)}, list[Any]()
+    monkeypatch.setattr("pipeline.checkpoints.fingerprint.data_fingerprint", hashed.append)
+    assert look_before_start(plan, dry_run=False) == hashed == []
+    change("train.jsonl", note="Read by nobody.")
+    with pytest.raises(InputError, match=naming("--data-path ... train.jsonl ... checkpoint")):
+        look_before_start(plan, dry_run=False)
+    assert len(hashed) == 1
+
+
 def test_changed_text_of_the_ptx_loss_is_found(begun):
     plan = {PPO: begun(PPO)}
     change("text.jsonl", text="Something else.")

@@ -128,6 +128,14 @@ def test_few_rows_that_move_nearly_alike_show_nothing(tmp_path):
         assert verdict(run).kind == kind
 
 
+def test_rows_without_a_weight_are_no_rows(tmp_path):
+    """Six rows would show the difference, five do not: the sixth has no trained token."""
+    for weight, kind in ((0, "same"), (1, "better")):
+        rows = [{"eval_loss": [loss] * 6, "weight": [1] * 5 + [weight]} for loss in (3.0, 2.9)]
+        run = make_run(tmp_path / kind, "eval_perplexity", [math.exp(3.0), math.exp(2.9)], rows=rows)
+        assert verdict(run).kind == kind
+
+
 def test_the_perplexity_is_judged_by_the_losses_of_rows(tmp_path):
     draw = np.random.default_rng(3)
     before, weights = draw.normal(3.0, 0.5, size=30), draw.integers(1, 9, size=30)
@@ -155,9 +163,20 @@ def test_a_run_from_before_is_judged_by_the_errors_of_means_or_not_at_all(tmp_pa
     assert verdict(make_run(tmp_path / "x", "eval_objective/scores", [7.5, 107.5])).kind == "better"
 
 
+def test_an_evaluation_of_one_row_without_stored_values_shows_nothing(tmp_path):
+    lines = [{"step": step, "eval_objective/scores": score, "eval_rows": 1} for step, score in ((0, 0.5), (10, 0.25))]
+    run = make_run(tmp_path, "eval_objective/scores", [])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"step": line["step"], "prompt": "p", "score": line["eval_objective/scores"]} for line in lines]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert verdict(run).kind == "unknown"
+
+
 def test_what_is_no_number_or_stands_alone(tmp_path):
     ended = verdict(make_run(tmp_path / "a", "eval_perplexity", [3.0, None]))
     assert (ended.kind, ended.figures) == ("worse", "held-out eval_perplexity 3 -> nan (16 responses)")
+    began = verdict(make_run(tmp_path / "c", "eval_perplexity", [None, 3.0]))
+    assert (began.kind, began.figures) == ("", "held-out eval_perplexity nan -> 3 (16 responses)")
     alone = verdict(make_run(tmp_path / "b", "eval_perplexity", [3.0]))
     assert (alone.kind, alone.words, alone.figures) == ("", "", "held-out eval_perplexity 3 (16 responses)")
     assert verdict(tmp_path).figures == "", "no run"

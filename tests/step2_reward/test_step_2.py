@@ -144,6 +144,17 @@ def test_scores_in_transformers_equal_ours(trained: Trained, ranks: int) -> None
     assert (theirs - ours).abs().max() < TOLERANCE
 
 
+def test_without_held_out_pairs_the_last_step_scores_training_pairs(trained: Trained, tmp_path, monkeypatch) -> None:
+    """No checkpoint is due there: the constants of the saved model come from these pairs all the same."""
+    monkeypatch.setattr("step2_reward.training.SCORED_PAIRS", 3)
+    argv = [*map(str, words(trained.folder, str(tmp_path / "reward"), 8, max_steps=1, eval_fraction=0))]
+    at = argv.index("--eval_data_path")
+    with undone_afterwards():
+        assert main([*argv[:at], *argv[at + 2 :]]) == 0
+    saved = json.loads((tmp_path / "reward/config.json").read_text())
+    assert saved["score_pairs"] == "3 training pairs" and saved["score_std"] != 1.0
+
+
 def test_the_model_can_be_shared(trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     metadata, metrics = read_card(trained.model())
     assert metadata["pipeline_tag"] == "text-classification" and "eval_accuracy" in metrics

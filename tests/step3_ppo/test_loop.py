@@ -20,6 +20,7 @@ from pipeline.errors import DivergedError
 from step3_ppo import training
 from step3_ppo.config import PPOCoefficients
 from step3_ppo.experience import Collected
+from step3_ppo.mathematics.losses import value_loss
 from step3_ppo.models import engines as models
 from step3_ppo.training import moved_too_far
 from step3_ppo.updater import StepSize, Update
@@ -187,6 +188,22 @@ def test_a_gradient_that_is_not_finite_holds_back_all_models(world, trained_fold
     loop.state.update = 0
     loop.iterate()
     assert not any(equal_weights(weights(engine), before[name]) for name, engine in engines.items())
+
+
+def test_a_loss_that_is_not_finite_holds_back_all_models(world, trained_folders, tmp_path, monkeypatch):
+    """A constant is added to the critic's: all gradients are finite."""
+
+    def infinite(*args, **settings):
+        loss, clipped = value_loss(*args, **settings)
+        return loss + math.inf, clipped
+
+    monkeypatch.setattr("step3_ppo.objectives.value_loss", infinite)
+    loop = loop_on_random_prompts(world, tmp_path, ppo_config(trained_folders))
+    before = {name: weights(engine) for name, engine in loop.ppo.models.trained.items()}
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        loop.iterate()
+    assert all(math.isfinite(values[f"{name}/grad_norm"]) for _, values in loop.control.steps for name in before)
+    assert all(equal_weights(weights(engine), before[name]) for name, engine in loop.ppo.models.trained.items())
 
 
 def test_the_average_does_not_move_in_a_step_that_was_skipped(world, trained_folders, tmp_path):
