@@ -34,10 +34,10 @@ def test_numbers_are_tested_under_other_kernels_than_the_processors_own(tmp_path
     assert words_of_make(tmp_path, capability) == [
         ", check",
         ", test",
-        ", demo",
         f"{other} test FOLDERS={folders}",
         ", site",
         ", test-slow SHARDS=1/1",
+        ", demo",
     ]
     assert all((ROOT / name).is_dir() for name in folders.split())
 
