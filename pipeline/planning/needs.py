@@ -76,6 +76,7 @@ class Rollout:
     tensor_parallel_size: GPUs that share the weights; each has as many rows.
     logits_bytes: bytes of a slot's logits at a decode step, and of the tensors that the draw computes from them.
     kernels_per_step: kernels of a decode step.
+    is_streamed: all GPUs gather the layers at each decode step.
     streamed: the buffers with streamed weights, if free memory decides whether to stream; else None.
     """
 
@@ -90,6 +91,7 @@ class Rollout:
     tensor_parallel_size: int
     logits_bytes: int
     kernels_per_step: int
+    is_streamed: bool = False
     streamed: "Rollout | None" = None
 
     def as_decided(self, free: int) -> "Rollout":

@@ -73,6 +73,8 @@ class StagePlanner:
     def seconds(self, resolved: Resolved, plan: MemoryPlan) -> Mapping[str, float]:
         """Return the seconds of each phase, without exchange between GPUs; {} where they are not known."""
         needs, target = self.needs(resolved), self.target
+        if plan.rollout and plan.rollout.is_streamed:  # the exchange takes most of them
+            return {}
         gather = resolved.config.deepspeed.zero3_gather
         engines, dtype = self.jsons_of(resolved), self.dtype(resolved)
         computed = dict(phase_seconds(needs, engines, plan, dtype, target))
@@ -147,7 +149,7 @@ def stage_page(stage: StagePlan) -> list[str]:
     if fits(plan, planner.target):
         is_measured = planner.target.measured is not None
         text = time_text(needs, plan, stage.seconds, num_steps=stage.num_steps, is_measured=is_measured)
-        lines.append(f"  time     {text or why_no_time(planner.target, planner.dtype(resolved))}")
+        lines.append(f"  time     {text or why_no_time(planner.target, planner.dtype(resolved), plan)}")
     return [*lines, f"  disk     {disk_text(planner, resolved, plan)}"]
 
 
@@ -272,8 +274,10 @@ def time_text(
     return text + ("; the exchange between GPUs is not included" if plan.ranks > 1 else "")
 
 
-def why_no_time(target: Target, dtype: str) -> str:
+def why_no_time(target: Target, dtype: str, plan: MemoryPlan) -> str:
     """Return why a plan has no time."""
+    if plan.rollout and plan.rollout.is_streamed:
+        return "not known: at each token of a rollout GPUs exchange all weights, and plans leave the exchange out"
     if target.is_cpu:
         return "not planned for a CPU"
     if dtype == "fp32":

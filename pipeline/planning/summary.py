@@ -37,8 +37,8 @@ def table(plans: Mapping[str, StagePlan]) -> Iterator[str]:
         if any(plans[section].seconds for section in sections):
             exchange = ", without the exchange between GPUs" if target.num_gpus > 1 else ""
             yield f"  times are rough, for rows of full length{exchange} (device: {target.source})"
-        elif any(fits(plans[section].memory, target) for section in sections):
-            yield f"  times: {why_no_time(target, dtype)}"
+        elif fitting := [plans[section].memory for section in sections if fits(plans[section].memory, target)]:
+            yield f"  times: {why_no_time(target, dtype, fitting[-1])}"
 
 
 def stage_line(section: str, plan: StagePlan) -> str:

@@ -181,7 +181,7 @@ def rollout(config: PPOConfig, schedule: Schedule, actor: ModelUse, dtype: str, 
     )
     if weights is None or not weights.groups:
         return buffers
-    streamed = replace(buffers, copied_bytes=weights.streamed_bytes)
+    streamed = replace(buffers, copied_bytes=weights.streamed_bytes, is_streamed=True)
     return streamed if options.weights == "streamed" else replace(buffers, streamed=streamed)
 
 
