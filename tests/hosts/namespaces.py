@@ -71,22 +71,6 @@ class Namespace(Host):
 
 
 @contextmanager
-def slow_network(names: Sequence[str], mb_per_s: float) -> Iterator[None]:
-    """While it is open each of the hosts sends and receives at most so many MB a second."""
-    ends = [end for name in names for end in ((f"{SPACE}-{name}", "eth0"), (SWITCH, f"to-{name}"))]
-    rule = ("root", "tbf", "rate", f"{mb_per_s * 8:.0f}mbit", "burst", "256kb", "latency", "100ms")
-    try:
-        for space, device in ends:
-            call("tc", "-n", space, "qdisc", "replace", "dev", device, *rule)
-        yield
-    finally:
-        for space, device in ends:
-            subprocess.run(
-                ["tc", "-n", space, "qdisc", "delete", "dev", device, "root"], capture_output=True, check=False
-            )
-
-
-@contextmanager
 def namespaces(folder: Path, disk: Path, names: Sequence[str], *, shared: bool) -> Iterator[dict[str, Namespace]]:
     """Hosts of these names, which share the code and perhaps `disk`; all of their processes end with it.
 
