@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import stage_arguments
+from pipeline.configuration.flags import scan, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
-from pipeline.configuration.names import normalise, without_flag
+from pipeline.configuration.names import without_flag
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, with_hyphens, wrapped
@@ -100,9 +100,7 @@ def command_for(number: int, argv: list[str], prog: str, *, without: Collection[
     """Return the command that runs stage `number` with the flags of `argv` that it has, except those in `without`."""
     of_train, common = split_common(split_overrides(argv, SECTIONS[1:])[0])
     stage = stages_of_method(stages_alone(of_train).method)[number]
-    others = [
-        normalise(words[0][2:].partition("=")[0]) for words in common if why_not_common(words[0], {number: stage})
-    ]
+    others = [next(scan(words))[0] for words in common if why_not_common(words[0], {number: stage})]
     for name in ("step", "dry_run", "explain", *without, *others):
         argv = without_flag(argv, name)
     return shlex.join([*prog.split(), "--step", str(number), *with_hyphens(argv)])

@@ -209,6 +209,11 @@ class KnownModel:
     reward_model: str
     flags: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_known_by_size(self) -> bool:
+        """Tell whether its number of weights chose the preset (`preset_of_size`): it is in no family."""
+        return self.hub_id == self.reward_model
+
 
 @cache
 def model_families() -> list[dict[str, list[Any]]]:
@@ -259,7 +264,7 @@ def preset_of_size(model: str) -> str:
 
     Returns "" if no preset has that size, or not all files of the model are there.
     """
-    # Imported here: safetensors and the hub's client take a second, which `--help` does not need.
+    # Imported here: safetensors and the hub's client take a quarter of a second, which `--help` does not need.
     from pipeline.checkpoints.shared_names import file_of
     from pipeline.models.weight_files import read_header, weight_files
 

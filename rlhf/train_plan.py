@@ -264,7 +264,7 @@ def plan_stage(
     words, resolved = with_preset(preset)
     run_dir = stage.run_folder(resolved.config.run)
     # A run has the preset that it began with: in later versions, or after a download, more models have one.
-    is_found = Path(model).is_dir() or model == given.get(flag) or not known or known.hub_id == known.reward_model
+    is_found = Path(model).is_dir() or model == given.get(flag) or not known or known.is_known_by_size
     if is_found and (began := preset_of_run(stage, resolved, preset)) != preset:
         for name in known.flags if known else ():
             argv = without_flag(argv, name)

@@ -29,7 +29,7 @@ VAGUE_NAMES = {
     "made", "away", "beside", "told", "asked", "found", "kept", "held", "own", "known", "place", "cut", "wanted",
     "begun",
 }  # fmt: skip
-# Names of classes in pictures, each replaced by the field's word; no class of the repository has one.
+# Figurative names of classes, each replaced by the field's word; no class of the repository has one.
 REPLACED_CLASSES = {"Twin", "Fate", "Ticket", "Harvest", "Room", "Course"}
 # Packages and files whose names are edited with their next change.
 LATER = ("pipeline/configuration/", "rlhf/train_plan.py", "step3_ppo/rewarding.py")
