@@ -43,7 +43,7 @@ from pipeline.planning.duration import (
 )
 from pipeline.planning.measurement import count_pass
 from pipeline.planning.needs import Pass
-from pipeline.planning.page import run_text, time_lines, verdict_lines
+from pipeline.planning.page import run_text, time_text, verdict_lines
 from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
@@ -290,7 +290,7 @@ def test_no_time_is_told_where_speeds_are_not_known(tmp_path):
 def test_a_time_that_leaves_offload_out_says_so(words, is_measured, is_said):
     planner, resolved = planner_of("ppo", ppo(OPT, 32, 2, 2, words), "1xH200")
     needs, plan = planner.needs(resolved), planner.memory(resolved)
-    line = time_lines(needs, plan, {"train": 1.0}, {}, num_steps=0, is_measured=is_measured)[0]
+    line = time_text(needs, plan, {"train": 1.0}, num_steps=0, is_measured=is_measured)
     assert line.endswith("offload is not included") == is_said
 
 

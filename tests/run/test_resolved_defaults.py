@@ -21,7 +21,7 @@ from pipeline.run.evaluations import unfinished_answers
 from pipeline.run.settled import broadcast_settings
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
-from step3_dpo.stage import LORA_FACTOR as OF_DPO
+from step3_dpo.config import LORA_FACTOR as OF_DPO
 from step3_ppo.flags.methods import LORA_FACTOR, PPO_LORA_FACTOR
 
 RANK = {"sft": "--lora-dim 8", "reward": "--lora-dim 8", "dpo": "--lora-dim 8", "ppo": "--actor-lora-dim 8"}
