@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import TRAIN, Resolved, check_dashes, parse, read_yaml, scan
+from pipeline.configuration.flags import TRAIN, check_dashes, parse, read_yaml, scan
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import ContradictionError, InputError, dashed, nearest, say, show
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
+from pipeline.run.data_split import leaves_share
 from pipeline.run.earlier_runs import automatic_words, preset_of_run
-from pipeline.run.settled import leaves_share, resolve_splits
+from pipeline.run.resolve import with_command_rules
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
@@ -129,13 +131,13 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
     show(*(f"note: {line}" for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given)))
-    resolved = resolve_splits({stages[number].stage: stages[number].resolved for number in chosen})
+    resolved = with_command_rules({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
     return Plan(with_reward_model(config), stages, given)
 
 
 def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
-    """Return a stage with its settings of `resolve_splits`, which it could not find by itself; print notes on them."""
+    """Return a stage with the settings that `with_command_rules` found for all stages together; print notes on them."""
     notes = planned.resolved.notes
     show(*(f"note: {planned.stage.section}: {note}" for note in resolved.notes[len(notes) :]))
     argv = [*without_flag(planned.argv, "data_split"), "--data-split", resolved.config.data.data_split]

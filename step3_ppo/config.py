@@ -8,9 +8,9 @@ from pydantic import model_validator
 
 from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on_nvme, offloads, training_json
 from pipeline.configuration.flag_table import Flag, Layers, flag
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload, OptimizerConfig
 from pipeline.configuration.origins import Origin
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError

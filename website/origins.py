@@ -1,6 +1,7 @@
 """The page that says which value of a flag wins, from the kinds of origins."""
 
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.run.resolve import RULES
 from website.tables import row
 
 INTRODUCTION = """# Which value wins
@@ -24,14 +25,22 @@ MEANINGS = {
     Kind.METHOD: ("The method of stage 3, such as `--method grpo`.", "grpo"),
     Kind.DEFAULT: ("The default of the flag.", ""),
 }
+RULES_INTRODUCTION = """
+## In which order
+
+The command line, files and defaults are merged first. Then these rules are applied, one after the other. They set
+flags that nobody gave; where one changes a value that a file gave, it says so.
+
+"""
 EXCEPTIONS = """
+## Exceptions
+
 - **Contradictions are errors.** A DeepSpeed JSON that says something else than a flag, a file or a preset is refused
   with both values. Write `"auto"` into the JSON to leave the value to the flag.
 - **A flag that was given twice**: the last one counts, and a note says so.
 - **Batches**: `--gradient-accumulation-steps` follows from `--train-batch-size` where both are given, since the rows
   of a step are what learning rates are meant for. `--gradient-accumulation-steps` in a higher place ends that.
-- **Presets yield**: a preset's setting that saves memory is dropped, with a note, where it contradicts a flag of
-  yours. Other methods than PPO ignore a preset's values for PPO and its critic.
+- **Presets**: other methods than PPO ignore a preset's values for PPO and its critic.
 - **Resuming**: a flag that changes what is learned must have the value of the checkpoint, or the run ends with both.
   [Resume](../guides/resume.md) says which flags may change.
 """
@@ -40,4 +49,7 @@ EXCEPTIONS = """
 def page() -> str:
     """Return the text of reference/which_value.md."""
     rows = [row(meaning, f"`{Origin(kind, source)}`") for kind, (meaning, source) in sorted(MEANINGS.items())[::-1]]
-    return INTRODUCTION + "\n".join([row("Set by", "Printed as"), row("---", "---"), *rows]) + "\n" + EXCEPTIONS
+    table = "\n".join([row("Set by", "Printed as"), row("---", "---"), *rows])
+    lines = [row(moment, rule.text) for moment, rules in RULES.items() for rule in rules]
+    rules = "\n".join([row("When", "What"), row("---", "---"), *lines])
+    return f"{INTRODUCTION}{table}\n{RULES_INTRODUCTION}{rules}\n{EXCEPTIONS}"

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints.checkpoint_files import first_whole
 from pipeline.configuration.flag_table import flag_table
-from pipeline.configuration.flags import Resolved, validated
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.resolved import Resolved, validated
 from pipeline.configuration.stage import Stage
 from pipeline.dist import World
 from pipeline.engine.build import Trained, add_adapters, start_language_model, start_value_model

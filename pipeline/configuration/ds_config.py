@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pipeline.configuration.ds_json import block_of, check_ranks, merge_user_json, read_user_json
 from pipeline.configuration.ds_keys import MONITORS
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import STAGE, DeepSpeedConfig, Group, ModelConfig, Offload
 from pipeline.configuration.origins import Origins
+from pipeline.configuration.resolved import Resolved
 from pipeline.errors import InputError, dashed
 
 Json = dict[str, Any]

@@ -8,12 +8,11 @@ so that `--help` answers at once.
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from pipeline.configuration.ds_json import at_stages, autotuning_file, flags_from_json, overrides, read_user_json
@@ -26,14 +25,14 @@ from pipeline.configuration.flag_table import (
     flag_table,
     flags_of_key,
     flat_items,
-    nest,
 )
 from pipeline.configuration.groups import Group
 from pipeline.configuration.help import help_text
 from pipeline.configuration.names import FILE_FLAGS, IGNORED, Names, normalise, with_switches
-from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin, Origins
+from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
+from pipeline.configuration.resolved import Resolved, validated
 from pipeline.console import HELP, HELP_ALL
-from pipeline.errors import ContradictionError, InputError, dashed, nearest
+from pipeline.errors import InputError, dashed, nearest
 from pipeline.files import readable
 from pipeline.redact import redacted, repeated, shown_value
 
@@ -43,23 +42,6 @@ PRESET_SECTIONS = ("sft", "reward", "ppo", "dpo")  # those of the files in launc
 PRESET_OF_STAGE = re.compile(rf"(.*presets/[\w.-]+)\.({'|'.join(PRESET_SECTIONS)})\.yaml")
 # Hyphens, en and em dash, minus sign and their full-width forms.
 OTHER_DASHES = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]+-*([A-Za-z][\w.-]*(?:=.*)?)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A checked configuration, where the value of every flag came from, and what its user should know of it.
-
-    preset: the file of --preset, whose values give way to others; empty: none.
-    """
-
-    config: Any
-    origins: dict[str, Origin]
-    notes: tuple[str, ...] = ()
-    preset: str = ""
-
-    def is_given(self, name: str) -> bool:
-        """Return True for a flag whose value is not left to its default."""
-        return self.origins.get(name, DEFAULT).is_given
 
 
 class FlagLoader(yaml.SafeLoader):
@@ -285,17 +267,6 @@ def resolve_layers(config_class: type[Group], layers: Layers, errors: list[str])
     return Resolved(config, origins, tuple(notes))
 
 
-def validated(config_class: type[Group], values: Mapping[str, Any], origins: Origins) -> Group:
-    """Validate flat values as the model. Raises InputError with a line for each value that does not fit."""
-    table = flag_table(config_class)
-    try:
-        return config_class.model_validate(nest(values, table))
-    except ValidationError as error:
-        kind = InputError if any(flag_of(problem, table) for problem in error.errors()) else ContradictionError
-        lines = [describe(problem, table, origins) for problem in error.errors()]
-        raise kind("\n".join(lines)) from None
-
-
 def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) -> tuple[Group, list[str]]:
     """Set the flags that the user's DeepSpeed JSON names; `origins` gets the file's name for each of them.
 
@@ -334,26 +305,6 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
         where = f"{' and '.join(map(str, sorted(stages)))}{'; on GPUs the plan may choose another' if is_open else ''}"
         notes.append(f"{', '.join(unread)}: no effect at ZeRO stage {where}")
     return config, [f"{path}: {line}" for line in notes]
-
-
-def describe(problem: Any, table: Mapping[str, Flag], origins: Origins) -> str:
-    """Return a line for one pydantic error: flag, value, origin, what would be right."""
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    if (flag := flag_of(problem, table)) is None:
-        name, _, rest = str(message).partition(": ")
-        return f"{dashed(name)}: {rest}" if name in table else str(message)
-    found = problem["input"]
-    if problem["type"] == "missing":
-        return f"{dashed(flag.name)}: missing; expected {flag.type_name}: {flag.meaning}"
-    hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
-    theirs = [f"; a file is {dashed(name)}" for name, other in table.items() if flag.name in other.other_tools]
-    return f"{dashed(flag.name)}: got {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
-
-
-def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:
-    """Return the flag that a pydantic error is about; None for values that do not go together."""
-    location = tuple(str(part) for part in problem["loc"])
-    return next((flag for flag in table.values() if location[: len(flag.path)] == flag.path), None)
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, training_json
 from pipeline.configuration.flag_table import flag, flat_items
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import dashed
 

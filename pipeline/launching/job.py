@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import say
 from pipeline.launching.hosts import address_of, starts_by_host

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
-from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.flags import flag_words
 from pipeline.configuration.global_batch import (
     BATCHES,
     EVALUATED,
@@ -29,10 +29,10 @@ from pipeline.configuration.global_batch import (
     contradiction,
     cut,
     divisors,
-    with_values,
 )
 from pipeline.configuration.groups import STAGE
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.resolved import Resolved
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB
 from pipeline.planning.duration import RECREATE_CACHE_S
@@ -146,7 +146,7 @@ def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str
     ranks, stage_flags = planner.target.num_gpus, [name for name in names if name.endswith(STAGE)]
     combinations = product((2, 3) if ranks > 1 else (0, 2, 3), repeat=len(stage_flags))
     stages = [dict(zip(reversed(stage_flags), one, strict=True)) for one in combinations]
-    allowed = [one for one in stages if not contradiction(with_values(resolved, one), ranks)]
+    allowed = [one for one in stages if not contradiction(resolved.changed(one), ranks)]
     partitioned = [one for one in allowed if 0 not in one.values()]
     tried = partitioned if ranks > 1 else [*partitioned[:1], *allowed[:1], *partitioned[1:]]
     return [one for number, one in enumerate(tried) if one not in tried[:number]] or [{}]

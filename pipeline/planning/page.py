@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved
 from pipeline.errors import counted
 from pipeline.files import GIB
 from pipeline.launching.target import Target

@@ -11,9 +11,10 @@ from typing import Any, Self
 
 from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
-from pipeline.configuration.flags import Resolved, flag_words, validated
+from pipeline.configuration.flags import flag_words
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.origins import COMMAND_LINE
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
 from pipeline.files import GIB
@@ -197,9 +198,8 @@ def changed(planner: StagePlanner, resolved: Resolved, before: MemoryPlan, optio
     if not (new := {name: value for name, value in new.items() if values[name] != value}):
         return None
     try:
-        origins = resolved.origins | dict.fromkeys(new, COMMAND_LINE)
-        config: Any = validated(type(resolved.config), values | new, origins)
-        resolved = with_ranks(replace(resolved, config=config, origins=origins), target.num_gpus)
+        origins = dict.fromkeys(new, COMMAND_LINE)
+        resolved = with_ranks(resolved.changed(new, origins), target.num_gpus)
         plan = planner.memory(resolved)
     except RunError:
         return None  # the settings contradict each other

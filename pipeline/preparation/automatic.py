@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.flags import Resolved, flag_words
-from pipeline.configuration.global_batch import with_ranks, with_values
+from pipeline.configuration.flags import flag_words
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, say
@@ -47,7 +48,7 @@ def chosen_flags(
     resolved, flags = with_ranks(resolved, ranks), dict[str, Any]()
     if "auto_fit" in run.searches:
         flags = flags_that_fit(stage, resolved, target)
-        resolved = with_ranks(with_values(resolved, flags), ranks)
+        resolved = with_ranks(resolved.changed(flags), ranks)
     if run.auto_batch:
         fitting = partial(tries, flag_words(flags))
         flags |= largest_micro_batch(stage, resolved, target, fitting, cache / "micro_batches.json")

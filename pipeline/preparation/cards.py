@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.flags import flag_words
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.files import GIB

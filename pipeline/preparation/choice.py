@@ -3,7 +3,8 @@
 import shlex
 from functools import partial
 
-from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.flags import flag_words
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage
 from pipeline.errors import say

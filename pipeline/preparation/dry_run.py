@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
 from pipeline.configuration.origins import Kind
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import EnvironmentFault, InputError, show

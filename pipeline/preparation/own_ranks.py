@@ -6,8 +6,8 @@ answers at once.
 
 from pathlib import Path
 
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import show

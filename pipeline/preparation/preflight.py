@@ -27,8 +27,8 @@ from pipeline.errors import EnvironmentFault, InputError, RunError, dashed
 from pipeline.files import GIB, existing, free_bytes
 from pipeline.hub import check_push, is_reachable, offline
 from pipeline.launching.target import this_machine, with_constants, with_limit
+from pipeline.run.data_split import data_of
 from pipeline.run.earlier_runs import check_resume
-from pipeline.run.settled import data_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

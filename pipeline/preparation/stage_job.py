@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import errors
-from pipeline.configuration.flags import Resolved, flag_words
+from pipeline.configuration.flags import flag_words
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import TRIED
 from pipeline.configuration.stage import Stage
 from pipeline.errors import say

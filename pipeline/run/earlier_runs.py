@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
-from pipeline.configuration.flags import Resolved, flag_words, load_yaml, validated
+from pipeline.configuration.flags import flag_words, load_yaml
 from pipeline.configuration.global_batch import MICRO, STEPS, cut
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
+from pipeline.configuration.resolved import Resolved, validated
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.flag_table import flag_table
-from pipeline.configuration.flags import Resolved, parse, stage_arguments
+from pipeline.configuration.flags import parse, stage_arguments
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage
 from pipeline.console import outlive_console, raise_on_interrupt
@@ -35,7 +36,7 @@ from pipeline.run.outcome import own_rank, supervisor_name, write_outcome
 from pipeline.run.stop_request import StopRequest, quit_now
 
 if TYPE_CHECKING:
-    from pipeline.run.settled import Choose
+    from pipeline.run.resolve import Choose
 
 EARLY = "stopped before the first step, with nothing to save; the same command starts again"
 
@@ -128,10 +129,10 @@ def read_flags(stage: Stage, argv: list[str], *, sections: Collection[str] = ())
     """
     given = parse(stage.config, argv, section=stage.section, sections=sections, prog=stage.program)
     from pipeline.run.output_checks import check_outputs
-    from pipeline.run.settled import resolve_splits
+    from pipeline.run.resolve import with_command_rules
 
     check_outputs({stage: given.config})
-    return resolve_splits({stage: given})[stage]
+    return with_command_rules({stage: given})[stage]
 
 
 def leave_early(run_dir: Path) -> None:

@@ -22,7 +22,7 @@ from pipeline import dist, heartbeat
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved, applied
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.errors import (
     EXIT_DONE,
@@ -54,7 +54,7 @@ from pipeline.run.outcome import (
     supervisor_name,
     write_outcome,
 )
-from pipeline.run.settled import Choose, broadcast_settings, with_decided
+from pipeline.run.resolve import RUN_RULES, Choose, with_choice
 from pipeline.run.stop_request import StopRequest, stop_without
 
 log = logging.getLogger(__name__)
@@ -258,9 +258,10 @@ def begin(run: Run, choose: Choose) -> None:
     config = run.resolved.config
     if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
         return
-    resolved, chosen = broadcast_settings(run.stage, run.resolved, choose, run.world.size)
+    resolved, chosen = with_choice(run.stage, run.resolved, choose, run.world.size)
     run = replace(run, resolved=resolved, plan=chosen.plan)
-    run = replace(run, resolved=with_decided(run.resolved, dist.on_main(lambda: run.stage.resolve_auto(run))))
+    decided = dist.on_main(lambda: run.stage.resolve_auto(run))
+    run = replace(run, resolved=applied(RUN_RULES, run.resolved, decided))
     if run.world.is_main:
         if chosen.line:
             log.info("chosen by the plan: %s", chosen.line)

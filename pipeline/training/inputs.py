@@ -20,9 +20,9 @@ from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
 from pipeline.errors import dashed, is_coloured
 from pipeline.models.source import num_positions
+from pipeline.run.data_split import data_of
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
-from pipeline.run.settled import data_of
 from pipeline.training.health import equal_pairs
 from pipeline.training.preview import Sample, preview_lines, rows_document, samples_of
 

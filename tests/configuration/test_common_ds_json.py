@@ -8,7 +8,8 @@ import pytest
 from support.messages import naming
 
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
+from pipeline.configuration.resolved import Resolved
 from step1_sft.config import SFTConfig
 from step3_ppo.config import PPOConfig
 

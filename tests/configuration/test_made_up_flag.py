@@ -12,9 +12,10 @@ from support.worked_examples import examples
 
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flag_table import flag, flag_table
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.help import help_text
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from rlhf.stages import STAGES

@@ -4,7 +4,8 @@ import pytest
 from support.messages import naming
 
 from pipeline.configuration.flag_table import flag_table
-from pipeline.configuration.flags import Resolved, flag_words, parse
+from pipeline.configuration.flags import flag_words, parse
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import TRIED
 from pipeline.errors import InputError

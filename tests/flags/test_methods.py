@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.messages import naming
 
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError, dashed
 from rlhf.train_plan import make_plan

@@ -9,8 +9,9 @@ from support.messages import naming
 
 from benchmarks.speed.planned import LLAMA, planner_of, ppo, shape_folder
 from pipeline.configuration.flag_table import flat_items
-from pipeline.configuration.flags import Resolved, parse
-from pipeline.configuration.global_batch import with_ranks, with_values
+from pipeline.configuration.flags import parse
+from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB
 from pipeline.launching.target import Target, parse_target
@@ -110,7 +111,7 @@ def test_a_micro_batch_is_lowered_to_a_divisor_of_the_rows_of_a_step(micro, accu
 def test_an_odd_micro_batch_is_lowered_before_anything_else(tmp_path, micro, meant, gpus, rows):
     """A run with the flags of the line has as many rows an optimizer step as the remedy says."""
     planner, resolved = planned(2.2, tmp_path, gpus=gpus, more=f"--max-seq-len 1024 --train-batch-size {meant}")
-    given = with_ranks(with_values(resolved, {"per_device_train_batch_size": micro}), gpus)
+    given = with_ranks(resolved.changed({"per_device_train_batch_size": micro}), gpus)
     line = str(Remedies.of(planner, given).same.changes[0])
     assert line.startswith("--per-device-train-batch-size 1")
     words = CHANGE.match(line)[1].split()

@@ -20,7 +20,7 @@ from benchmarks.speed.random_models import config_of
 from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks, with_values
+from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import InputError
 from pipeline.files import GIB
@@ -248,7 +248,7 @@ def test_the_plan_streams_a_rollouts_weights_where_the_rule_of_the_run_says_so(m
     """It is asked with whole copies, a slot of 256 + 256 tokens, and what states and CUDA's own leave of a GPU."""
     planner, resolved = planner_of("ppo", ppo(SMALL, 16, 4, 3), "2xH200")
     whole, forced = (
-        planner.memory(with_ranks(with_values(resolved, {"rollout_weights": weights}), 2))
+        planner.memory(with_ranks(resolved.changed({"rollout_weights": weights}), 2))
         for weights in ("whole", "streamed")
     )
     calls: list[tuple[int, int, int]] = []

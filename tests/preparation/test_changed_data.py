@@ -18,8 +18,8 @@ from pipeline.data.cache import load_or_build
 from pipeline.errors import InputError
 from pipeline.preparation import preflight
 from pipeline.preparation.preflight import look_before_start
+from pipeline.run.data_split import data_of
 from pipeline.run.earlier_runs import input_contents
-from pipeline.run.settled import data_of
 from rlhf.stages import STAGES
 
 SFT, REWARD, PPO, DPO = STAGES

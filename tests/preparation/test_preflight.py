@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from pipeline import hub
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.engine import start_models

@@ -10,14 +10,16 @@ from support.launch_stub import TINY, started, train
 from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
+from pipeline.run.data_split import data_of
 from pipeline.run.entry import read_flags
+from pipeline.run.resolve import not_given, with_command_rules
 from pipeline.run.run import Run, begin
-from pipeline.run.settled import data_of, resolve_splits
 from pipeline.run.stop_request import StopRequest
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
@@ -255,7 +257,7 @@ def test_a_split_that_is_none_is_refused_in_one_line(capsys):
 def test_a_stage_without_shares_takes_all_rows():
     sft, whole = stage_of("sft"), stage_without_shares()
     given = parse(sft.config, ["--data-path", "a.jsonl"], section="sft")
-    found = resolve_splits({sft: given, whole: given})
+    found = with_command_rules({sft: given, whole: given})
     assert [resolved.config.data.data_split for resolved in found.values()] == ["none", "none"]
 
 
@@ -269,8 +271,10 @@ def stage_without_shares(**changes: Any) -> Stage:
 def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch, tmp_path):
     trained: list[str] = []
     stage = stage_without_shares(loop=lambda: lambda run, config: trained.append(run.resolved.config.data.data_split))
-    monkeypatch.setattr(run_module.dist, "on_main", lambda work: "2,4,4" if work() == "none" else work())
-    resolved = resolve_splits({stage: parse(stage.config, ["--data-path", "a.jsonl"], section="sft")})[stage]
+    given = parse(stage.config, ["--data-path", "a.jsonl"], section="sft")
+    resolved = with_command_rules({stage: given})[stage]
+    of_rank_0 = not_given(given.changed({"data_split": "2,4,4"}))
+    monkeypatch.setattr(run_module.dist, "on_main", lambda work: of_rank_0 if type(work()) is tuple else work())
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
     begin(Run(world, tmp_path, stage, resolved, StopRequest()), lambda stage, resolved: Choice())
     assert trained == ["2,4,4"]

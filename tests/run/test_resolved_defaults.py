@@ -9,8 +9,8 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import defaults_of, settings_of
 from pipeline.errors import InputError
 from pipeline.preparation.dry_run import show_flags
@@ -18,7 +18,7 @@ from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import check_resumed, checkpoint_state
 from pipeline.run.entry import read_flags
 from pipeline.run.evaluations import unfinished_answers
-from pipeline.run.settled import broadcast_settings
+from pipeline.run.resolve import not_given, with_choice
 from rlhf.stages import stage_of
 from rlhf.train_plan import make_plan
 from step3_dpo.config import LORA_FACTOR as OF_DPO
@@ -159,10 +159,10 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
     stage, words = stage_of("dpo"), RANK["dpo"]
     elsewhere = read("dpo", words)
     save("dpo", words, lora_learning_rate=OLD_RATE)
-    of_rank_0 = dict.fromkeys(["lora_learning_rate"], read("dpo", words).config.model.lora_learning_rate)
-    dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), dict) else work())
+    of_rank_0 = not_given(read("dpo", words))
+    dist = SimpleNamespace(on_main=lambda work: of_rank_0 if isinstance(work(), tuple) else work())
     monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
-    found, _ = broadcast_settings(stage, elsewhere, lambda stage, resolved: Choice(), 1)
+    found, _ = with_choice(stage, elsewhere, lambda stage, resolved: Choice(), 1)
     assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate
 
 

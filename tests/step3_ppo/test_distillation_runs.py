@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.speed.planned import planner_of
 from pipeline.configuration.ds_config import Placement
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
+from pipeline.configuration.resolved import Resolved
 from pipeline.models.forward.causal_lm import COMPARED_BYTES
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main

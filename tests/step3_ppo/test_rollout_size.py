@@ -14,14 +14,16 @@ from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice, with_ranks
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.run import run as run_module
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
+from pipeline.run.resolve import not_given
 from rlhf.train_config import as_override
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
@@ -339,15 +341,13 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_the_rollouts_that_it_has(
 
 
 def test_rank_0_says_it_where_hosts_see_other_checkpoints(tmp_path, monkeypatch):
-    def on_main(work: Any) -> Any:
-        value = work()
-        return 64 if type(value) is int else value
-
+    given = on(2, "--data-split none --dtype fp32")
+    of_rank_0 = not_given(given.changed({"rollout_batch_size": 64}))
     seen = list[int]()
     fields = {name: getattr(STAGE, name) for name in STAGE.__dataclass_fields__}
     stage = Stage(**(fields | {"loop": lambda: lambda run, config: seen.append(config.rollout_size(2).responses)}))
-    monkeypatch.setattr(run_module.dist, "on_main", on_main)
+    monkeypatch.setattr(run_module.dist, "on_main", lambda work: of_rank_0 if type(work()) is tuple else work())
     world = run_module.dist.World(1, 2, None)  # type: ignore[arg-type]  # no device is used
-    run = run_module.Run(world, tmp_path, stage, on(2, "--data-split none --dtype fp32"), run_module.StopRequest())
+    run = run_module.Run(world, tmp_path, stage, given, run_module.StopRequest())
     run_module.begin(run, lambda stage, resolved: Choice())
     assert seen == [64]

@@ -14,14 +14,15 @@ from benchmarks.speed.planned import planner_of
 from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.flags import Resolved, parse
+from pipeline.configuration.flags import parse
 from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags, values_by_rule
 from pipeline.errors import InputError
 from pipeline.reporting.page import write_report
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
-from pipeline.run.settled import broadcast_settings
+from pipeline.run.resolve import not_given, with_choice
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main
 from step3_ppo.stage import STAGE
@@ -135,8 +136,9 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
     with pytest.raises(InputError, match=naming("--log-kl ... False ... checkpoint ... True")):
         is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, STAGE, ranks=1)
     # A host that does not see the checkpoint has what rank 0 has.
-    monkeypatch.setattr(dist, "on_main", lambda work: value if type(value := work()) is not dict else {"log_kl": True})
-    other, _ = broadcast_settings(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
+    of_rank_0 = not_given(found)
+    monkeypatch.setattr(dist, "on_main", lambda work: of_rank_0 if isinstance(value := work(), tuple) else value)
+    other, _ = with_choice(STAGE, resolved_of(folder, tmp_path), lambda stage, resolved: Choice(), 1)
     assert other.config.ppo.log_kl
 
 

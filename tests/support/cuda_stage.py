@@ -66,7 +66,7 @@ def run_stage(
 
 def note_settings(folder: Path) -> None:
     """Let the rank that this process will be write the settings that it begins with: `settings-<rank>.json`."""
-    begin_with = running.broadcast_settings
+    begin_with = running.with_choice
 
     def noted(*given: Any) -> Any:
         resolved, choice = begin_with(*given)
@@ -76,7 +76,7 @@ def note_settings(folder: Path) -> None:
         (folder / f"settings-{os.environ['RANK']}.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
         return resolved, choice
 
-    running.broadcast_settings = noted
+    running.with_choice = noted
 
 
 def run_folder(stage: str, folder: Path, output: str) -> Path:

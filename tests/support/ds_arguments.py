@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from pipeline.configuration.ds_config import EngineDtype, Placement, training_json
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig, OptimizerStates
 from pipeline.configuration.origins import Origin
+from pipeline.configuration.resolved import Resolved
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 

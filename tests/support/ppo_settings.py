@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from support.ppo_updates import TEMPERATURE
 
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.resolved import Resolved
 from step3_ppo.config import PPOConfig
 from step3_ppo.flags.groups import PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.flags.teacher import TeacherConfig

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
 from pipeline.training.health import RULES, Health, History, equal_pairs, nothing_learnt

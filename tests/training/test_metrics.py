@@ -18,7 +18,7 @@ from support.messages import naming
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from pipeline.configuration.flags import Resolved
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.console import fitted
 from pipeline.dist import World

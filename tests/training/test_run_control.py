@@ -14,8 +14,8 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint import Content
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.flags import Resolved
 from pipeline.configuration.origins import COMMAND_LINE
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.dist import World

@@ -1,0 +1,189 @@
+"""The rules that give values to flags which nobody gave, in their order. The module imports no torch.
+
+A command line, files and the defaults are merged first (`flags.resolve_layers`); of two values the one of the greater
+`Kind` of origin wins. The rules come after that. Each leaves alone what somebody gave, but for the few cases that
+`RANK_RULES` name. They are applied in four moments, when what they need is known: when a command is read, when the
+number of ranks is known, when rank 0 has planned for its GPU, and when the models are known.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.configuration.flag_table import AUTO
+from pipeline.configuration.global_batch import (
+    GENERATED,
+    RANK_RULES,
+    ROLLOUT,
+    Choice,
+    in_place,
+    says_rollout,
+)
+from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.resolved import Resolved, Rule, applied
+from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
+from pipeline.configuration.stage import Stage
+from pipeline.errors import dashed
+from pipeline.run.data_split import data_splits
+from pipeline.run.earlier_runs import checkpoint_state, earlier_settings
+
+Choose = Callable[[Stage, Resolved], Choice]
+
+
+class Command(NamedTuple):
+    """A stage of a command, its value of --data-split, and a note on that or ""."""
+
+    stage: Stage
+    split: str
+    note: str
+
+
+class Planned(NamedTuple):
+    """The choice of a plan, and the number of ranks."""
+
+    choice: Choice
+    ranks: int
+
+
+def with_command_rules(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved]:
+    """Return the settings of the stages of one command after `COMMAND_RULES`.
+
+    Raises:
+        InputError: see `data_splits`.
+    """
+    splits = data_splits(stages)
+    return {stage: applied(COMMAND_RULES, given, Command(stage, *splits[stage])) for stage, given in stages.items()}
+
+
+def with_choice(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
+    """Return the settings as rank 0 has them, with the plan's choice; and that choice. A collective.
+
+    Hosts without a common storage may see other earlier runs: what nobody gave is as rank 0 has it.
+
+    Args:
+        choose: (stage, settings) returns on rank 0 the values of the flags that the plan chooses.
+    """
+    from pipeline import dist  # it imports torch
+
+    values, origins = dist.on_main(lambda: not_given(resolved))
+    resolved = where_unset(resolved, values, origins)
+    choice = dist.on_main(lambda: choose(stage, resolved))
+    return applied(PLAN_RULES, resolved, Planned(choice, ranks)), choice
+
+
+# --- the rules ---
+
+
+def with_data_split(resolved: Resolved, command: Command) -> Resolved:
+    """Return the settings with a split in place of `auto`, and with a note."""
+    if resolved.config.data.data_split == command.split:
+        return resolved
+    origin = Origin(Kind.FOLLOWS, f"--data-split {AUTO}")
+    return resolved.changed({"data_split": command.split}, {"data_split": origin}, filter(None, [command.note]))
+
+
+def with_earlier_rollout(resolved: Resolved, command: Command) -> Resolved:
+    """Return the settings with the rollouts of the checkpoint that a run goes on from, where no flag says their size.
+
+    Prompts that are sampled at once, given by hand, say it in a new run alone. A checkpoint of a version without
+    --rollout-batch-size has those that its other flags, or their defaults, made.
+    """
+    if ROLLOUT not in resolved.origins or says_rollout(resolved):
+        return resolved
+    folder, saved = checkpoint_state(folder_of(resolved, command), resolved.config.run.resumes_from)
+    is_older = ROLLOUT not in saved.get("layout", {})
+    prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or resolved.origins[GENERATED].is_by_hand else 0
+    responses = prompts * resolved.config.sampling.num_samples_per_prompt
+    if responses == resolved.values[ROLLOUT]:
+        return resolved
+    why = f"as {folder} has it{', of a version without this flag' * is_older}"
+    return in_place(resolved, {ROLLOUT: responses}, why, Kind.EARLIER_RUN)
+
+
+def with_lora_rates(resolved: Resolved, command: Command) -> Resolved:
+    """Return the settings with LoRA's learning rates as multiples of those of all weights, in stages that have them."""
+    rates = command.stage.lora_rates(resolved.config)
+    origins = {name: origin for name, (_, origin) in rates.items()}
+    return where_unset(resolved, {name: rate for name, (rate, _) in rates.items()}, origins)
+
+
+def with_earlier_decisions(resolved: Resolved, command: Command) -> Resolved:
+    """Return the settings with what the run that resumes has decided where a flag of the stage says `auto`."""
+    saved, config = earlier_settings(folder_of(resolved, command), resolved.config.run.resumes_from), resolved.config
+    earlier = defaults_of(config) | saved if saved else {}
+    return with_decided(resolved, {name: earlier[name] for name in config.auto_flags if name in earlier})
+
+
+def with_earlier_defaults(resolved: Resolved, command: Command) -> Resolved:
+    """Return the settings with what the run that resumes has of flags whose default was another one before."""
+    folder, config = folder_of(resolved, command), resolved.config
+    saved = earlier_settings(folder, config.run.resumes_from)
+    values = values_before(config) if saved else {}
+    origins = dict.fromkeys(values, Origin(Kind.EARLIER_RUN, f"auto: as {folder} has it"))
+    return where_unset(resolved, {name: saved.get(name, value) for name, value in values.items()}, origins)
+
+
+def with_plan(resolved: Resolved, planned: Planned) -> Resolved:
+    """Return the settings with the plan's choice, and with what follows from it on so many ranks."""
+    return planned.choice.of(resolved, planned.ranks)
+
+
+def with_decided(resolved: Resolved, decided: dict[str, Any]) -> Resolved:
+    """Return the settings with what flags are that say `auto`."""
+    before = resolved.values
+    unset = {name: value for name, value in decided.items() if before[name] == AUTO}
+    return resolved.changed(unset, {name: Origin(Kind.FOLLOWS, f"{dashed(name)} {AUTO}") for name in unset})
+
+
+COMMAND_RULES: tuple[Rule[Command], ...] = (
+    Rule(
+        with_data_split,
+        "`--data-split auto` becomes the split of the run that resumes, of another stage's run on the same data, 2,4,4 "
+        "where several stages of the command share data, or none.",
+    ),
+    Rule(
+        with_earlier_rollout,
+        "A run that resumes has the rollouts of its checkpoint where no flag gives their size.",
+    ),
+    Rule(with_lora_rates, "In stage 3 LoRA's learning rates become multiples of those of all weights."),
+    Rule(with_earlier_decisions, "A run that resumes has what it decided for `auto` in flags of stage 3."),
+    Rule(with_earlier_defaults, "A run that resumes has its values of flags whose default has changed since."),
+)
+PLAN_RULES: tuple[Rule[Planned], ...] = (
+    Rule(
+        with_plan,
+        "Flags that are `auto` on a GPU get the plan's choice, or in a run that resumes what it chose. The rules for a "
+        "number of ranks are applied again.",
+    ),
+)
+RUN_RULES: tuple[Rule[dict[str, Any]], ...] = (
+    Rule(with_decided, "Flags of stage 3 that are `auto` still get what their models allow."),
+)
+# Moment -> the rules that are applied then.
+RULES: dict[str, tuple[Rule[Any], ...]] = {
+    "the command is read": COMMAND_RULES,
+    "the number of ranks is known": RANK_RULES,
+    "rank 0 has planned for its GPU": PLAN_RULES,
+    "the run knows its models": RUN_RULES,
+}
+
+
+# --- what the rules are made of ---
+
+
+def folder_of(resolved: Resolved, command: Command) -> Path:
+    """Return the folder of the run."""
+    return command.stage.run_folder(resolved.config.run)
+
+
+def not_given(resolved: Resolved) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """Return the values of flags that nobody gave, and their origins."""
+    values = {name: value for name, value in resolved.values.items() if not resolved.is_given(name)}
+    return values, {name: resolved.origins[name] for name in values}
+
+
+def where_unset(resolved: Resolved, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Resolved:
+    """Return the settings with other values of those of these flags that nobody gave, each with its origin."""
+    before = resolved.values
+    new = {name: value for name, value in values.items() if not resolved.is_given(name) and before[name] != value}
+    return resolved.changed(new, {name: origins[name] for name in new})
