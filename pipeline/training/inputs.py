@@ -23,7 +23,6 @@ from pipeline.models.source import num_positions
 from pipeline.run.data_split import data_of
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
-from pipeline.training.health import equal_pairs
 from pipeline.training.preview import Sample, preview_lines, rows_document, samples_of
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ log = logging.getLogger(__name__)
 
 NUM_SHOWN = 3  # rows of the preview at the start of a run
 MOST_DROPPED = 0.1  # share of a data set's rows above which dropped rows give a warning
+MOST_EQUAL = 0.05  # share of pairs with equal sides above which truncation or data need a check; chosen by hand
 KEPT_SHARE = 0.95  # share of the rows, without those dropped for other reasons, that fit into a proposed length
 
 
@@ -155,8 +155,12 @@ def row_warnings(title: str, kind: RowKind, counts: Counts, most: int | None = N
     share = outcomes["dropped"] / max(1, num_kept + outcomes["dropped"])
     if share > MOST_DROPPED:
         warnings.append(f"{title} rows: {share:.0%} dropped{_length_hint(kind, num_kept, counts.lengths, most)}")
-    if words := equal_pairs(counts[SAME_TOKENS], outcomes["to train on"] + outcomes["held out"] + counts[SAME_TOKENS]):
-        warnings.append(f"health: {words}")
+    equal = counts[SAME_TOKENS] / max(1, num_kept + counts[SAME_TOKENS])
+    if equal > MOST_EQUAL:
+        warnings.append(
+            f"health: {equal:.0%} of the pairs have the same tokens as chosen and as rejected, maybe after "
+            "truncation: they are dropped; look at the data, and at --max-seq-len"
+        )
     for path, columns in counts.unread.items():
         warnings.append(f"  rows: of {path}: columns that are not read: {', '.join(sorted(columns))}")
     return warnings

@@ -176,7 +176,7 @@ def history_of(run: Run, *, total_steps: int) -> History:
     frozen = dict(flat_items(run.resolved.config)).get("critic_warmup_steps", 0)
     history = History(total_steps, rate_flag=rate, frozen_steps=frozen, sampler_bound=bound)
     for line in metrics_of(run.folder):
-        history.add(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
+        history.add(line["step"], line)
     if rows := all_samples(run.folder):
         history.add_samples([row for row in rows if row["step"] == rows[0]["step"]])
     return history

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DataConfig
 from pipeline.data.counts import Counts, Origin
-from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SEQUENCES
+from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SAME_TOKENS, SEQUENCES
 from pipeline.data.selection import options_of
 from pipeline.training.inputs import most_tokens, prepare_data, row_lines, row_warnings
 from rlhf.stages import stage_of
@@ -64,12 +64,14 @@ def test_every_row_that_was_given_is_told_of(bpe_tokenizer, tmp_path, caplog, sp
     assert naming(f"{tmp_path}/second.jsonl ... not read ... topic") in said
 
 
-def counts_of(*, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), held_out: int = 5) -> Counts:
+def counts_of(
+    *, kept: int, dropped: int = 0, lengths: tuple[int, ...] = (), held_out: int = 5, why: str = "why"
+) -> Counts:
     counts = Counts()
     counts.settle("to train on", "f", kept - held_out)
     counts.settle("held out", "f", held_out)
     for length in (*[0] * dropped, *lengths):
-        counts.add("dropped", "why", Origin("f", 1), num_tokens=length)
+        counts.add("dropped", why, Origin("f", 1), num_tokens=length)
     return counts
 
 
@@ -82,6 +84,13 @@ def test_dropping_many_rows_is_warned_of_with_the_length_that_keeps_nearly_all()
         assert line == naming(f"{title} rows ... 20% dropped ... {flag} 615 ... 15 of the 20")
     # By brute force: of 80 rows that fit and 20 longer ones, 615 is the least limit that 95 rows fit.
     assert [limit for limit in range(600, 620) if 80 + sum(size <= limit for size in lengths) >= 95][0] == 615
+
+
+def test_pairs_that_are_equal_on_both_sides():
+    """Above 5 % of the pairs, of which rows that were dropped for other reasons are none."""
+    assert row_warnings("reward", PAIRS, counts_of(kept=95, dropped=5, why=SAME_TOKENS)) == []
+    (line,) = row_warnings("reward", PAIRS, counts_of(kept=94, dropped=6, why=SAME_TOKENS))
+    assert line == naming("health: 6% of the pairs ... --max-seq-len")
 
 
 def test_the_length_that_is_advised_is_one_that_the_flag_takes():

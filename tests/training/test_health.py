@@ -13,7 +13,7 @@ import torch
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.dist import World
-from pipeline.training.health import RULES, Health, History, equal_pairs, nothing_learnt
+from pipeline.training.health import RULES, Health, History, no_gain
 from pipeline.training.recorder import Recorder
 from step3_ppo.config import PPOConfig
 from step3_ppo.metrics import METRICS, SHOWN
@@ -198,11 +198,11 @@ def test_an_accuracy_of_kto_is_judged_by_no_coin():
 def test_steps_of_the_critic_alone_do_not_count_as_steps_without_learning():
     lines = [{"step": step, "objective/scores": 0.3 + 0.05 * (-1) ** step} for step in range(1, 61)]
     history = history_of(lines, total_steps=200)
-    assert nothing_learnt(history)
+    assert no_gain(history)
     history.frozen_steps = 50
-    assert not nothing_learnt(history)  # 10 of 150 steps
+    assert not no_gain(history)  # 10 of 150 steps
     history.step = 90
-    assert nothing_learnt(history)  # 40 of 150
+    assert no_gain(history)  # 40 of 150
 
 
 def test_an_accuracy_that_chance_gives():
@@ -240,11 +240,6 @@ def test_distillation_without_rewards_is_judged_by_the_divergence_in_its_loss(fa
     lines = [{"step": step, "loss/kl": 1 + 0.1 * math.sin(step) - falls * step} for step in range(1, 51)]
     first = [{"step": 0, "eval_rows": 8.0} | ({"eval_objective/teacher_kl": 1.0} if is_taught else {})]
     assert ("nothing_learnt" in findings(first + lines, total_steps=50)) == found
-
-
-def test_pairs_that_are_equal_on_both_sides():
-    assert equal_pairs(5, 100) == equal_pairs(0, 0) == ""
-    assert "6% of the pairs" in equal_pairs(6, 100) and "--max-seq-len" in equal_pairs(6, 100)
 
 
 def test_each_finding_is_said_once_until_it_has_gone_away(caplog):
