@@ -19,6 +19,8 @@ from pipeline.errors import EXIT_INTERRUPTED, EnvironmentFault, printable
 WIDTH = 80  # columns of a page
 HELP, HELP_ALL = ("-h", "--help"), ("--help-all", "--help_all")  # arguments that request help
 GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
+MOST_TEXT = 1500  # maximum number of characters that a page shows of a text from a model or a file
+PLAIN = "\n\t"  # control characters that `visible` does not escape
 
 
 class LastingFile(io.FileIO):
@@ -147,6 +149,18 @@ def shell_lines(argv: Iterable[str]) -> str:
     return " \\\n".join(lines).removeprefix(" ")
 
 
+def visible(text: Any) -> str:
+    """Return a text of a model or a file, truncated, with control characters and direction marks escaped."""
+    text = str(text)
+    shown = "".join(
+        char if char.isprintable() or char in PLAIN or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
+        for char in text[:MOST_TEXT]
+    )
+    return shown + (
+        f" \N{HORIZONTAL ELLIPSIS} ({len(text) - MOST_TEXT:,} more characters)" if len(text) > MOST_TEXT else ""
+    )
+
+
 def code_span(text: str) -> str:
     """Return a text as code in one line of Markdown, also in a table's cell, in which nothing is markup."""
     return "`" + text.replace("\n", " ").replace("`", "'").replace("|", "\\|") + "`"
@@ -155,6 +169,11 @@ def code_span(text: str) -> str:
 def fence(text: str, least: int = 3) -> str:
     """Return backticks that fence `text` in Markdown: more than any run of them in it, and at least `least`."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+def fenced(text: str) -> str:
+    """Return a text as a Markdown code block, in which nothing is markup."""
+    return f"{fence(text)}text\n{text}\n{fence(text)}"
 
 
 def valid_unicode(text: str) -> str:

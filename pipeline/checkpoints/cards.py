@@ -6,7 +6,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.checkpoints import card_results
-from pipeline.checkpoints.shared_names import code, fenced, table
+from pipeline.checkpoints.shared_names import code, table
+from pipeline.console import fenced, visible
 from pipeline.files import OURS
 from pipeline.run import evaluations
 
@@ -16,7 +17,7 @@ def templates() -> Environment:
     """Return the templates. Only their filters and `table` escape text."""
     blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=PackageLoader("pipeline.checkpoints"), undefined=StrictUndefined, **blocks)
-    environment.filters |= {"code": code, "fenced": fenced}
+    environment.filters |= {"code": code, "fenced": fenced, "visible": visible}
     environment.globals |= {"results": card_results, "evaluations": evaluations, "table": table, "settings_file": OURS}
     return environment
 

@@ -1,6 +1,6 @@
 """Names of data, models and licences for documents that are meant to be shared, without paths of this machine.
 
-Texts of files and models are escaped in Markdown: as code spans, table cells, fenced blocks.
+In Markdown they are code spans in cells of tables.
 """
 
 import json
@@ -17,6 +17,7 @@ from pipeline.configuration.stage import StageConfig
 from pipeline.console import fence
 from pipeline.data.readers import data_suffix
 from pipeline.data.sources import is_local
+from pipeline.errors import printable
 from pipeline.hub import commits_read, split_revision
 from pipeline.redact import masked
 
@@ -28,7 +29,6 @@ GENERIC_NAME = re.compile(r"(train|test|valid|validation|eval|dev|data|dataset|r
 WEIGHT = re.compile(r"[\d.]+")
 HOMES = ("home", "Users")  # folders whose folders are named after people
 MAX_FILES = 5  # number of files that are named of a folder with data
-MAX_CHARACTERS = 1_000  # characters that are shown of a text that a model wrote
 LICENCE_HEAD = 500  # characters of a LICENSE in which its title is looked for
 LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}
 LICENCE_FIELDS = ("license", "license_name", "license_link")
@@ -116,22 +116,11 @@ def licence_of(card: dict[str, Any]) -> dict[str, Any]:
 # --- Markdown --------------------------------------------------------------------------------------------------------
 
 
-def printable(text: str) -> str:
-    """Return `text` with U+FFFD for each control character, mark of direction and lone surrogate."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
-
-
 def code(text: str) -> str:
     """Return `text` as a Markdown code span of one line; backticks in it do not end the span."""
     line, ticks = " ".join(printable(text).split()), fence(text, 1)
     pad = " " if line[:1] == "`" or line[-1:] == "`" else ""
     return f"{ticks}{pad}{line or ' '}{pad}{ticks}"
-
-
-def fenced(text: str) -> str:
-    """Return `text`, truncated if it is long, as a Markdown block; backticks in it do not end the block."""
-    shown = printable(text[:MAX_CHARACTERS]) + " [...]" * (len(text) > MAX_CHARACTERS)
-    return f"{fence(shown)}text\n{shown}\n{fence(shown)}"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

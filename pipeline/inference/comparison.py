@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.console import code_span, fence
+from pipeline.console import code_span, fenced
 from pipeline.errors import printable
 
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
@@ -248,14 +248,8 @@ def markdown(prompts: Sequence[str], contestants: Sequence[Contestant], settings
     lines = ["# Comparison", "", *(f"- {one.label} = {code_span(printable(one.path))}" for one in contestants), ""]
     lines += [settings_line, "", head, "|" + "---|" * (head.count("|") - 1), *rows, "", *legend(summaries), ""]
     for index, prompt in enumerate(prompts):
-        lines += [f"## Prompt {index + 1}", "", *fenced(prompt)]
+        lines += [f"## Prompt {index + 1}", "", fenced(printable(prompt)), ""]
         for contestant in contestants:
             for row in contestant.answers[index]:
-                lines += [f"**{contestant.label}** {remark(row)}", "", *fenced(row.text)]
+                lines += [f"**{contestant.label}** {remark(row)}", "", fenced(printable(row.text)), ""]
     return "\n".join(lines)
-
-
-def fenced(text: str) -> list[str]:
-    """Render `text` as a code block with a fence longer than any run of backticks in it, so that nothing is markup."""
-    safe = printable(text)
-    return [f"{fence(safe)}text", safe, fence(safe), ""]

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-from pipeline.console import code_span, fence
+from pipeline.console import MOST_TEXT, code_span, fenced, visible
 from pipeline.errors import InputError, say
 from pipeline.files import refused_by_disk, write_text
 from pipeline.reporting import tables
@@ -21,8 +21,6 @@ from pipeline.reporting.curves import GROUPS, Panel, panels_of, svg, write_png
 from pipeline.reporting.records import RunRecord, labels_of, runs_of
 
 LOCK, LOCKED_S = ".report.lock", 120.0
-MOST_TEXT = 1500  # maximum number of shown characters of a text from a model or a file
-PLAIN = "\n\t"  # control characters that are not escaped
 PAGES = ("report.md", "report.html")
 BEGINNING = re.compile(  # the beginning of a page that this module wrote
     r"# (Report|Comparison) of .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d\. \*\*"
@@ -56,29 +54,6 @@ class Chapter:
         kinds = dict.fromkeys(run.kind for run in runs)
         title = " and ".join(kinds) if len(runs) > 1 else runs[0].title
         return cls(file_part(key), title, runs, panels_of(runs))
-
-
-def visible(text: Any) -> str:
-    """Return a text of a model or a file, truncated, with control characters and direction marks escaped."""
-    text = str(text)
-    shown = "".join(
-        char if char.isprintable() or char in PLAIN or char.isspace() and ord(char) > 0xA0 else ascii(char)[1:-1]
-        for char in text[:MOST_TEXT]
-    )
-    return shown + (
-        f" \N{HORIZONTAL ELLIPSIS} ({len(text) - MOST_TEXT:,} more characters)" if len(text) > MOST_TEXT else ""
-    )
-
-
-def fenced(text: Any) -> str:
-    """Return a text as a Markdown code block, in which nothing is markup."""
-    safe = visible(text)
-    return f"{fence(safe)}text\n{safe}\n{fence(safe)}"
-
-
-def cell(text: Any) -> str:
-    """Return a text as code in a cell of a Markdown table, in which nothing is markup."""
-    return code_span(visible(text))
 
 
 def plain(text: Any) -> str:
@@ -118,8 +93,8 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "number": tables.number, "duration": tables.duration}
-    environment.filters |= {"fenced": fenced, "cell": cell, "plain": plain, "shell": shlex.join}
+    environment.filters |= {"number": tables.number, "duration": tables.duration, "shell": shlex.join}
+    environment.filters |= {"visible": visible, "fenced": fenced, "cell": code_span, "plain": plain}
     return environment
 
 

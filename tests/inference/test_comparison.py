@@ -12,7 +12,6 @@ from pipeline.inference.comparison import (
     AnswerRow,
     Contestant,
     compare,
-    fenced,
     markdown,
     mean_interval,
     summarise,
@@ -101,8 +100,8 @@ def test_summaries():
 
 
 def test_a_fence_is_longer_than_the_backticks_in_the_text():
-    assert fenced("a ```` b")[0] == "`````text"
-    content = markdown(["q"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
+    content = markdown(["a ```` b"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
+    assert "\n\n`````text\na ```` b\n`````\n\n**A** (1 tokens)\n\n```text\n" in content
     assert "\\x1b[0m" in content and "\x1b" not in content
 
 

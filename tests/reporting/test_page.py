@@ -13,9 +13,10 @@ from filelock import FileLock
 from support.messages import naming
 from support.recorded_runs import HOSTILE, METRICS, ROWS, die, make_model, record, record_road
 
+from pipeline.console import code_span, fenced, visible
 from pipeline.errors import InputError
 from pipeline.reporting import page as page_module
-from pipeline.reporting.page import cell, fenced, visible, write_report
+from pipeline.reporting.page import write_report
 from pipeline.reporting.records import runs_of
 from pipeline.reporting.tables import answers_command, duration, number
 from rlhf.main import main
@@ -154,7 +155,7 @@ def test_control_characters_are_shown_and_other_languages_left():
     assert visible("a\x00\x1b[2J\u202e\ud800\nb\tc") == "a\\x00\\x1b[2J\\u202e\\ud800\nb\tc"
     assert visible("日本語 émoji 🙂\u3000x") == "日本語 émoji 🙂\u3000x"
     assert visible("x" * 5000).startswith("x" * 1500) and visible("x" * 5000).endswith("(3,500 more characters)")
-    assert fenced("a ```` b").splitlines()[0] == "`````text" and cell("a|b`c\nd") == "`a\\|b'c d`"
+    assert fenced("a ```` b").splitlines()[0] == "`````text" and code_span("a|b`c\nd") == "`a\\|b'c d`"
 
 
 @pytest.mark.parametrize(
