@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,11 +73,7 @@ def train(run: Run, config: SFTConfig) -> None:
                 step = steps.step(state.step)
                 loss = accumulate_gradients(sft, step, state, control)
                 stepped = step_together([sft.engine], sft.rate(state.step), loss=loss)
-                state.num_tokens += step.num_tokens
-                state.count_step(stepped=stepped, engines=[sft.engine])
-                sft.log_step(step, state, control, loss=loss / step.num_trained, head_tokens=step.num_trained)
-                if not stepped:
-                    sft.note_skipped(step, state)
+                sft.end_step(step, state, control, stepped=stepped, loss=loss / step.num_trained)
     control.finish(state, sft.content(state), lambda: save_unless_best_is_saved(sft, state))
 
 
@@ -169,6 +164,4 @@ def save(sft: SFT, state: State) -> None:
 
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
     """Write the model folder of a trained module. A collective."""
-    config: SFTConfig = run.resolved.config
-    folder, kind = Path(config.run.output_dir), "Supervised fine-tuned model"
-    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=step)
+    save_trained(run, module, tokenizer, kind="Supervised fine-tuned model", step=step)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,11 +76,7 @@ def train(run: Run, config: RewardConfig) -> None:
                 step = steps.step(state.step)
                 loss = accumulate_gradients(reward, step, state, control)
                 stepped = step_together([reward.engine], reward.rate(state.step), loss=loss)
-                state.num_tokens += step.num_tokens
-                state.count_step(stepped=stepped, engines=[reward.engine])
-                reward.log_step(step, state, control, loss=loss / step.num_rows)
-                if not stepped:
-                    reward.note_skipped(step, state)
+                reward.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows)
     control.finish(state, reward.content(state), lambda: save_unless_best_is_saved(reward, state))
 
 
@@ -168,9 +163,7 @@ def save(reward: Reward, state: State) -> None:
 
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, state: State) -> None:
     """Write the model folder of a trained module, with the constants that normalise its scores. A collective."""
-    config: RewardConfig = run.resolved.config
     is_measured = (state.score_mean, state.score_std) != (0.0, 1.0)  # also if a checkpoint names no pairs
     names = ("score_mean", "score_std", "score_pairs") if is_measured else ()
     fields = score_head_fields(tokenizer, label="reward", **{name: getattr(state, name) for name in names})
-    folder, kind = Path(config.run.output_dir), "Reward model"
-    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=state.step, score_fields=fields)
+    save_trained(run, module, tokenizer, kind="Reward model", step=state.step, score_fields=fields)

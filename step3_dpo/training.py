@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,13 +54,8 @@ def train(run: Run, config: DPOConfig) -> None:
                 z0 = z0_of_step(dpo, mismatches, step, state, control)
                 loss = accumulate_gradients(dpo, step, state, control, z0)
                 stepped = step_together([dpo.engine], dpo.rate(state.step), loss=loss)
-                state.num_tokens += step.num_tokens
-                state.count_step(stepped=stepped, engines=[dpo.engine])
                 shown = {} if mismatches is None else {"z0": z0}
-                loss /= step.num_rows
-                dpo.log_step(step, state, control, loss=loss, head_tokens=step.num_trained, **shown)
-                if not stepped:
-                    dpo.note_skipped(step, state)
+                dpo.end_step(step, state, control, stepped=stepped, loss=loss / step.num_rows, **shown)
     control.finish(state, dpo.content(state), lambda: save(dpo, state))
 
 
@@ -173,5 +167,4 @@ def save(dpo: DPO, state: Counters) -> None:
 def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
     """Write the model folder of a trained module. A collective."""
     config: DPOConfig = run.resolved.config
-    folder, kind = Path(config.run.output_dir), f"Policy trained by {config.method.upper()}"
-    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=step)
+    save_trained(run, module, tokenizer, kind=f"Policy trained by {config.method.upper()}", step=step)

@@ -165,25 +165,27 @@ def save_trained(
     run: Run,
     module: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
+    folder: Path | None = None,
     *,
-    model: ModelConfig,
+    model: ModelConfig | None = None,
     kind: str,
     step: int,
     score_fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model that a run has trained to `folder`, with its model card; a collective. Raises as `save_model`.
+    """Write a model that a run has trained, with its model card; a collective. Raises as `save_model`.
 
     Args:
         module: an engine's module, with the transformers model as `model`.
-        model: the flags of the model.
+        folder: None: --output-dir.
+        model: the flags of the model; None: those of the stage's only one.
         kind: the heading of the card.
         step: the optimizer step whose weights these are.
         score_fields: fields of config.json of a model with a score head, whose adapter is never saved alone.
     """
-    scores, seq2seq = score_fields is not None, isinstance(module, Seq2SeqLM)
+    config, scores, seq2seq = run.resolved.config, score_fields is not None, isinstance(module, Seq2SeqLM)
+    folder, model = folder or Path(config.run.output_dir), model or config.model
     dtype, start = saved_dtype(run), base_model(module.get_submodule("model")).source_config.dtype
-    if run.resolved.config.run.save_dtype == "auto" and start and start.itemsize < dtype.itemsize:
+    if config.run.save_dtype == "auto" and start and start.itemsize < dtype.itemsize:
         note = "%s: saved in %s, as it was trained; its start is in %s, which takes less room: see --save-dtype"
         log.info(note, folder, *(str(one).removeprefix("torch.") for one in (dtype, start)))
     save_model(
@@ -196,7 +198,7 @@ def save_trained(
             lambda: model_documents(run, model=model, kind=kind, step=step, scores=scores, seq2seq=seq2seq)
         ),
         config_changes=score_fields,
-        merged=scores or not run.resolved.config.deepspeed.save_adapter_only,
+        merged=scores or not config.deepspeed.save_adapter_only,
     )
 
 

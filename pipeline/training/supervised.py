@@ -136,12 +136,19 @@ class Supervised(Generic[C, B]):
         """Return the content of a checkpoint."""
         return checkpoint.Content(state=asdict(state), engines={"model": self.engine})
 
-    def log_step(
-        self, step: Step[B], state: Counters, control: RunControl, *, loss: float, head_tokens: int = 0, **more: float
+    def end_step(
+        self, step: Step[Any], state: Counters, control: RunControl, *, stepped: bool, loss: float, **more: float
     ) -> None:
-        """Write the metrics of an optimizer step, and `more`. head_tokens: see `TrainingWork.flops`."""
-        sizes = {"num_tokens": step.num_tokens, "num_squares": step.num_squares}
-        flops = self.work.flops(**sizes, num_head_tokens=head_tokens)
+        """Count an optimizer step, and write its metrics and `more`; if the engine has not stepped, log the rows.
+
+        Raises:
+            DivergedError: too many steps in a row were skipped.
+        """
+        state.num_tokens += step.num_tokens
+        state.count_step(stepped=stepped, engines=[self.engine])
+        flops = self.work.flops(
+            num_tokens=step.num_tokens, num_squares=step.num_squares, num_head_tokens=step.num_trained
+        )
         seconds, world = control.recorder.seconds("train"), self.run.world
         values = training_mfu(flops, seconds=seconds, world_size=world.size, device=world.device) | {
             "loss": loss,
@@ -153,12 +160,9 @@ class Supervised(Generic[C, B]):
             **more,
         }
         control.log(state, values, seconds=seconds, num_tokens=step.num_tokens, num_rows=step.num_rows)
-
-    def note_skipped(self, step: Step[Any], state: Counters) -> None:
-        """Log the rows of a skipped step. Raises DivergedError after too many skipped steps in a row."""
-        ids = [batch.input_ids for batch in step.micro_batches]
-        cause = "loss or gradient not finite"
-        note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause=cause)
+        if not stepped:
+            ids = [batch.input_ids for batch in step.micro_batches]
+            note_skipped_step(self.run, state, rows=step.rows, input_ids=ids, cause="loss or gradient not finite")
 
 
 def collated(make: Callable[[], B], step: int) -> B:

@@ -22,6 +22,7 @@ from pipeline.data.loader import Step
 from pipeline.engine.moving_average import MovingAverage
 from pipeline.models.source import ModelSource
 from pipeline.rendezvous import num_ranks
+from pipeline.training.steps import note_skipped_step
 from step1_sft import training
 from step1_sft.config import SFTConfig
 
@@ -40,7 +41,7 @@ def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) ->
     stepped = training.step_together([sft.engine], sft.rate(state.step), loss=loss)
     state.count_step(stepped=stepped, engines=[sft.engine])
     if not stepped:
-        sft.note_skipped(step, state)
+        note_skipped_step(sft.run, state, rows=step.rows, input_ids=[], cause="not finite")
     return loss / step.num_trained
 
 

@@ -26,13 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_counts_all_tokens_and_the_head_where_tokens_are_trained(stage, folder, tmp_path, monkeypatch):
     """Six operations for a weight and token, the head's for trained tokens alone; a scalar head counts as none."""
     steps: list[Any] = []
-    log_step = Supervised.log_step
+    end_step = Supervised.end_step
 
     def noted(self: Any, step: Any, *more: Any, **named: Any) -> None:
         steps.append(step)
-        log_step(self, step, *more, **named)
+        end_step(self, step, *more, **named)
 
-    monkeypatch.setattr(Supervised, "log_step", noted)
+    monkeypatch.setattr(Supervised, "end_step", noted)
     monkeypatch.setattr("pipeline.training.supervised.training_mfu", lambda flops, **_: {"mfu": flops})
     flags = {
         "model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "data_split": "none",

@@ -1,7 +1,6 @@
 """Stage 4's loop."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +35,7 @@ def train(run: Run, config: LabelledConfig) -> None:
             step = steps.step(state.step)
             loss = accumulate_gradients(parts, step)
             stepped = step_together([parts.engine], parts.rate(state.step), loss=loss)
-            state.num_tokens += step.num_tokens
-            state.count_step(stepped=stepped, engines=[parts.engine])
-            parts.log_step(step, state, control, loss=loss / step.num_trained)
+            parts.end_step(step, state, control, stepped=stepped, loss=loss / step.num_trained)
     control.finish(state, parts.content(state), lambda: save_model(parts, state))
 
 
@@ -83,9 +80,7 @@ def save_model(parts: Supervised[LabelledConfig, SFTBatch], state: Counters) -> 
 
 def save(run: Run, module: Any, tokenizer: Any, *, step: int) -> None:
     """Write the model folder. A collective."""
-    config: LabelledConfig = run.resolved.config
-    folder, kind = Path(config.run.output_dir), "Model of labelled answers"
-    save_trained(run, module, tokenizer, folder, model=config.model, kind=kind, step=step)
+    save_trained(run, module, tokenizer, kind="Model of labelled answers", step=step)
 
 
 def export(checkpoint: OfflineCheckpoint) -> None:
