@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
 from pipeline.data.batching import PairBatch
-from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, pair_lengths
+from pipeline.data.loader import PrefetchedSteps, Step, evaluation_batches, sequence_lengths
 from pipeline.engine.build import value_model_engine
 from pipeline.models.reward_model import score_head_fields
 from pipeline.preparation.start import start_supervised
@@ -83,7 +83,7 @@ def train(run: Run, config: RewardConfig) -> None:
 def build(run: Run, config: RewardConfig) -> Reward:
     """Create what the loop uses: tokenizer, pairs, model under DeepSpeed, learning rate."""
     source, tokenizer, pairs = start_supervised(run, config)
-    collate, lengths = pair_collator(tokenizer.pad_token_id), pair_lengths(pairs.train)
+    collate, lengths = pair_collator(tokenizer.pad_token_id), sequence_lengths(pairs.train).max(1).tolist()
     engine = value_model_engine(run, source, config.model, new_head=True)
     return assemble(run, config, tokenizer=tokenizer, data=pairs, engine=engine, collate=collate, lengths=lengths)
 

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -162,20 +162,13 @@ def _record(row: Row, column_map: Mapping[str, str], counts: Counts, *, passes_c
     hashed = content.messages or (Message("text", content.text or ""),)
     own_split = split_of(values["split"]) if isinstance(values.get("split"), str) else None
     fields = {field.name: getattr(content, field.name) for field in dataclasses.fields(Content)}
-    columns = _same(_present(row.values))
-    split = row.split or own_split
+    split, columns = row.split or own_split, _present(row.values)
     return Record(**fields, prompt_id=prompt_hash(hashed), origin=row.origin, split=split, columns=columns, extra=extra)
 
 
 def _present(values: Values) -> tuple[str, ...]:
     """Return the columns that are not null: `datasets` fills those that a row lacks with None."""
     return tuple(name for name in values if values[name] is not None)
-
-
-@lru_cache(maxsize=1024)
-def _same(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Return one object for all rows of the same columns, to save memory."""
-    return columns
 
 
 def _names(columns: Iterable[str]) -> str:
@@ -297,12 +290,8 @@ def _margin(values: Values) -> float | None:
     return margin
 
 
-def _parse_prompt_response(values: Values) -> Content:
-    return Content(_turns_of_prompt(values, "prompt"), _response(values, *RESPONSE_COLUMNS))
-
-
-def _parse_question_answer(values: Values) -> Content:
-    return Content(_turns_of_prompt(values, "question"), _response(values, "answer"))
+def _parse_exchange(prompt: str, responses: Sequence[str], values: Values) -> Content:
+    return Content(_turns_of_prompt(values, prompt), _response(values, *responses))
 
 
 def _parse_messages(column: str, values: Values) -> Content:
@@ -337,8 +326,8 @@ def _parse_text(values: Values) -> Content:
 FORMATS: tuple[Format, ...] = (
     Format("prompt/chosen/rejected", ("chosen", "rejected"), (), _parse_pair, (*PROMPT_COLUMNS, "margin")),
     Format("instruction/input/output", ("instruction",), RESPONSE_COLUMNS, _parse_alpaca, ("input",)),
-    Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, _parse_prompt_response),
-    Format("question/answer", ("question", "answer"), (), _parse_question_answer),
+    Format("prompt/response", ("prompt",), RESPONSE_COLUMNS, partial(_parse_exchange, "prompt", RESPONSE_COLUMNS)),
+    Format("question/answer", ("question", "answer"), (), partial(_parse_exchange, "question", ("answer",))),
     Format("messages", ("messages",), (), partial(_parse_messages, "messages")),
     Format("conversations", ("conversations",), (), partial(_parse_messages, "conversations")),
     Format("text", ("text",), (), _parse_text),

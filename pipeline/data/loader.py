@@ -154,11 +154,6 @@ def sequence_lengths(rows: Any) -> np.ndarray:
     return np.stack(sides, axis=1).astype(np.int64)
 
 
-def pair_lengths(rows: Any) -> list[int]:
-    """Return the tokens of the longer side of each pair of a `datasets.Dataset` with chosen_ids and rejected_ids."""
-    return sequence_lengths(rows).max(1).tolist()
-
-
 def evaluation_batches(
     rows: Any, collate: Collate[B], *, batch_size: int, world_size: int = 1, rank: int = 0, max_rows: int = 0
 ) -> list[Callable[[], B]]:

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from pipeline.data.batching import packed_sft_batch
-from pipeline.data.loader import PrefetchedSteps, StepLoader, pair_lengths, sequence_lengths, to_device
+from pipeline.data.loader import PrefetchedSteps, StepLoader, sequence_lengths, to_device
 
 CPU = torch.device("cpu")
 SIZES = [3, 11, 5, 2, 8, 13, 4, 6, 9, 7, 12]
@@ -68,13 +68,12 @@ def test_rows_may_be_grouped_by_lengths_that_are_given():
     assert sizes == sorted(sizes)
 
 
-def test_a_pair_is_as_long_as_its_longer_side():
+def test_both_sides_of_a_pair_have_lengths():
     pairs = Dataset.from_list(
         [{"chosen_ids": [1] * a, "rejected_ids": [1] * b} for a, b in ((3, 5), (4, 2), (1, 1), (0, 6))]
     )
-    assert pair_lengths(pairs) == [5, 4, 1, 6]
-    assert pair_lengths(pairs.select([3, 1])) == [6, 4]
     assert sequence_lengths(pairs).tolist() == [[3, 5], [4, 2], [1, 1], [0, 6]]
+    assert sequence_lengths(pairs.select([3, 1])).tolist() == [[0, 6], [4, 2]]
 
 
 def test_a_step_knows_what_attention_costs_whatever_the_packing():
