@@ -33,10 +33,6 @@ AGENTS_SETTLE_S = 10.0  # the same for ranks of other hosts, whose outcomes an a
 ENDING_S = 15.0  # seconds that a rank may outlive one that has stopped: all stop together, after the save
 
 
-def do_nothing() -> None:
-    """Do nothing: the default of `Job.supervise`."""
-
-
 def start_here(
     request: LaunchRequest, module: str, environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> dict[int, "subprocess.Popen[bytes]"]:
@@ -111,7 +107,7 @@ class Job:
         """True once this process got a signal that ends the job."""
         return self._signals.first is not None
 
-    def supervise(self, on_poll: Callable[[], None] = do_nothing) -> Verdict:
+    def supervise(self, on_poll: Callable[[], None] = lambda: None) -> Verdict:
         """Watch the ranks until the job has ended or must be ended; processes may still run then.
 
         Args:

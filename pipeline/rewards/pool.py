@@ -129,8 +129,6 @@ class RewardPool:
         timeout_s: float,
         passes: Sequence[str] = (),
         memory_bytes: int = 2**60,
-        load_limit_s: float = LOAD_LIMIT_S,
-        rank_limit_s: float = RANK_LIMIT_S,
         prints_traces: bool = True,
     ) -> None:
         """Start no process yet.
@@ -140,12 +138,9 @@ class RewardPool:
             timeout_s: seconds that a call in a worker may take.
             passes: names of variables of the environment that workers see although they look like secrets.
             memory_bytes: memory that one worker may have, and each process that its functions start.
-            load_limit_s: seconds that the import of a function's file may take.
-            rank_limit_s: seconds that a call in this process may take.
             prints_traces: True = the trace of each call that raises goes to the log.
         """
-        self.functions, self._prints_traces = list(functions), prints_traces
-        self._timeout_s, self._load_limit_s, self._rank_limit_s = timeout_s, load_limit_s, rank_limit_s
+        self.functions, self._timeout_s, self._prints_traces = list(functions), timeout_s, prints_traces
         self._workers = [WorkerProcess(number, passes, memory_bytes) for number in range(num_workers)]
         self._idle = asyncio.LifoQueue[WorkerProcess]()  # no more are started than are busy at once
         for worker in reversed(self._workers):
@@ -259,7 +254,7 @@ class RewardPool:
         """Return a worker's answer to a call, or where there is none, to the request to load the function."""
         worker = await self._idle.get()
         try:
-            loaded = await worker.load(function, self._load_limit_s)
+            loaded = await worker.load(function, LOAD_LIMIT_S)
             if call is None or "signature" not in loaded:
                 return loaded
             request = {"target": function.target, "call": vars(call), "modules": function.modules}
@@ -284,6 +279,6 @@ class RewardPool:
                 return answer_to(error, function.target)
 
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._rank.run(answered())), self._rank_limit_s)
+            return await asyncio.wait_for(asyncio.wrap_future(self._rank.run(answered())), RANK_LIMIT_S)
         except TimeoutError:
-            return {"failed": ["timed out", f"no answer within {self._rank_limit_s:g} s"]}
+            return {"failed": ["timed out", f"no answer within {RANK_LIMIT_S:g} s"]}

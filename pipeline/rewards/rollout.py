@@ -30,13 +30,7 @@ class RunFunctions:
     weights: name of a function -> its weight in the sum.
     """
 
-    def __init__(
-        self,
-        pool: RewardPool,
-        *,
-        max_failures: float,
-        takes_tokens: bool,
-    ) -> None:
+    def __init__(self, pool: RewardPool, *, max_failures: float, takes_tokens: bool) -> None:
         """Start no process yet.
 
         Args:

@@ -282,7 +282,8 @@ def test_the_judge_runs_in_this_process_in_one_thread(monkeypatch):
 
     monkeypatch.setitem(BOX, "judge", judge)
     function = RewardFunction("judge", "judge")
-    with nothing_left(), RewardPool([function], num_workers=1, timeout_s=0.01, rank_limit_s=1.0) as pool:
+    monkeypatch.setattr("pipeline.rewards.pool.RANK_LIMIT_S", 1.0)
+    with nothing_left(), RewardPool([function], num_workers=1, timeout_s=0.01) as pool:
         pool.check(["mode"])
         values = scored(pool, *[to("a", "b", "c", columns={"mode": ""})] * 9)
         assert {tuple(one["judge"]) for one in values} == {(1.0, 9.0, float(os.getpid()))}

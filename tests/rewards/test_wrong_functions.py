@@ -236,13 +236,17 @@ UNUSABLE = {
 
 
 @pytest.mark.slow
-def test_what_cannot_be_used_is_found_before_the_start(tmp_path):
+def test_what_cannot_be_used_is_found_before_the_start(tmp_path, monkeypatch):
     functions = []
     for name, (code, _) in UNUSABLE.items():
         (function,) = functions_in(tmp_path / f"{name}.py", code, "f")
         functions.append(function)
-    limits = {"timeout_s": LIMIT_S, "load_limit_s": 5.0}
-    with nothing_left(), RewardPool(functions, num_workers=2, **limits) as pool, pytest.raises(InputError) as caught:
+    monkeypatch.setattr("pipeline.rewards.pool.LOAD_LIMIT_S", 5.0)
+    with (
+        nothing_left(),
+        RewardPool(functions, num_workers=2, timeout_s=LIMIT_S) as pool,
+        pytest.raises(InputError) as caught,
+    ):
         pool.check(["solution", "level"])
     lines = str(caught.value).splitlines()
     for line, (name, (_, reason)) in zip(lines, UNUSABLE.items(), strict=True):
