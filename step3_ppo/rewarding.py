@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.rewards.rows import WeightedReward
-from pipeline.tensor_ops import finish_moments, moments, whiten
+from pipeline.tensor_ops import finish_moments, masked_mean, moments, whiten
 from step3_ppo.experience import Experience, Responses, Scores, ValueTargets
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
@@ -116,35 +116,23 @@ def reward_responses(
     log_probs, *rest = (torch.where(mask, tensor, 0.0) for tensor in columns)
     ref_log_probs = None if scores.ref_log_probs is None else rest.pop(0)
     values = rest[0] if rest else None
-    zero = torch.zeros_like(log_probs)
-    kl, penalty = zero, zero
-    if ref_log_probs is not None:
-        kl = kl_estimate(log_probs, ref_log_probs, estimator="k1")
-        if not ppo.kl_in_loss:
-            penalty = kl_estimate(log_probs, ref_log_probs, estimator=ppo.sampled_estimator)
+    kl, penalty = kl_and_penalty(ppo, log_probs, ref_log_probs)
     per_token = token_rewards(shaped, penalty, mask, kl_coef=kl_coef)
     if at_tokens is not None:
         # What a function gives tokens stands at them, and not at the last one.
-        per_token = per_token + token_rewards(-at_tokens.sum(1), zero, mask, kl_coef=0.0) + at_tokens
+        per_token = per_token + token_rewards(-at_tokens.sum(1), torch.zeros_like(kl), mask, kl_coef=0.0) + at_tokens
     advantages, returns = advantages_of(ppo, per_token, shaped, values, mask, group_size=terms.group_size)
     if METHODS[ppo.method].has_teacher:
         taught = torch.where(mask, -kl_coef * penalty, 0.0)
         advantages = taught_advantages(ppo, taught, shaped, mask, group_size=terms.group_size)
+    targets = None if values is None else ValueTargets(values, returns)
     mean, variance = finish_moments(moments(advantages, mask))
     trained = whiten(advantages, mask, mean=mean, var=variance) if ppo.whiten_advantages else advantages
     by_reward = raw_scores(responses, judged, terms)
-    weights = [one.weight for one in terms.models]
-    raw = list(judged.unbind(1)) + [by_reward[name].nan_to_num(0.0) for name in terms.functions]
     return Rewarded(
-        experience=Experience(
-            mask,
-            log_probs,
-            ref_log_probs,
-            trained,
-            None if values is None else ValueTargets(values, returns),
-        ),
+        experience=Experience(mask, log_probs, ref_log_probs, trained, targets),
         valid=valid,
-        scores=weighted_sum(raw, [*weights, *terms.functions.values()]) if raw else -means_of_rows(kl, mask),
+        scores=summed_raw(judged, by_reward, terms) if by_reward else -masked_mean(kl, mask, dim=1),
         by_reward=by_reward,
         sequence_rewards=shaped,
         total_rewards=per_token.sum(1),
@@ -166,6 +154,18 @@ def is_scored(responses: Responses, judged: Tensor, terms: Terms) -> Tensor:
     return counts & applies & (scored.failures == 0).all(1)
 
 
+def kl_and_penalty(ppo: PPOCoefficients, log_probs: Tensor, ref_log_probs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the KL estimate k1 (N, T), and the estimate that rewards get less of; 0 without a reference.
+
+    With the KL in the loss the rewards have no penalty.
+    """
+    zero = torch.zeros_like(log_probs)
+    if ref_log_probs is None:
+        return zero, zero
+    kl = kl_estimate(log_probs, ref_log_probs, estimator="k1")
+    return kl, zero if ppo.kl_in_loss else kl_estimate(log_probs, ref_log_probs, estimator=ppo.sampled_estimator)
+
+
 def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, terms: Terms) -> Tensor:
     """(N / group_size,) bool, True = the rewards before the KL penalty of all responses to the prompt are equal."""
     valid = is_scored(responses, judged, terms)
@@ -180,6 +180,12 @@ def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, 
         gives = scored.applies & (scored.failures == 0)
         found |= dict(zip(terms.functions, torch.where(gives, scored.values, torch.nan).unbind(1), strict=True))
     return found
+
+
+def summed_raw(judged: Tensor, by_reward: Mapping[str, Tensor], terms: Terms) -> Tensor:
+    """Return the weighted sum (N,) of raw scores; a function that gives a response none counts as 0 there."""
+    raw = [*judged.unbind(1), *(by_reward[name].nan_to_num(0.0) for name in terms.functions)]
+    return weighted_sum(raw, [*(one.weight for one in terms.models), *terms.functions.values()])
 
 
 def spreads(
@@ -250,11 +256,6 @@ def advantages_of(
     return estimate_advantages(
         rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda, returns_lambda=of_returns
     )
-
-
-def means_of_rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the means (N,) of values (N, T) over the tokens of each row; 0 for a row without any."""
-    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def taught_advantages(ppo: PPOCoefficients, taught: Tensor, shaped: Tensor, mask: Tensor, *, group_size: int) -> Tensor:

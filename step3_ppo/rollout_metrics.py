@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.files import tolerated
 from pipeline.run.evaluations import WEIGHT
-from pipeline.tensor_ops import masked_sum, moments
+from pipeline.tensor_ops import masked_mean, masked_sum, moments
 from pipeline.training.metrics import finite
 from step3_ppo.experience import Experience, Responses, Scores
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.methods import METHODS
 from step3_ppo.mathematics.estimators import explained_variance
 from step3_ppo.mathematics.off_policy import difference_metrics, weight_shares
-from step3_ppo.rewarding import Rewarded, means_of_rows, off_policy_weights
+from step3_ppo.rewarding import Rewarded, off_policy_weights
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def rollout_metrics(responses: Responses, scores: Scores, rewarded: Rewarded, pp
         if kl is not None and not METHODS[ppo.method].has_teacher:
             metrics[name] = mean_of(torch.where(mask, kl, 0.0).sum(1), valid)
     if rewarded.kl is not None and METHODS[ppo.method].has_teacher:  # per token: lengths may change much
-        metrics["objective/teacher_kl"] = mean_of(means_of_rows(rewarded.kl, mask), valid)
+        metrics["objective/teacher_kl"] = mean_of(masked_mean(rewarded.kl, mask, dim=1), valid)
     if rewarded.by_reward or rewarded.kl is not None:  # a teacher that the updates alone run gives no score
         metrics["objective/scores"] = mean_of(rewarded.scores, valid)
     if rewarded.by_reward:

@@ -217,20 +217,7 @@ async def judge(
     settings = json.dumps([url, model, fields, pattern, scale], sort_keys=True)
     questions = [_question(template, *row) for row in zip(prompts, completions, rubrics, strict=True)]
     digests = [hashlib.sha256(f"{settings}{question}".encode(errors="replace")).digest() for question in questions]
-    scores = {digest: _cached_scores[digest] for digest in digests if digest in _cached_scores}
-    new = {digest: question for digest, question in zip(digests, questions, strict=True) if digest not in scores}
-    failures = []
-    for digest, rating in (await _ratings(endpoint, new, concurrency, pattern, scale)).items():
-        if isinstance(rating, ValueError):
-            failures.append(endpoint.start(str(rating)))
-        else:
-            scores[digest] = _cached_scores[digest] = rating / scale
-    while len(_cached_scores) > MAX_CACHED_SCORES:
-        _cached_scores.pop(next(iter(_cached_scores)))
-    if failures:
-        raise ValueError(
-            f"reward function judge: {len(failures)} of {len(new)} answers have no rating; {failures[0]!r}"
-        )
+    scores = await _scores(endpoint, dict(zip(digests, questions, strict=True)), concurrency, pattern, scale)
     return [scores[digest] for digest in digests]
 
 
@@ -255,6 +242,30 @@ def _question(template: str, prompt: str | Messages, completion: str | Messages,
         template = WITH_RUBRIC if template == TEMPLATE else template
     texts["{fence}"] = hashlib.sha256(json.dumps([*texts.values()]).encode()).hexdigest()[:16]
     return re.sub(r"\{(?:prompt|completion|rubric|fence)\}", lambda match: texts.get(match[0], ""), template)
+
+
+async def _scores(
+    endpoint: Endpoint, questions: Mapping[bytes, str], concurrency: int, pattern: str, scale: float
+) -> dict[bytes, float]:
+    """Return the score of each question by its digest; those that were asked before are known.
+
+    Raises ValueError, once all others are known, for answers that have no rating.
+    """
+    scores = {digest: _cached_scores[digest] for digest in questions if digest in _cached_scores}
+    new = {digest: question for digest, question in questions.items() if digest not in scores}
+    failures = []
+    for digest, rating in (await _ratings(endpoint, new, concurrency, pattern, scale)).items():
+        if isinstance(rating, ValueError):
+            failures.append(endpoint.start(str(rating)))
+        else:
+            scores[digest] = _cached_scores[digest] = rating / scale
+    while len(_cached_scores) > MAX_CACHED_SCORES:
+        _cached_scores.pop(next(iter(_cached_scores)))
+    if failures:
+        raise ValueError(
+            f"reward function judge: {len(failures)} of {len(new)} answers have no rating; {failures[0]!r}"
+        )
+    return scores
 
 
 async def _ratings(
