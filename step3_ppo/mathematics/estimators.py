@@ -136,11 +136,15 @@ def estimate_advantages(
     gae_lambda: float,
     returns_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both (B, T): by `gae`, or without values as discounted sums of rewards.
+    """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
 
-    The sum at token t begins with t's own reward. Such sums are the REINFORCE estimate (Williams 1992), which is `gae`
-    with V = 0 and lambda = 1. Methods without a critic differ in the sequence rewards that `token_rewards` spreads, all
-    with gamma = 1:
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
+    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0. This also holds for a truncated
+    response: the critic's value is not bootstrapped there, and `missing_eos` can penalise the score instead.
+
+    Without values V = 0 and lambda = 1: the advantage is the discounted sum of rewards, which begins with t's own. That
+    is the REINFORCE estimate (Williams 1992). Methods without a critic differ in the sequence rewards that
+    `token_rewards` spreads, all with gamma = 1:
 
         REINFORCE++           the scores, with the KL in the token rewards; the result is whitened over the batch
         REINFORCE++-baseline  `group_advantages` of the scores, scale=False; else the same
@@ -148,30 +152,12 @@ def estimate_advantages(
         GRPO, Dr.GRPO, DAPO   `group_advantages` of the scores; the KL, if any, in the loss
 
     A sequence reward without KL gives all tokens of its row the same advantage.
-    """
-    if values is None:
-        return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0)
-    return gae(rewards, values, response_mask, gamma=gamma, gae_lambda=gae_lambda, returns_lambda=returns_lambda)
-
-
-def gae(
-    rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    returns_lambda: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation; Schulman et al. 2016, section 3, equation 16. Returns (advantages, returns).
-
-    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1};  returns_t = A_t + V_t
-    V_t is the value before token t is chosen. After the last token, V = 0 and A = 0. This also holds for a truncated
-    response: the critic's value is not bootstrapped there, and `missing_eos` can penalise the score instead.
 
     Args:
         returns_lambda: lambda of the A in the returns; None: that of the advantages.
     """
+    if values is None:
+        values, gae_lambda, returns_lambda = torch.zeros_like(rewards), 1.0, None
     rewards, values = zero_outside(response_mask, rewards, values)
     next_values = functional.pad(values[:, 1:], (0, 1))
     errors = rewards + gamma * next_values - values

@@ -11,7 +11,6 @@ from support.ragged import ragged_mask, random_tokens, sequences
 from step3_ppo.mathematics.estimators import (
     equal_groups,
     estimate_advantages,
-    gae,
     group_advantages,
     leave_one_out_advantages,
     spread_deviation,
@@ -138,7 +137,9 @@ def test_gae_with_another_lambda_for_returns_equals_a_slow_loop(seed):
     mask = ragged_mask(seed)
     rewards, values = random_tokens(seed, 2, mask)
     for chosen in (0.7, 0.0, 1.0):
-        advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=chosen, returns_lambda=0.8)
+        advantages, returns = estimate_advantages(
+            rewards, values, mask, gamma=0.9, gae_lambda=chosen, returns_lambda=0.8
+        )
         for r, v, a, g in sequences(mask, rewards, values, advantages, returns):
             errors = r + 0.9 * np.append(v[1:], 0)[: len(v)] - v
             np.testing.assert_allclose(a, slow_sums(errors, 0.9 * chosen), rtol=1e-5, atol=1e-5)

@@ -8,8 +8,8 @@ from support.ragged import B, T, ragged_mask, random_tokens, sequences
 from pipeline.tensor_ops import lengths_to_mask, moments
 from step3_ppo.mathematics.estimators import (
     SUM_BLOCK,
+    estimate_advantages,
     explained_variance,
-    gae,
     normalise_scores,
     shape_scores,
     token_rewards,
@@ -85,7 +85,7 @@ def test_gae_by_hand():
     rewards = torch.tensor([[0.0, 0.0, 8.0], [1.0, 2.0, NAN]])
     values = torch.tensor([[4.0, 2.0, 6.0], [2.0, 4.0, NAN]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
+    advantages, returns = estimate_advantages(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
     assert advantages.tolist() == [[-21 / 8, 3 / 2, 2], [1 / 2, -2, 0]]
     assert returns.tolist() == [[11 / 8, 7 / 2, 8], [5 / 2, 2, 0]]
 
@@ -95,7 +95,7 @@ def test_gae_by_hand():
 def test_gae_equals_a_slow_loop(seed, gamma, gae_lambda):
     mask = ragged_mask(seed)
     rewards, values = random_tokens(seed, 2, mask)
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
+    advantages, returns = estimate_advantages(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     expected = np.zeros((B, T))
     for row, (r, v) in enumerate(sequences(mask, rewards, values)):
         expected[row, : len(r)] = slow_gae(r, v, gamma, gae_lambda)
@@ -111,7 +111,7 @@ def test_gae_over_several_blocks_equals_a_slow_loop(length):
     rewards, values = random.normal(size=(2, 3, length))
     mask = torch.ones(3, length, dtype=torch.bool)
     rewards, values = rewards.astype(np.float32), values.astype(np.float32)
-    found, _ = gae(torch.tensor(rewards), torch.tensor(values), mask, gamma=0.99, gae_lambda=0.97)
+    found, _ = estimate_advantages(torch.tensor(rewards), torch.tensor(values), mask, gamma=0.99, gae_lambda=0.97)
     expected = np.stack([slow_gae(r, v, 0.99, 0.97) for r, v in zip(rewards, values, strict=True)])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_gae_over_several_blocks_equals_a_slow_loop(length):
 def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value():
     mask = ragged_mask(4)
     rewards, values = random_tokens(4, 2, mask)
-    advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=1.0)
+    advantages, returns = estimate_advantages(rewards, values, mask, gamma=0.9, gae_lambda=1.0)
     for a, g, r, v in sequences(mask, advantages, returns, rewards, values):
         discounted = [sum(0.9 ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
         np.testing.assert_allclose(a, discounted - v, rtol=1e-5, atol=1e-5)
@@ -129,7 +129,7 @@ def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value():
 def test_gae_with_lambda_zero_is_the_td_error():
     mask = ragged_mask(5)
     rewards, values = random_tokens(5, 2, mask)
-    advantages, _ = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.0)
+    advantages, _ = estimate_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.0)
     for a, r, v in sequences(mask, advantages, rewards, values):
         np.testing.assert_allclose(a, r + 0.9 * np.append(v[1:], 0)[: len(v)] - v, rtol=1e-5, atol=1e-5)
 
