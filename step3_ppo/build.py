@@ -19,6 +19,7 @@ from pipeline.training.halving import take_halved
 from pipeline.training.steps import rate_factor
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected
+from step3_ppo.flags.loss_file import load_loss
 from step3_ppo.models.engines import Models, make_models, make_sources
 from step3_ppo.rollout import (
     Schedule,
@@ -61,7 +62,7 @@ def assemble(
     schedule: Schedule,
     fingerprint: RunFingerprint,
 ) -> PPO:
-    """Create what depends on models and prompts, with the current weights."""
+    """Create what depends on models and prompts, with the current weights. Raises InputError, see `load_loss`."""
     return PPO(
         run,
         config,
@@ -77,6 +78,7 @@ def assemble(
         updater=Updater(run.world, config.ppo.ppo_epochs, schedule.rows_per_step, config.run.seed),
         work={role: training_work(engine.module.model) for role, engine in models.trained.items()},
         functions=make_functions(config, prompts),
+        own_loss=load_loss(config.ppo),
     )
 
 

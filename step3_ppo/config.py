@@ -165,11 +165,6 @@ class PPOConfig(StageConfig):
         return [role for role in self.roles if role.is_trained]
 
     @property
-    def frozen_roles(self) -> list[Role]:
-        """The models that are not trained, even if a trained model with its adapters switched off serves as one."""
-        return [role for role in self.roles if not role.is_trained]
-
-    @property
     def reward_path(self) -> str:
         """The folder or hub id of the reward model."""
         return self.reward_model_name_or_path or self.critic.model_name_or_path
@@ -261,7 +256,8 @@ class PPOConfig(StageConfig):
             role.title: frozen_json(
                 self.deepspeed, self.flags_of(role), placement, offload=is_offloaded(self, role), role=role.name
             )
-            for role in self.frozen_roles
+            for role in self.roles
+            if not role.is_trained  # even if a trained model with its adapters switched off serves as one
         }
 
     @model_validator(mode="after")

@@ -18,15 +18,13 @@ from pipeline.tensor_ops import masked_sum
 from pipeline.training.micro_batches import MicroBatch
 from step3_ppo.experience import Experience, Responses
 from step3_ppo.flags.groups import PPOCoefficients
-from step3_ppo.flags.loss_file import load_loss as load_loss
 from step3_ppo.mathematics.losses import (
     cispo_loss,
-    entropy_bonus,
-    exact_kl_loss,
     kl_loss,
     policy_loss,
     row_factors,
     value_loss,
+    weighted_sum,
 )
 from step3_ppo.models.engines import Models
 from step3_ppo.rewarding import off_policy_weights
@@ -134,7 +132,7 @@ class PolicyObjective(Objective):
     world: ranks and device.
     role: the model's role.
     text: plain text of this step for the ptx loss; None without one.
-    own_loss: the user's loss in place of the clipped one, see `load_loss`; None: a built-in one.
+    own_loss: the user's loss in place of the clipped one, see loss_file.py; None: a built-in one.
     models: those of the run, whose reference or teacher an exact KL in the loss reads; None: the KL is estimated.
     """
 
@@ -198,7 +196,7 @@ class PolicyObjective(Objective):
             sums.add(kl=kl)
             loss = loss + kl
         if entropy is not None and self.ppo.entropy_coef:
-            bonus = self.ppo.entropy_coef * entropy_bonus(entropy, mask, weights=factors)
+            bonus = self.ppo.entropy_coef * weighted_sum(entropy, mask, factors)
             sums.add(entropy_bonus=bonus)
             loss = loss - bonus
         return loss
@@ -215,7 +213,7 @@ class PolicyObjective(Objective):
         """Return the KL of the loss: the exact divergence (n, T) if there is one, else its estimate."""
         mask, reference = experience.response_mask, experience.ref_log_probs
         if divergence is not None:
-            return exact_kl_loss(divergence, mask, weights=factors)
+            return weighted_sum(divergence, mask, factors)
         assert reference is not None
         return kl_loss(log_probs, reference, mask, estimator=self.ppo.sampled_estimator, weights=factors)
 

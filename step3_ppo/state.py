@@ -25,7 +25,7 @@ from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Minibatches, Responses, Scores
 from step3_ppo.models.engines import Models
-from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective, load_loss
+from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups
 from step3_ppo.updater import Updater
@@ -109,11 +109,7 @@ class PPO:
     updater: Updater
     work: dict[str, TrainingWork]
     functions: RunFunctions | None
-    own_loss: Callable[..., Tensor] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Load the user's policy loss in this rank. Raises InputError, see `load_loss`."""
-        object.__setattr__(self, "own_loss", load_loss(self.config.ppo))
+    own_loss: Callable[..., Tensor] | None
 
     @property
     def function_weights(self) -> dict[str, float]:

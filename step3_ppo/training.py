@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey
@@ -281,7 +282,7 @@ def evaluate(ppo: PPO, state: State, control: RunControl) -> None:
         Interrupted: the run is to stop.
     """
     rows, requested = ppo.prompts.eval, ppo.config.optimizer.per_device_eval_batch_size
-    count = control.rows_of_evaluation(len(rows))
+    count = evaluated_rows(ppo.run.resolved, len(rows), ppo.run.world.size)
     if state.evaluated == state.step or not count:
         return
     size = control.halving.batch_size(state, "evaluate", requested)

@@ -13,7 +13,6 @@ from pipeline import dist
 from pipeline.checkpoints.checkpoint import Content, Saver, attempt
 from pipeline.checkpoints.checkpoint_files import delete_older
 from pipeline.checkpoints.fingerprint import RunFingerprint
-from pipeline.configuration.global_batch import evaluated_rows
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.data.counts import Counts
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -80,10 +79,6 @@ class RunControl:
         """Return True if `--eval-interval` sets an evaluation at this step; without the flag, only before step 1."""
         interval = self._config.eval_interval
         return state.evaluated != state.step and (state.step % interval == 0 if interval else state.step == 0)
-
-    def rows_of_evaluation(self, num_rows: int) -> int:
-        """Return how many of `num_rows` held-out rows an evaluation uses: `--eval-iters` batches on each rank."""
-        return evaluated_rows(self._run.resolved, num_rows, self._run.world.size)
 
     def save_is_due(self, state: Counters) -> bool:
         """Return True if `--save-steps` sets a checkpoint at this step that is not yet written."""

@@ -91,21 +91,6 @@ def kl_loss(
     return weighted_sum(value + (k2 - k2.detach()), response_mask, weights)
 
 
-def exact_kl_loss(divergence: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """sum_t D_t over the response tokens; D_t compares the whole distributions at a token, with its gradient."""
-    (divergence,) = zero_outside(response_mask, divergence)
-    return weighted_sum(divergence, response_mask, weights)
-
-
-def entropy_bonus(entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """sum_t H(pi(. | s_t)) over the response tokens, which a loss gets less; Schulman et al. 2017, equation 9.
-
-    `entropy` is of the whole distribution at each token, with its gradient, and no estimate from the sampled one.
-    """
-    (entropy,) = zero_outside(response_mask, entropy)
-    return weighted_sum(entropy, response_mask, weights)
-
-
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -195,7 +180,11 @@ def _ratios(log_ratio: Tensor, response_mask: Tensor, level: RatioLevel) -> Tens
 
 
 def weighted_sum(losses: Tensor, response_mask: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of losses of tokens, (B, T), each with its weight; those outside the mask are not read."""
+    """The sum of values of the response tokens, (B, T), each with its weight; those outside the mask are not read.
+
+    Of exact divergences from another model it is the KL loss, of entropies the bonus that a loss gets less (Schulman
+    et al. 2017, equation 9): both are of the whole distribution at each token, with its gradient.
+    """
     if weights is not None:
         losses = losses * torch.where(response_mask, weights.detach(), 0)
     return masked_sum(losses, response_mask)

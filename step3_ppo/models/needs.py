@@ -38,7 +38,8 @@ def needs(config: PPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
     """Return the needs of a rank; `base_of_output`: folder of an earlier stage's output -> the model it starts from."""
     schedule = make_schedule(config, num_prompts=1, world_size=ranks)
     models = models_of(config, base_of_output)
-    config = with_log_probs(config, old_log_probs(config, models[0], dtype, ranks))
+    whose = {"old_log_probs": old_log_probs(config, models[0], dtype, ranks)}
+    config = config.model_copy(update={"ppo": config.ppo.model_copy(update=whose)})
     buffers = rollout(config, schedule, models[0], dtype, ranks)
     return StageNeeds(
         models=models,
@@ -98,11 +99,6 @@ def of_weights(options: GenerationOptions) -> GenerationOptions:
 def backend_of(actor: ModelUse, dtype: str, options: GenerationOptions, device: torch.device | None) -> str:
     """Return the backend that samples from the actor on a device; None: on a GPU with triton."""
     return choose_backend(as_trained(actor, dtype), options, device)[0]
-
-
-def with_log_probs(config: PPOConfig, whose: str) -> PPOConfig:
-    """Return the settings with `--old-log-probs` set to this value."""
-    return config.model_copy(update={"ppo": config.ppo.model_copy(update={"old_log_probs": whose})})
 
 
 def prefill(config: PPOConfig, buffers: Rollout) -> Pass:

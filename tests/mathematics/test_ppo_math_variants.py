@@ -14,10 +14,10 @@ from pipeline.tensor_ops import lengths_to_mask
 from step3_ppo.mathematics.losses import (
     PolicyStats,
     cispo_loss,
-    entropy_bonus,
     kl_loss,
     policy_loss,
     row_factors,
+    weighted_sum,
 )
 
 NAN = math.nan
@@ -174,7 +174,7 @@ def step_loss(name: str, tensors: list[torch.Tensor], aggregation: str, totals: 
     loss, _ = loss_of(name)(log_probs, old, advantages, mask, weights=weights * factors)
     loss = loss + 0.1 * kl_loss(log_probs, old, mask, estimator="k3", weights=factors)
     entropy = torch.where(mask, torch.where(mask, log_probs, 0).square(), NAN)
-    loss = loss - 0.3 * entropy_bonus(entropy, mask, weights=factors)
+    loss = loss - 0.3 * weighted_sum(entropy, mask, factors)
     return loss / totals["num_tokens"]
 
 
@@ -273,7 +273,7 @@ def test_the_entropy_bonus_is_the_mean_entropy_of_whole_distributions_by_a_slow_
     logs = logits.log_softmax(-1)
     entropy = torch.where(mask, -(logs.exp() * logs).sum(-1).float(), NAN)
     weights = row_factors(mask, aggregation=aggregation, num_tokens=num_tokens, num_rows=num_rows, longest=20)
-    mean = entropy_bonus(entropy, mask, weights=weights) / num_tokens
+    mean = weighted_sum(entropy, mask, weights) / num_tokens
     assert mean.item() == pytest.approx(slow(logits.detach()), rel=1e-5)
     found = gradient(mean, logits)
     for place in ((0, 0, 0), (0, T - 1, 4), (1, 0, 2), (3, 0, 1)):
