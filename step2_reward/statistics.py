@@ -58,8 +58,6 @@ class Calibration:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean and its standard error, from the sample variance (divided by n - 1)."""
-    if not values:
-        raise ValueError("no pairs: nothing to estimate from")
     count = len(values)
     error = statistics.stdev(values) / math.sqrt(count) if count > 1 else None
     return Estimate(statistics.fmean(values), error, count)
@@ -90,8 +88,6 @@ def calibration(chosen: Sequence[float], rejected: Sequence[float]) -> Calibrati
     Every pair enters in both orders, as (p, won) and (1 - p, lost). With the chosen answer always first, the observed
     rate would be 1 in every bin.
     """
-    if not chosen:
-        raise ValueError("no pairs: nothing to calibrate")
     members: list[list[tuple[float, int]]] = [[] for _ in range(CALIBRATION_BINS)]
     for c, r in zip(chosen, rejected, strict=True):
         for predicted, won in ((sigmoid(c - r), 1), (sigmoid(r - c), 0)):

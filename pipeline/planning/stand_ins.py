@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pipeline.kernels.fused_layers import is_large
+from pipeline.kernels.fused_layers import GatedMLP, is_large
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.forward.causal_lm import CausalLM, Comparison, TokenStatistics
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
@@ -88,13 +88,8 @@ class KeepsGate(torch.autograd.Function):
         return torch.addcmul(*read, out=both).unbind()  # reads three tensors and writes two, as the kernel does
 
 
-class CountedMLP(nn.Module):
+class CountedMLP(GatedMLP):
     """An MLP that saves the same tensors as on a GPU with triton; the base class in front of one of GATED_MLPS."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., H) to (..., H) without values if the tensor is large enough for the kernel."""
