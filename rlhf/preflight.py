@@ -1,4 +1,4 @@
-"""Run preflight and plans of all stages in a separate process, so that `rlhf train` itself imports no torch."""
+"""Run preflight and plans of all stages in a separate process: `rlhf train` itself imports torch for a JSON only."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
 """Read and check the user's DeepSpeed JSON, convert it to flags and merge it with the one that a run builds.
 
-ds_keys.py checks the names of keys. The module imports neither torch nor deepspeed.
+ds_keys.py checks the names of keys, for which it imports deepspeed.
 """
 
 import base64
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.ds_keys import IDLE, MODEL_BLOCKS, MONITORS, READ_AT, REFUSED, USUAL, check_keys
+from pipeline.configuration.ds_keys import IDLE, MONITORS, READ_AT, REFUSED, USUAL, blocks, check_keys
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.errors import InputError, counted, dashed
@@ -110,7 +110,7 @@ def usual_names(content: Json, source: str) -> Json:
     Raises:
         InputError: both names of a key.
     """
-    known = MODEL_BLOCKS["zero_optimization"]
+    known = blocks()["zero_optimization"]
 
     def usual(block: Json, rename: Callable[[str], str], prefix: str = "") -> Json:
         for key in block:

@@ -1,6 +1,7 @@
 """Entry points: start and end a stage, or a small command that is no stage.
 
-A stage first reads its flags, in milliseconds. Then it imports torch and runs its loop. This module imports no torch.
+A stage first reads its flags, in milliseconds: only a DeepSpeed JSON takes an import of deepspeed, of seconds. Then it
+imports torch and runs its loop. This module imports no torch.
 """
 
 import os

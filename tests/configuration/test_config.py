@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,33 @@ def test_a_preset_that_there_never_was_is_not_read():
 def test_configuration_imports_neither_torch_nor_deepspeed(module):
     code = f"import sys, {module}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+PARSE = """
+import sys
+from pipeline.configuration.flags import parse
+from step1_sft.config import SFTConfig
+parse(SFTConfig, sys.argv[1:], section="sft")
+print({"torch", "deepspeed"} <= set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize(("words", "is_loaded"), [([], "False"), (["--deepspeed-config", "ds.json"], "True")])
+def test_a_parse_loads_deepspeed_for_a_json_alone_and_prints_nothing_of_it(tmp_path, words, is_loaded):
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5}')
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-c", PARSE, *words]
+    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [is_loaded] and done.stderr == ""
+
+
+def test_an_accelerator_that_deepspeed_does_not_have_is_named_in_one_line(tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    call = [sys.executable, "train.py", "--step", "1", "--deepspeed-config", str(tmp_path / "ds.json"), "--dry-run"]
+    done = subprocess.run(call, cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "tpu"}, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: DeepSpeed: DS_ACCELERATOR") and done.stderr.count("\n") == 1
 
 
 def ppo_config(**sampling):

@@ -1,10 +1,7 @@
 """The DeepSpeed JSON that we build: golden dicts, refusals, and agreement with the installed DeepSpeed."""
 
-import importlib
 import json
-import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from support.ds_arguments import built, refusal
 from support.messages import naming
 
 from pipeline.configuration.ds_config import Placement, frozen_json
-from pipeline.configuration.ds_keys import LOOSE_BLOCKS, MODEL_BLOCKS, REFUSED, TOP_LEVEL, check_keys
+from pipeline.configuration.ds_keys import REFUSED, check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
@@ -259,38 +256,31 @@ def test_a_refused_quantisation_is_called_by_its_models_flag():
 
 # --- the installed DeepSpeed ----------------------------------------------------------------------------------------
 
-MODELS = {
-    "zero_optimization": "runtime.zero.config.DeepSpeedZeroConfig",
-    "zero_optimization.offload_param": "runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig",
-    "zero_optimization.offload_optimizer": "runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
-    "zero_optimization.leaf_module": "runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig",
-    "fp16": "runtime.precision_config.DeepSpeedFP16Config",
-    "bf16": "runtime.precision_config.DeepSpeedBF16Config",
-    "tensorboard": "monitor.config.TensorBoardConfig",
-    "wandb": "monitor.config.WandbConfig",
-    "csv_monitor": "monitor.config.CSVConfig",
-    "comet": "monitor.config.CometConfig",
-    "comms_logger": "comm.config.CommsLoggerConfig",
-    "timers.throughput": "utils.config.DeepSpeedThroughputTimerConfig",
-}
 
+@pytest.mark.parametrize("by_alias", [False, True])
+def test_every_key_of_deepspeed_is_taken_with_the_default_that_it_has(by_alias):
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
 
-@pytest.mark.parametrize("block", MODELS)
-def test_tables_are_those_of_the_installed_deepspeed(block):
-    module, _, name = f"deepspeed.{MODELS[block]}".rpartition(".")
-    fields = getattr(importlib.import_module(module), name).model_fields
-    names = {
-        name: field.annotation for field_name, field in fields.items() for name in (field_name, field.alias) if name
-    }
-    assert MODEL_BLOCKS[block] == {name: kind_of(annotation) for name, annotation in names.items()}
-
-
-def kind_of(annotation: Any) -> str:
-    """The kind of a field's values by its type; `ZeRO stage` is an enum of numbers."""
-    types = {part for part in (annotation, *typing.get_args(annotation)) if isinstance(part, type)} - {type(None)}
-    if types == {bool}:
-        return "true or false"
-    return "a number" if types and all(issubclass(part, int | float) for part in types) else ""
+    offload = {"offload_param": {}, "offload_optimizer": {}}
+    parsed = Installed({"train_micro_batch_size_per_gpu": 1, "comms_logger": {}, "zero_optimization": offload})
+    models = {
+        "zero_optimization": parsed.zero_config, "fp16": parsed.float16_config, "bf16": parsed.bfloat16_config,
+        "bfloat16": parsed.bfloat16_config, "comms_logger": parsed.comms_config.comms_logger,
+        **{name: getattr(parsed.monitor_config, name) for name in ("tensorboard", "wandb", "csv_monitor", "comet")},
+    }  # fmt: skip
+    check_keys({name: model.model_dump(mode="json", by_alias=by_alias) for name, model in models.items()})
+    check_keys(
+        {
+            "zero_optimization": {"leaf_module": {"classes": "a.Block"}},
+            "timers": {"throughput": parsed.timers_config.model_dump()},
+            "flops_profiler": vars(parsed.flops_profiler_config),
+            "activation_checkpointing": ACT_CHKPT_DEFAULT,
+            "aio": parsed.aio_config,
+            "checkpoint": {"tag_validation": "Warn", "writer": {"type": "FAST", "io_buffer_size": 2**20}},
+            "data_types": {"param_dtype": None, "keep_in_fp32_modules": ["norm"]},
+        }
+    )
 
 
 def test_what_deepspeed_has_removed_is_refused_by_name():
@@ -299,55 +289,6 @@ def test_what_deepspeed_has_removed_is_refused_by_name():
     removed = set(installed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     removed |= {f"zero_optimization.{name}" for name in installed._REMOVED_ZERO_CONFIG_KEYS}
     assert removed == {key for key, reason in REFUSED.items() if reason.startswith("DeepSpeed has removed it")}
-
-
-def test_every_model_block_is_compared():
-    assert set(MODEL_BLOCKS) == set(MODELS)
-
-
-class Noting(dict):
-    """A dict that remembers which keys it was asked for."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.asked = set()
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self):
-        return self
-
-    def __getitem__(self, key):
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key):
-        self.asked.add(key)
-        return super().__contains__(key)
-
-
-def test_top_level_keys_are_those_that_deepspeed_asks_for():
-    from deepspeed.runtime.config import DeepSpeedConfig as Installed
-
-    config = Noting({"train_micro_batch_size_per_gpu": 1})
-    Installed(config)
-    assert config.asked - TOP_LEVEL.keys() == set(), "DeepSpeed asks for keys that we would refuse"
-    assert TOP_LEVEL.keys() - config.asked == set(), "DeepSpeed no longer asks for these"
-
-
-def test_blocks_without_a_model_hold_the_keys_that_deepspeed_asks_for():
-    from deepspeed.runtime.config import DeepSpeedConfig as Installed
-
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
-    blocks = {"": config}
-    for path in LOOSE_BLOCKS:
-        outer, _, name = path.rpartition(".")
-        blocks[path] = blocks[outer][name] = Noting()
-    Installed(config)
-    asked = {path: getattr(block, "asked", None) for path, block in blocks.items() if path}
-    assert asked == {path: set(names) for path, names in LOOSE_BLOCKS.items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
