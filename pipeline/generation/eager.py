@@ -127,11 +127,11 @@ class Batch:
         for row, request in list(self.running.items()):
             is_at_limit = self.position == request.sampling.max_new_tokens
             reason: Reason | None = "end" if is_end[row] else "limit" if is_at_limit else None
-            if reason or request.is_watched or request.is_withdrawn:
+            if reason or request.is_watched:
                 ids, log_probs = self.tokens[row, : self.position], self.log_probs[row, : self.position]
                 new = new_events(request, ids, log_probs, reason, self.vocabulary)
                 events += new
-                if request.is_withdrawn or (new and isinstance(new[-1], Finished)):
+                if new and isinstance(new[-1], Finished):
                     del self.running[row]
         return events
 

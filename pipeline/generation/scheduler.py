@@ -115,17 +115,6 @@ class ContinuousBatching(Session):
         self.offsets: dict[int, int] = {}
         self.ended: list[EndedResponses] = []
 
-    def withdraw(self, request: Request) -> None:
-        super().withdraw(request)
-        self._stop_slots([slot for slot, running in self.running.items() if running is request])
-
-    def _stop_slots(self, slots: Sequence[int]) -> None:
-        """End the responses in these slots without a result; a poll finds the slots free."""
-        for slot in slots:
-            del self.running[slot]
-        if slots:
-            self.buffers.slots.active[to_device(torch.tensor(slots), self.device)] = 0
-
     @torch.no_grad()
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
         """Fill free slots, decode one or more steps, and return new events; see `Session`."""
@@ -214,7 +203,8 @@ class ContinuousBatching(Session):
             new = new_events(request, written[n, : counts[n]], log_probs[n, : counts[n]], None, self.vocabulary)
             events += new
             if new and isinstance(new[-1], Finished):
-                self._stop_slots([slot])
+                del self.running[slot]
+                self.buffers.slots.active[slot] = 0  # a poll finds the slot free
         return events
 
     def _grow_cache(self, steps: int) -> None:
@@ -334,4 +324,3 @@ class ContinuousBatching(Session):
         self.offsets.update(zip(batch.slots, offsets, strict=True))
         self.running.update(zip(batch.slots, batch.requests, strict=True))
         self.buffers.draw(batch.logits, batch.source, batch.slot_index)
-        self._stop_slots([s for s, request in zip(batch.slots, batch.requests, strict=True) if request.is_withdrawn])

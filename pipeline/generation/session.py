@@ -3,7 +3,6 @@
     generator.session(...)    opens a session on the current weights, with a capacity of responses at a time
     session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
     session.advance()         computes the next tokens of all running requests, and returns new events
-    session.withdraw(...)     ends a request without a response, and frees its slot
     generate(...)             submits all prompts and advances until the last has ended: a rollout
 
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
@@ -35,7 +34,6 @@ class Request:
     key: the key of the random numbers, completed by the prompt's id and `sample`.
     sample: index of the response among those to its prompt.
     streams: whether its tokens are reported before it has ended.
-    is_withdrawn: whether the request was withdrawn; then nothing of it is reported any more.
     seen: tokens that the host has read, if it streams or has stop texts.
     """
 
@@ -45,7 +43,6 @@ class Request:
     key: RandomKey
     sample: int
     streams: bool = False
-    is_withdrawn: bool = False
     seen: list[int] = field(default_factory=list)
 
     @property
@@ -136,12 +133,6 @@ class Session(ABC):
         self.is_idle = False
         return request
 
-    def withdraw(self, request: Request) -> None:
-        """End a waiting or running request: nothing more of it is reported, and its slot is free."""
-        request.is_withdrawn = True
-        if request in self.waiting:
-            self.waiting.remove(request)
-
     @abstractmethod
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
         """Start requests in free slots, compute the next tokens of running ones, and return new events.
@@ -160,7 +151,7 @@ class SessionSource(Protocol):
 def new_events(
     request: Request, ids: torch.Tensor, log_probs: torch.Tensor, reason: Reason | None, vocabulary: Vocabulary
 ) -> list[Tokens | Finished]:
-    """Return the events of a request whose response has these tokens so far; none for a withdrawn request.
+    """Return the events of a request whose response has these tokens so far.
 
     `Tokens` come first, if the request streams. `Finished` follows if the response has ended, for `reason` or by a stop
     text; it is truncated after a stop text.
@@ -169,8 +160,6 @@ def new_events(
         ids, log_probs: (T,) each, all tokens so far.
         reason: why the device ended the response; None while it runs.
     """
-    if request.is_withdrawn:
-        return []
     events: list[Tokens | Finished] = []
     # A response that had to start again may have fewer tokens than the host has read.
     if request.is_watched and len(ids) > (first := len(request.seen)):

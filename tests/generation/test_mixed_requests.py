@@ -15,7 +15,7 @@ from pipeline.generation.forwards.static import StaticCacheForward
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.scheduler import ContinuousBatching
-from pipeline.generation.session import Capacity, Finished, Session, Tokens, finish
+from pipeline.generation.session import Capacity, Finished, Session, finish
 from pipeline.generation.slots import GenerationBuffers
 
 
@@ -128,20 +128,6 @@ def test_a_response_keeps_its_settings_where_it_is_moved_to_another_slot(monkeyp
 
 def static_session(capacity: Capacity, ends: Sequence[int] = ()) -> ContinuousBatching:
     return Generator(StaticCacheForward(opt()), Vocabulary(frozenset(ends), PAD, decode=decode)).session(capacity)
-
-
-def test_a_request_that_is_withdrawn_after_its_last_step_is_not_heard_of(monkeypatch):
-    """Its response has left its slot, and would be reported next."""
-    poll_often(monkeypatch)
-    session = static_session(Capacity(2, 6, 12))
-    short = session.submit(Prompt([5, 6], 1), Sampling(2), RandomKey(1, "r"))
-    other = session.submit(Prompt([7], 2), Sampling(6), RandomKey(1, "r"))
-    events: list[Tokens | Finished] = []
-    while not session.ended:
-        events += session.advance()
-    assert events == [] and [request for batch in session.ended for request in batch.requests] == [short]
-    session.withdraw(short)
-    assert [event.request for event in finish(session)] == [other]
 
 
 def test_a_slot_is_free_as_soon_as_a_stop_text_has_ended_its_response(monkeypatch):

@@ -1,4 +1,4 @@
-"""Requests with settings of their own in one session: on every backend as in a session alone; stops, withdrawals."""
+"""Requests with settings of their own in one session: on every backend as in a session alone; stops."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,6 @@ from pipeline.generation import device_work, generator
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.generator import Generator
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.scheduler import ContinuousBatching
 from pipeline.generation.session import Capacity, Finished, Request, Session, SessionSource, Tokens
 
 BACKENDS = slow_but(["eager", "static"], ["eager", *FUNCTIONS])
@@ -101,61 +100,6 @@ def test_requests_join_while_others_run_and_results_come_as_they_end(backend):
     for number, event in expected.items():
         assert_equal(found[number], event)
     assert len(set(ended_at.values())) > 3, "not all at the end"
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_withdrawn_request_frees_its_slot_and_is_not_heard_of(backend, deferred, monkeypatch):
-    """One that runs, and one that waits; the others are as they were."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"} if deferred else ()))
-    model = opt()
-    calm, session = (source_of(backend, model, frozenset()).session(ROOM) for _ in range(2))
-    submitted(calm, REQUESTS)
-    expected = finished(calm)
-    tickets = submitted(session, REQUESTS)
-    session.advance()
-    session.withdraw(tickets[0])  # it has nine tokens to go
-    session.withdraw(tickets[5])
-    found = finished(session)
-    assert sorted(found) == [1, 2, 3, 4, 6]
-    for number, event in found.items():
-        assert_equal(event, expected[number])
-    only = source_of(backend, model).session(ROOM)
-    only.withdraw(submitted(only, REQUESTS[:1])[0])
-    assert only.advance() == [] and only.is_idle
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_request_that_waits_starts_as_soon_as_another_is_withdrawn(backend):
-    """Otherwise it would wait for nine tokens."""
-    session = source_of(backend, opt(), frozenset()).session(Capacity(1, 9, 20))
-    first, second = submitted(session, [(3, Sampling(9), RandomKey(1, "r"), 0), (5, Sampling(1), RandomKey(2, "r"), 0)])
-    session.advance()
-    session.withdraw(first)
-    session.withdraw(first)  # which changes nothing
-    turns = 0
-    while not (events := session.advance()):
-        turns += 1
-        assert turns < 4
-    assert [event.request for event in events] == [second]
-    session.withdraw(second)  # it has ended
-
-
-@pytest.mark.slow
-def test_a_request_is_withdrawn_between_its_prefill_and_its_start(monkeypatch):
-    """Its prompt is in a slot, which its first token has not been drawn in."""
-    monkeypatch.setattr(device_work, "DEFERRED_POLL_DEVICES", frozenset({"cpu"}))
-    session, withdrawn, found = source_of("fused", opt()).session(ROOM), None, []
-    assert isinstance(session, ContinuousBatching)
-    submitted(session, REQUESTS)
-    while not session.is_idle:
-        found += [event.request.number for event in session.advance()]
-        if withdrawn is None and session.prefilled:
-            withdrawn = session.prefilled[0].requests[0]
-            session.withdraw(withdrawn)
-        assert withdrawn not in session.running.values()
-    assert withdrawn is not None and sorted([*found, withdrawn.number]) == list(range(len(REQUESTS)))
 
 
 def test_a_prompts_random_numbers_are_those_of_its_ids():
