@@ -1,6 +1,5 @@
 """Compute the metrics of a rollout, warn of one without a learning signal, and write the samples of an evaluation."""
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.files import tolerated
+from pipeline.files import append_json_lines, tolerated
 from pipeline.run.evaluations import WEIGHT
 from pipeline.tensor_ops import masked_mean, masked_sum, moments
 from pipeline.training.metrics import finite
@@ -173,6 +172,6 @@ def append_samples(
         if kl is not None:
             row["kl"] = round(kl[n].sum().item(), 4) if rewarded.valid[n] else None
         rows.append(row)
-    with tolerated("samples"), path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with tolerated("samples"):
+        append_json_lines(path, rows)
     return rows

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import InputError
-from pipeline.files import flush, read_object, refused_by_disk, write_json
+from pipeline.files import append_json_lines, flush, read_object, refused_by_disk, write_json
 from pipeline.redact import masked
 from pipeline.run.lock import lock_held
 from pipeline.run.output_checks import clashes
@@ -39,14 +39,13 @@ class SampleFile:
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
         """Write the row of prompt `number`. Raises EnvironmentFault if the disk refuses."""
-        # On a terminal control characters are escaped, since some control it.
-        is_shown = self.path is None and sys.stdout.isatty()
-        line = json.dumps({NUMBER: number, **row}, ensure_ascii=is_shown)
+        row = {NUMBER: number, **row}
         if self.path is None:
-            print(line, flush=True)
+            # On a terminal control characters are escaped, since some control it.
+            print(json.dumps(row, ensure_ascii=sys.stdout.isatty()), flush=True)
         else:
-            with refused_by_disk(self.path), self.path.open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
+            with refused_by_disk(self.path):
+                append_json_lines(self.path, [row])
         self.num_rows, self.last = self.num_rows + 1, number
 
 

@@ -3,7 +3,6 @@
 The loops of all stages use it; each stage defines its loss.
 """
 
-import json
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import gradient_bytes
 from pipeline.errors import DivergedError, Interrupted, counted, dashed
-from pipeline.files import tolerated
+from pipeline.files import append_json_lines, tolerated
 from pipeline.run.run import Run
 
 log = logging.getLogger(__name__)
@@ -177,8 +176,7 @@ def note_skipped_step(
                 "rows": list(rows),
                 "input_ids": [b.tolist() for b in input_ids],
             }
-            with file.open("a", encoding="utf-8") as opened:
-                opened.write(json.dumps(batch) + "\n")
+            append_json_lines(file, [batch])
     if state.bad_in_a_row >= run.resolved.config.optimizer.max_bad_steps:
         rate = dashed(run.stage.rate_flag(run.resolved.config))
         raise DivergedError(f"{state.bad_in_a_row} steps in a row were not finite; {divergence_advice(run, rate)}")
