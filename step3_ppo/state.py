@@ -149,7 +149,7 @@ class PPO:
         """Return the calls of reward functions for a rollout; None without functions."""
         if self.functions is None:
             return None
-        return self.functions.scoring(rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
+        return RolloutScoring(self.functions, rows, self.models.tokenizer, num_samples=num_samples, step=state.step)
 
     def sample(self, state: State, *, batch_size: int) -> Responses:
         """Sample the responses of a rollout, `batch_size` prompts at once on each rank. A collective.

@@ -28,27 +28,25 @@ class RunFunctions:
     """The reward functions of a run: a context, at whose end their processes are stopped.
 
     weights: name of a function -> its weight in the sum.
+    pool: the functions with the processes of this rank.
+    takes_tokens: False = a function that gives each token a value is refused.
+    is_conversation: functions get lists of messages, not texts.
+    window: what ends a run, by the first responses of a rollout alone too.
+    failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed wholly.
     """
 
     def __init__(self, pool: RewardPool, *, max_failures: float, takes_tokens: bool) -> None:
-        """Start no process yet.
-
-        Args:
-            pool: the functions with the processes of this rank, which it ends.
-            max_failures: see `--max-reward-failures`.
-            takes_tokens: False = a function that gives each token a value is refused.
-        """
-        self._takes_tokens = takes_tokens
+        """Start no process yet; `max_failures` is that of `--max-reward-failures`."""
         self.weights = {function.name: function.weight for function in pool.functions}
-        self._pool = pool
-        self._window, self._is_conversation = FailureWindow(max_share=max_failures), False
-        self._failed_before = dict[str, list[Counts]]()
+        self.pool, self.takes_tokens, self.is_conversation = pool, takes_tokens, False
+        self.window = FailureWindow(max_share=max_failures)
+        self.failed_before = dict[str, list[Counts]]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.close()
+        self.pool.close()
 
     def check(self, columns: Collection[str], sources: Sequence[str]) -> None:
         """Load each function once on this rank, and look whether it gets texts or messages. A collective.
@@ -60,29 +58,8 @@ class RunFunctions:
         Raises:
             InputError: see `RewardPool.check`.
         """
-        self._pool.check(columns)
-        self._is_conversation = dist.on_main(lambda: any(is_conversational(parse_path(one)[0]) for one in sources))
-
-    def scoring(
-        self, rows: Any, tokenizer: PreTrainedTokenizerBase, *, num_samples: int, step: int
-    ) -> "RolloutScoring":
-        """Return the calls for a rollout of `rows`, the prompts with `messages` and perhaps `extra`, as JSON."""
-
-        def responses_of(row: int, ids: Sequence[list[int]]) -> Responses:
-            return Responses(
-                row=f"{row + 1} of those of the run",
-                messages=[Message(**turn) for turn in json.loads(rows[row]["messages"])],
-                is_conversation=self._is_conversation,
-                texts=[text.strip() for text in tokenizer.batch_decode(list(ids), skip_special_tokens=True)],
-                ids=ids,
-                columns=json.loads(rows[row].get("extra", "{}")),
-                step=step,
-            )
-
-        before, takes_tokens = self._failed_before, self._takes_tokens
-        return RolloutScoring(
-            self._pool, responses_of, self._window, before, num_samples=num_samples, takes_tokens=takes_tokens
-        )
+        self.pool.check(columns)
+        self.is_conversation = dist.on_main(lambda: any(is_conversational(parse_path(one)[0]) for one in sources))
 
     def counted(self, before: Mapping[str, Any], failures: Sequence[tuple["RolloutScoring", Tensor]]) -> dict[str, Any]:
         """Return `before`, the counts of earlier rollouts by function, with those of one more; as JSON has them.
@@ -101,12 +78,12 @@ class RunFunctions:
                 kinds.setdefault(name, []).extend(KINDS[kind - 1] if kind else "" for kind in column.tolist())
         for name, each in kinds.items():
             counts = {RESPONSES: len(each)} | {kind: each.count(kind) for kind in sorted(set(each) - {""})}
-            after[name] = self._window.after(before.get(name, []), counts)
+            after[name] = self.window.after(before.get(name, []), counts)
             try:
-                self._window.check(name, after[name], firsts.get(name))
+                self.window.check(name, after[name], firsts.get(name))
             except RunError as error:
                 raise Interrupted(error) from None
-        self._failed_before.clear()  # of rollouts the window decides, by the responses of all ranks
+        self.failed_before.clear()  # of rollouts the window decides, by the responses of all ranks
         return after
 
 
@@ -114,31 +91,22 @@ class RolloutScoring:
     """The calls for the prompts of one rollout that this rank scores.
 
     Args:
-        responses_of: (row, tokens of each response) returns what functions see of the responses to a prompt.
-        window: what ends a run, by the first responses alone too.
-        failed_before: function -> the counts of the latest rollouts and batches of an evaluation in which it failed
-            wholly; updated here.
+        functions: those of the run; its `failed_before` is updated here.
+        rows: the prompts with `messages` and perhaps `extra`, as JSON.
         num_samples: responses to each prompt.
-        takes_tokens: see `RunFunctions`.
+        step: step of the training.
 
     names: the functions, in order.
     failures: the first failed call of each function on any rank, once all ranks have exchanged them.
     """
 
     def __init__(
-        self,
-        pool: RewardPool,
-        responses_of: Any,
-        window: FailureWindow,
-        failed_before: dict[str, list[Counts]],
-        *,
-        num_samples: int,
-        takes_tokens: bool,
+        self, functions: RunFunctions, rows: Any, tokenizer: PreTrainedTokenizerBase, *, num_samples: int, step: int
     ) -> None:
-        self.names = [function.name for function in pool.functions]
+        self.names = list(functions.weights)
         self.failures: dict[str, Failure] = {}
-        self._pool, self._responses_of, self._num_samples = pool, responses_of, num_samples
-        self._window, self._failed_before, self._takes_tokens = window, failed_before, takes_tokens
+        self._functions, self._rows, self._tokenizer = functions, rows, tokenizer
+        self._num_samples, self._step = num_samples, step
         self._ids: dict[int, dict[int, list[int]]] = {}
         self._handles: dict[int, Future[dict[str, list[Value]]]] = {}
 
@@ -153,7 +121,21 @@ class RolloutScoring:
         responses = self._ids.setdefault(index, {})
         responses[sample] = ids
         if len(responses) == self._num_samples:
-            self._handles[index] = self._pool.submit(self._responses_of(row, [responses[n] for n in sorted(responses)]))
+            ids_of_all = [responses[n] for n in sorted(responses)]
+            self._handles[index] = self._functions.pool.submit(self._responses(row, ids_of_all))
+
+    def _responses(self, row: int, ids: Sequence[list[int]]) -> Responses:
+        """Return what functions see of the responses to a prompt."""
+        texts = self._tokenizer.batch_decode(list(ids), skip_special_tokens=True)
+        return Responses(
+            row=f"{row + 1} of those of the run",
+            messages=[Message(**turn) for turn in json.loads(self._rows[row]["messages"])],
+            is_conversation=self._functions.is_conversation,
+            texts=[text.strip() for text in texts],
+            ids=ids,
+            columns=json.loads(self._rows[row].get("extra", "{}")),
+            step=self._step,
+        )
 
     def gather(self, between: Callable[[], None]) -> dict[int, dict[str, list[Value]]]:
         """Wait for the calls; return {index: {function: a value of each response}}.
@@ -170,13 +152,14 @@ class RolloutScoring:
             between()
             self._check_first()
 
-        by_prompt = dict(zip(self._handles, self._pool.gather(list(self._handles.values()), look), strict=True))
-        for by_name in by_prompt.values() if not self._takes_tokens else ():
+        of_prompts = self._functions.pool.gather(list(self._handles.values()), look)
+        by_prompt, failed_before = dict(zip(self._handles, of_prompts, strict=True)), self._functions.failed_before
+        for by_name in by_prompt.values() if not self._functions.takes_tokens else ():
             for name, values in by_name.items():
                 check_one_for_each(name, values)
         for name, values in self._given().items():
-            before = self._failed_before.get(name, [])
-            self._failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
+            before = failed_before.get(name, [])
+            failed_before[name] = [*before, counts_of(values)] if first_of_failures(values) else []
         return by_prompt
 
     def _given(self) -> dict[str, list[Value]]:
@@ -190,13 +173,13 @@ class RolloutScoring:
         Each call that hangs takes its limit of time twice: without this all of a rollout would, and all batches of an
         evaluation.
         """
-        expected = len(self._handles) * self._num_samples * dist.world_size()
+        expected, window = len(self._handles) * self._num_samples * dist.world_size(), self._functions.window
         for name, values in self._given().items():
-            before = self._failed_before.get(name, [])
+            before = self._functions.failed_before.get(name, [])
             num_before = sum(counts[RESPONSES] for counts in before)
-            is_long = 0 < num_before >= self._window.min_failures - len(values)
-            if is_long or self._window.is_surely_passed(len(values), expected):
-                self._window.check(name, [*before, counts_of(values)], first_of_failures(values))
+            is_long = 0 < num_before >= window.min_failures - len(values)
+            if is_long or window.is_surely_passed(len(values), expected):
+                window.check(name, [*before, counts_of(values)], first_of_failures(values))
 
 
 def first_failures(by_prompt: Mapping[int, Mapping[str, Sequence[Value]]]) -> dict[str, Failure]:

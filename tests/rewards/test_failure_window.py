@@ -17,6 +17,7 @@ from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 
 RAISED = Failure("raised", "ValueError: no (f.py:3)")
 WINDOW = FailureWindow()
+TOKENIZER = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
 
 
 def rollout(responses: int, **kinds: int) -> dict[str, int]:
@@ -109,16 +110,16 @@ def test_a_rollout_without_failures_ends_nothing():
 
 
 class PlayedPool:
-    """Answers one after the other with the values that are given as responses, or with failures."""
+    """Answers one after the other with the values that are played, or with failures."""
 
     functions = (RewardFunction("f", "f"),)
 
     def __init__(self) -> None:
         self.values = dict[Future, list]()
+        self.played = iter([RAISED] * 1000)
 
-    def submit(self, responses: list | Responses) -> Future:
-        values = [RAISED] * len(responses.texts) if isinstance(responses, Responses) else responses
-        self.values[future := Future()] = values
+    def submit(self, responses: Responses) -> Future:
+        self.values[future := Future()] = [next(self.played) for _ in responses.texts]
         return future
 
     def gather(self, handles: list[Future], between) -> list:
@@ -139,11 +140,12 @@ class PlayedPool:
     ],
 )
 def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batches, ended, failed):
-    before, end, line = dict[str, list](), None, ""
+    functions, end, line = RunFunctions(PlayedPool(), max_failures=0.05, takes_tokens=True), None, ""
     for number, values in enumerate(batches):
-        scoring = RolloutScoring(PlayedPool(), lambda row, ids: row, WINDOW, before, num_samples=1, takes_tokens=True)
-        for place, value in enumerate(values):
-            scoring.ended(place, [value], 0, [place])
+        scoring = RolloutScoring(functions, [{"messages": "[]"}] * len(values), TOKENIZER, num_samples=1, step=number)
+        functions.pool.played = iter(values)
+        for place in range(len(values)):
+            scoring.ended(place, place, 0, [place])
         try:
             scoring.gather(lambda: None)
         except InputError as error:
@@ -156,9 +158,8 @@ def test_batches_of_an_evaluation_that_fail_one_after_the_other_end_the_run(batc
 def test_rollouts_that_fail_wholly_on_one_rank_alone_end_no_run():
     """Of 64 ranks one has lost its workers: 1.6 % of all responses."""
     functions, before = RunFunctions(PlayedPool(), max_failures=0.05, takes_tokens=True), {}
-    tokenizer = SimpleNamespace(batch_decode=lambda rows, **_: ["text"] * len(rows))
     for step in range(5):
-        scoring = functions.scoring([{"messages": "[]"}] * 8, tokenizer, num_samples=1, step=step)
+        scoring = RolloutScoring(functions, [{"messages": "[]"}] * 8, TOKENIZER, num_samples=1, step=step)
         for place in range(8):
             scoring.ended(place, place, 0, [1])
         scoring.gather(lambda: None)

@@ -4,16 +4,16 @@ import hashlib
 import os
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from support.messages import naming
 from support.reward_functions import scores, to
 
 from pipeline.errors import InputError
-from pipeline.rewards.failures import FailureWindow
 from pipeline.rewards.functions import RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import RewardPool
-from pipeline.rewards.rollout import RolloutScoring
+from pipeline.rewards.rollout import RolloutScoring, RunFunctions
 
 CODE = "def length(completions):\n    return [len(text) for text in completions]\n"
 # What a box has, for this process and, as a module that Python imports at its start, for workers.
@@ -133,22 +133,31 @@ def test_without_functions_a_pool_starts_nothing():
         assert pool.gather([pool.submit(to("a"))]) == [{}]
 
 
+def scoring_by(pool: Any, *, takes_tokens: bool) -> RolloutScoring:
+    """The calls for a rollout of eight prompts with three responses each, whose text is the list of their ids."""
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda rows, **_: [f" {ids} " for ids in rows])
+    functions = RunFunctions(pool, max_failures=0.05, takes_tokens=takes_tokens)
+    return RolloutScoring(functions, [{"messages": "[]"}] * 8, tokenizer, num_samples=3, step=0)
+
+
 def test_functions_get_the_responses_to_a_prompt_by_their_numbers_in_whatever_order_they_end():
     given = []
-    pool = SimpleNamespace(functions=[SimpleNamespace(name="f")], submit=given.append)
-    scoring = RolloutScoring(pool, lambda row, ids: (row, ids), FailureWindow(), {}, num_samples=3, takes_tokens=True)
+    pool = SimpleNamespace(functions=[RewardFunction("f", "f")], submit=given.append)
+    scoring = scoring_by(pool, takes_tokens=True)
     for place, row, sample in ((0, 7, 2), (1, 4, 0), (0, 7, 0), (1, 4, 2), (0, 7, 1), (1, 4, 1)):
         scoring.ended(place, row, sample, [row, sample])
-    assert given == [(7, [[7, 0], [7, 1], [7, 2]]), (4, [[4, 0], [4, 1], [4, 2]])]
+    assert [one.row.split()[0] for one in given] == ["8", "5"]
+    assert [one.ids for one in given] == [[[7, 0], [7, 1], [7, 2]], [[4, 0], [4, 1], [4, 2]]]
+    assert [one.texts for one in given] == [[str(ids) for ids in one.ids] for one in given]
 
 
 @pytest.mark.parametrize("values", [[[0.5], None, 1.0], [None, 1.0, [0.5, 0.0]]])
 def test_values_of_tokens_are_refused_in_any_response(values):
     """Of a method that compares responses."""
     pool = SimpleNamespace(
-        functions=[SimpleNamespace(name="f")], submit=lambda *_: 0, gather=lambda handles, _: [{"f": values}]
+        functions=[RewardFunction("f", "f")], submit=lambda *_: 0, gather=lambda handles, _: [{"f": values}]
     )
-    scoring = RolloutScoring(pool, lambda row, ids: (row, ids), FailureWindow(), {}, num_samples=3, takes_tokens=False)
+    scoring = scoring_by(pool, takes_tokens=False)
     for sample in range(3):
         scoring.ended(0, 7, sample, [sample])
     with pytest.raises(InputError, match=naming("a value for each token")):
