@@ -16,7 +16,7 @@ from pipeline.data.turns import Turns
 from pipeline.errors import InputError, printable, say
 from pipeline.files import refused_by_disk, write_text
 from pipeline.inference.answer_settings import AnswerSettings
-from pipeline.inference.comparison import AnswerRow, Contestant, markdown, print_comparison, to_json
+from pipeline.inference.comparison import Contestant, markdown, print_comparison, to_json
 from pipeline.inference.prompt_lists import bundled_prompts, read_prompts, shown_prompt
 from pipeline.models.paths import check_language_model, check_reward_model
 from pipeline.run.entry import command, command_flags
@@ -125,14 +125,12 @@ def answered(config: CompareConfig, label: str, path: str, prompts: list[Turns])
     began = time.perf_counter()
     chat_model = load_chat_model(path, dtype=resolve_dtype(config.dtype))
     encoded = [encode_prompt(chat_model.tokenizer, turns) for turns in prompts]
-    rows: list[tuple[AnswerRow, ...]] = []
-    for start in range(0, len(encoded), config.batch_size):
-        batch = encoded[start : start + config.batch_size]
-        for answers in generate_answers(chat_model, batch, config.sampling, seed=config.seed):
-            rows.append(tuple(AnswerRow(answer.text, len(answer.ids), answer.finished) for answer in answers))
+    batches = (encoded[start : start + config.batch_size] for start in range(0, len(encoded), config.batch_size))
+    answers = (generate_answers(chat_model, batch, config.sampling, seed=config.seed) for batch in batches)
+    rows = tuple(tuple(answers_to_prompt) for each in answers for answers_to_prompt in each)
     count = sum(map(len, rows))
     say(f"{label} = {path}: {count} answers in {time.perf_counter() - began:.1f} s")
-    return Contestant(label, path, tuple(rows))
+    return Contestant(label, path, rows)
 
 
 def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[Turns]) -> list[Contestant]:
@@ -146,7 +144,7 @@ def scored(config: CompareConfig, contestants: list[Contestant], prompts: list[T
         pairs = [(turns, row) for turns, rows in zip(prompts, contestant.answers, strict=True) for row in rows]
         texts = [(turns, row.text, row.finished) for turns, row in pairs]
         scores = iter(score_answers(scorer, texts, batch_size=config.batch_size))
-        answers = tuple(tuple(replace(row, score=next(scores)) for row in rows) for rows in contestant.answers)
+        answers = tuple(tuple(replace(row, reward=next(scores)) for row in rows) for rows in contestant.answers)
         result.append(replace(contestant, answers=answers))
     return result
 

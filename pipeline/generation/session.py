@@ -228,13 +228,11 @@ def finish(
     session: Session,
     *,
     should_stop: Callable[[], bool] = lambda: False,
-    emit: Callable[[list[int]], None] = lambda ids: None,
     ended: Callable[[Finished], None] = lambda response: None,
 ) -> list[Finished]:
     """Advance until the last request has ended; return the responses in the order of submission.
 
     Args:
-        emit: called with the new tokens of a request that streams.
         ended: called with each response when it has ended.
 
     Raises:
@@ -246,8 +244,6 @@ def finish(
             if isinstance(event, Finished):
                 responses[event.request.number] = event
                 ended(event)
-            else:
-                emit(event.ids)
         if session.is_idle:
             return [responses[number] for number in sorted(responses)]
 

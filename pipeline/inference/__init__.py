@@ -1,1 +1,1 @@
-"""Inference with finished models: chat, and comparison of several models on the same prompts."""
+"""Answers of models: chat, comparison, sampling and trials; `answer_scores.py` leads from prompts to scored answers."""

@@ -1,12 +1,13 @@
-"""Generate answers of a language model with every sampling setting explicit.
+"""The way from prompts to answers: sessions of PPO's sampler, and transformers' `generate` for what that cannot do.
 
-`rlhf chat`, `rlhf compare` and the evaluation of stage 1 call it. The sampler of PPO's rollouts (`pipeline.generation`)
-draws the tokens; transformers' `generate` does what the sampler cannot (`only_transformers`). B prompts, P positions of
-the longest prompt, T new positions.
+`rlhf chat`, `rlhf compare` and the evaluation of stage 1 call `generate_answers` for a batch of prompts; `rlhf sample`
+and `rlhf reward` call `answers_as_they_end` for those of a data set (`answer_scores.py`). Every sampling setting is
+explicit. B prompts, P positions of the longest prompt, T new positions.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,17 +15,18 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
-from pipeline.generation.session import Capacity, SessionSource, finish, stopped_length
+from pipeline.generation.session import Capacity, Finished, Reason, SessionSource, stopped_length
 from pipeline.generation.sources import session_source
-from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.stop_strings import StopStrings
+from pipeline.inference.answer_rows import Answer
+from pipeline.inference.answer_settings import DrawSettings, ReplySettings
 from pipeline.models.loaded import on_devices
 from pipeline.models.loading import DTYPES, default_device, default_dtype, load_language_model
 from pipeline.models.partitions import whole_shape
@@ -64,19 +66,10 @@ class ChatModel:
         embeddings: Any = self.model.get_input_embeddings()
         return whole_shape(embeddings.weight)[0]
 
-
-@dataclass(frozen=True, slots=True)
-class DecodedAnswer:
-    """An answer of a model.
-
-    ids: as sampled, with the end token, or the token that completes a stop string, if there is one.
-    text: the decoded ids without special tokens, stripped.
-    finished: True = ended by the model or a stop string; False = truncated at max_new_tokens.
-    """
-
-    ids: tuple[int, ...]
-    text: str
-    finished: bool
+    def answer(self, ids: Sequence[int], reason: Reason, log_prob: float | None = None) -> Answer:
+        """Return the answer with these new ids, which has ended for this reason; its text is without an end token."""
+        shown = ids[:-1] if ids[-1] in self.vocabulary.eos_ids else ids
+        return Answer(decode(self.tokenizer, shown).strip(), tuple(ids), reason, log_prob)
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -149,7 +142,7 @@ def generate_answers(
     seed: int,
     streamer: "AnswerStreamer | None" = None,
     lockstep: bool = False,
-) -> list[list[DecodedAnswer]]:
+) -> list[list[Answer]]:
     """Return num_return_sequences answers (1 for ReplySettings) to each prompt.
 
     Sampled answers depend only on the seed and their prompt, up to rounding; greedy ones only on the prompt. Sampled
@@ -167,12 +160,60 @@ def generate_answers(
     for prompt in prompts:
         check_ids(chat_model.path, prompt, settings.max_new_tokens, **sizes)
     if lockstep or only_transformers(chat_model, settings):
-        rows = answers_by_transformers(chat_model, prompts, settings, seed, streamer, lockstep=lockstep)
-    else:
-        rows = answers_by_session(chat_model, prompts, settings, seed, streamer)
-    answers = [finished_answer(chat_model, ids, settings.stop_strings) for ids in rows]
-    num_each = len(answers) // len(prompts)
-    return [answers[start : start + num_each] for start in range(0, len(answers), num_each)]
+        return answers_by_transformers(chat_model, prompts, settings, seed=seed, streamer=streamer, lockstep=lockstep)
+    num_samples, num_new = getattr(settings, "num_return_sequences", 1), settings.max_new_tokens
+    # Lengths are rounded up, so that a growing conversation mostly reuses its buffers.
+    roomy = round_up(max(map(len, prompts)) + num_new, ROOM_MULTIPLE)
+    capacity = Capacity(len(prompts) * num_samples, num_new, min(roomy, chat_model.num_positions or sys.maxsize))
+    requests = [(Prompt.of(ids), RandomKey(seed, "answer")) for ids in prompts]
+    parts = answers_as_they_end(chat_model, requests, settings, num_samples, capacity, streamer=streamer)
+    answers = {index: each for part in parts for index, each in part.items()}
+    if streamer is not None:
+        streamer.end()
+    if not all(answer.is_finite for each in answers.values() for answer in each):
+        raise InputError(f"{chat_model.path}: its logits are not finite; give another --temperature or --dtype")
+    return [answers[index] for index in range(len(prompts))]
+
+
+def answers_as_they_end(
+    chat_model: ChatModel,
+    requests: Iterable[tuple[Prompt, RandomKey]],
+    settings: DrawSettings,
+    num_samples: int,
+    capacity: Capacity,
+    *,
+    streamer: "AnswerStreamer | None" = None,
+) -> Iterator[dict[int, list[Answer]]]:
+    """Yield, after each step of a session, the answers to the requests whose last answer has ended in it, by index.
+
+    An answer depends only on its prompt, key and number, up to rounding.
+
+    Args:
+        requests: prompts with the keys of their random numbers, which are submitted as slots become free.
+        num_samples: answers to each prompt.
+        capacity: limits of the session, which the longest prompt fits.
+        streamer: receives the tokens of a single answer as they are generated.
+    """
+    how = (settings.temperature, settings.top_p, settings.top_k)
+    sampling = Sampling(settings.max_new_tokens, *how, tuple(settings.stop_strings))
+    session, rest = chat_model.sessions().session(capacity), iter(requests)
+    answers = defaultdict[int, dict[int, Answer]](dict)
+    while True:
+        while len(session.waiting) < capacity.num_slots and (request := next(rest, None)):
+            for n in range(num_samples):
+                session.submit(request[0], sampling, request[1], sample=n, streams=streamer is not None)
+        if session.is_idle:
+            return
+        ended = dict[int, list[Answer]]()
+        for event in session.advance():
+            if isinstance(event, Finished):
+                index, log_prob = event.request.number // num_samples, event.log_probs.double().sum().item()
+                answers[index][event.request.sample] = chat_model.answer(event.ids.tolist(), event.reason, log_prob)
+                if len(answers[index]) == num_samples:
+                    ended[index] = [answer for _, answer in sorted(answers.pop(index).items())]
+            elif streamer is not None:
+                streamer.take(event.ids)
+        yield ended
 
 
 def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:
@@ -186,43 +227,17 @@ def only_transformers(chat_model: ChatModel, settings: ReplySettings) -> bool:
     return other or config.is_encoder_decoder or not has_key_value_cache(config)
 
 
-def answers_by_session(
-    chat_model: ChatModel,
-    prompts: Sequence[Sequence[int]],
-    settings: ReplySettings,
-    seed: int,
-    streamer: "AnswerStreamer | None",
-) -> list[list[int]]:
-    """Return the new ids of each answer, in the order of the prompts, drawn by the sampler of PPO's rollouts."""
-    num_samples = getattr(settings, "num_return_sequences", 1)
-    drawn_with, stop = (settings.temperature, settings.top_p, settings.top_k), tuple(settings.stop_strings)
-    sampling = Sampling(settings.max_new_tokens, *drawn_with, stop)
-    longest = max(map(len, prompts)) + sampling.max_new_tokens
-    # Lengths are rounded up, so that a growing conversation mostly reuses its buffers.
-    roomy = min(round_up(longest, ROOM_MULTIPLE), chat_model.num_positions or sys.maxsize)
-    session = chat_model.sessions().session(Capacity(len(prompts) * num_samples, sampling.max_new_tokens, roomy))
-    for prompt in (Prompt.of(ids) for ids in prompts):
-        for n in range(num_samples):
-            session.submit(prompt, sampling, RandomKey(seed, "answer"), sample=n, streams=streamer is not None)
-    responses = finish(session) if streamer is None else finish(session, emit=streamer.take)
-    if streamer is not None:
-        streamer.end()
-    if not all(response.log_probs.isfinite().all() for response in responses):
-        raise InputError(f"{chat_model.path}: its logits are not finite; give another --temperature or --dtype")
-    return [response.ids.tolist() for response in responses]
-
-
 @torch.no_grad()  # not inference mode: its tensors could not be trained on afterwards
 def answers_by_transformers(
     chat_model: ChatModel,
     prompts: Sequence[Sequence[int]],
     settings: ReplySettings,
+    *,
     seed: int,
     streamer: "AnswerStreamer | None",
-    *,
     lockstep: bool,
-) -> list[list[int]]:
-    """Return the new ids of each answer, padded behind its end, from transformers' `generate`."""
+) -> list[list[Answer]]:
+    """Return the answers to each prompt; see `generate_answers`."""
     device = chat_model.model.device
     rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
     seq2seq = chat_model.model.config.is_encoder_decoder
@@ -247,8 +262,51 @@ def answers_by_transformers(
             raise
         how = f"--temperature {settings.temperature:g} and --repetition-penalty {settings.repetition_penalty:g}"
         raise InputError(f"{chat_model.path}: its logits are not finite at {how}; give others") from error
-    ids: list[list[int]] = sequences[:, num_known:].tolist()  # (B * N, T)
-    return ids
+    answers = [ended_answer(chat_model, ids, settings.stop_strings) for ids in sequences[:, num_known:].tolist()]
+    num_each = len(answers) // len(prompts)
+    return [answers[start : start + num_each] for start in range(0, len(answers), num_each)]
+
+
+def ended_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str]) -> Answer:
+    """Return the answer in a row of new ids (T,): truncated at its first end token or stop string, without padding."""
+    end = next((number for number, token in enumerate(ids, 1) if token in chat_model.vocabulary.eos_ids), None)
+    stopped = stopped_length(stop, ids[: end and end - 1], chat_model.vocabulary)
+    return chat_model.answer(ids[: stopped or end], "stop" if stopped else "end" if end else "limit")
+
+
+def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
+    """Build the settings of `generate`, all explicit; temperature 0 is greedy decoding."""
+    passed = settings.model_dump(include={"max_new_tokens", "repetition_penalty", "num_beams", "num_return_sequences"})
+    if settings.temperature > 0:
+        passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
+    # Rows that only pad the vocabulary belong to no token; their logits are arbitrary.
+    unused = list(range(chat_model.vocabulary.num_tokens or 0, chat_model.num_embeddings))
+    return GenerationConfig(
+        do_sample=settings.temperature > 0,
+        pad_token_id=chat_model.vocabulary.pad_id,
+        eos_token_id=sorted(chat_model.vocabulary.eos_ids),
+        suppress_tokens=unused or None,
+        decoder_start_token_id=getattr(chat_model.model.config, "decoder_start_token_id", None),
+        **passed,
+    )
+
+
+class StopStrings(StoppingCriteria):
+    """The end of rows whose new tokens contain a stop string; transformers' own criterion searches the prompt too.
+
+    stop: the strings.
+    vocabulary: how ids become text.
+    num_known: tokens of a row before its first new one.
+    """
+
+    def __init__(self, stop: list[str], vocabulary: Vocabulary, num_known: int) -> None:
+        self.stop, self.vocabulary, self.num_known = stop, vocabulary, num_known
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Return (B,) bool, True = the last token of the row's (B, S) ids completes a stop string."""
+        new = input_ids[:, self.num_known :].tolist()
+        lengths = [stopped_length(self.stop, ids, self.vocabulary, seen=len(ids) - 1) for ids in new]
+        return torch.tensor([length is not None for length in lengths], device=input_ids.device)
 
 
 def check_ids(
@@ -269,38 +327,12 @@ def check_ids(
         )
 
 
-def generation_config(chat_model: ChatModel, settings: ReplySettings) -> GenerationConfig:
-    """Build the settings of `generate`, all explicit; temperature 0 is greedy decoding."""
-    passed = settings.model_dump(include={"max_new_tokens", "repetition_penalty", "num_beams", "num_return_sequences"})
-    if settings.temperature > 0:
-        passed |= settings.model_dump(include={"temperature", "top_p", "top_k"})
-    # Rows that only pad the vocabulary belong to no token; their logits are arbitrary.
-    unused = list(range(chat_model.vocabulary.num_tokens or 0, chat_model.num_embeddings))
-    return GenerationConfig(
-        do_sample=settings.temperature > 0,
-        pad_token_id=chat_model.vocabulary.pad_id,
-        eos_token_id=sorted(chat_model.vocabulary.eos_ids),
-        suppress_tokens=unused or None,
-        decoder_start_token_id=getattr(chat_model.model.config, "decoder_start_token_id", None),
-        **passed,
-    )
-
-
-def finished_answer(chat_model: ChatModel, ids: Sequence[int], stop: Sequence[str] = ()) -> DecodedAnswer:
-    """Return the answer in a row of new ids (T,): truncated at its first end token or stop string, without padding."""
-    end = next((position for position, token in enumerate(ids) if token in chat_model.vocabulary.eos_ids), None)
-    with_end = tuple(ids if end is None else ids[: end + 1])
-    if (stopped := stopped_length(stop, ids[:end], chat_model.vocabulary)) is not None:
-        end, with_end = stopped, tuple(ids[:stopped])
-    return DecodedAnswer(with_end, decode(chat_model.tokenizer, ids[:end]).strip(), finished=end is not None)
-
-
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class AnswerStreamer(BaseStreamer):
-    """A streamer that emits the text of one answer piece by piece, as soon as characters are complete.
+    """A streamer that emits the text of one answer, without leading white space, as soon as characters are complete.
 
     A token may be a part of a character, and decoders may treat a first token specially. So a short window of tokens is
     decoded, and what its text gained is emitted.
@@ -309,6 +341,7 @@ class AnswerStreamer(BaseStreamer):
     def __init__(self, chat_model: ChatModel, emit: Callable[[str], None]) -> None:
         self.ids: list[int] = []  # without the end token
         self.finished = False
+        self._has_text = False  # whether a piece was emitted
         self._chat_model = chat_model
         self._emit = emit
         self._window = 0  # first token of the decoded window
@@ -339,5 +372,8 @@ class AnswerStreamer(BaseStreamer):
         text = decode(self._chat_model.tokenizer, self.ids[self._window :])
         if len(text) <= len(before) or (may_wait and text.endswith("\ufffd")):
             return
-        self._emit(text[len(before) :])
+        piece = text[len(before) :]
+        if piece := piece if self._has_text else piece.lstrip():
+            self._has_text = True
+            self._emit(piece)
         self._window, self._emitted = self._emitted, len(self.ids)

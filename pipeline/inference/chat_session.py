@@ -78,7 +78,7 @@ class Conversation:
         prompt, num_forgotten = self._fitting_prompt(turns)
         limit = min(self.settings.max_new_tokens, self._positions - len(prompt))
         settings = self.settings.model_copy(update={"max_new_tokens": limit})
-        streamer = AnswerStreamer(self.chat_model, without_leading_space(emit))
+        streamer = AnswerStreamer(self.chat_model, emit)
         self._num_replies += 1
         seed = self.seed + self._num_replies
         start = time.perf_counter()
@@ -113,16 +113,3 @@ class Conversation:
         if len(prompt) >= self._positions:
             raise InputError(f"this message needs {len(prompt)} tokens; the model has {self._positions} positions")
         return prompt, start
-
-
-def without_leading_space(emit: Emit) -> Emit:
-    """Wrap `emit` so that white space before the first other character is dropped."""
-    started = False
-
-    def trimmed(piece: str) -> None:
-        nonlocal started
-        if piece := piece if started else piece.lstrip():
-            started = True
-            emit(piece)
-
-    return trimmed

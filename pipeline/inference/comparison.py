@@ -19,6 +19,7 @@ from rich.text import Text
 
 from pipeline.console import code_span, fenced
 from pipeline.errors import printable
+from pipeline.inference.answer_rows import Answer
 
 Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 MIN_COLUMN = 36  # width of an answer's column in characters below which answers are stacked
@@ -27,22 +28,15 @@ LOOKS: Any = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}  # s
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRow:
-    """An answer in a comparison; num_tokens includes its end token; score is None without a reward model."""
-
-    text: str
-    num_tokens: int
-    finished: bool
-    score: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Contestant:
-    """A model in a comparison; answers[i] are those to prompt i, equally many for each prompt and model."""
+    """A model in a comparison; answers[i] are those to prompt i, equally many for each prompt and model.
+
+    Their rewards are the scores of the reward model; None without one.
+    """
 
     label: str
     path: str
-    answers: tuple[tuple[AnswerRow, ...], ...]
+    answers: tuple[tuple[Answer, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +109,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 def scores(contestant: Contestant) -> list[list[float]]:
     """Return a model's scores as [prompt][answer], empty if its answers have none."""
-    rows = [[row.score for row in answers if row.score is not None] for answers in contestant.answers]
+    rows = [[row.reward for row in answers if row.reward is not None] for answers in contestant.answers]
     return rows if all(rows) else []
 
 
@@ -158,10 +152,15 @@ def summarise(contestants: Sequence[Contestant]) -> list[Summary]:
 def to_json(prompts: Sequence[str], contestants: Sequence[Contestant], settings: dict[str, Any]) -> dict[str, Any]:
     """Return a whole comparison as one JSON object."""
     answers = [
-        {"prompt": text, "answers": {one.label: list(map(asdict, one.answers[index])) for one in contestants}}
+        {"prompt": text, "answers": {one.label: list(map(json_row, one.answers[index])) for one in contestants}}
         for index, text in enumerate(prompts)
     ]
     return {"settings": settings, "models": list(map(asdict, summarise(contestants))), "prompts": answers}
+
+
+def json_row(answer: Answer) -> dict[str, Any]:
+    """Return an answer as the JSON file has it."""
+    return {name: getattr(answer, name) for name in ("text", "num_tokens", "finished")} | {"score": answer.reward}
 
 
 def print_comparison(console: Console, prompts: Sequence[str], contestants: Sequence[Contestant]) -> None:
@@ -204,9 +203,9 @@ def stacked(contestants: Sequence[Contestant], index: int) -> list[RenderableTyp
     ]
 
 
-def remark(row: AnswerRow) -> str:
+def remark(row: Answer) -> str:
     """Return the line below an answer: '(12 tokens, score 1.24)'."""
-    score = "" if row.score is None else f", score {row.score:.4g}"
+    score = "" if row.reward is None else f", score {row.reward:.4g}"
     return f"({row.num_tokens} tokens{'' if row.finished else ', cut off'}{score})"
 
 

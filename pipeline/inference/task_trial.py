@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import counted
+from pipeline.inference.answer_rows import Answer
 from pipeline.inference.comparison import Interval, mean_interval, wilson
-from pipeline.inference.sample_rows import SampledAnswer
 
 # Bounds of the verdict; a figure is below or above one if its whole 95 % interval is. A group is the answers to one
 # prompt.
@@ -95,7 +95,7 @@ class TaskTrial:
 
 
 def task_trial(
-    groups: Sequence[Sequence[SampledAnswer]],
+    groups: Sequence[Sequence[Answer]],
     weights: Mapping[str, float],
     *,
     limit: int,
@@ -120,7 +120,7 @@ def task_trial(
     rewards = [[float(f"{reward:.{DIGITS}g}") for reward in group_rewards] for group_rewards in rewards]
     differing = [len(set(group_rewards)) > 1 for group_rewards in rewards]
     passes = {name: both for name, weight in weights.items() if weight > 0 and (both := passes_of(groups, name))}
-    ended = [one.num_tokens for one in answers if one.finish_reason != "limit"]
+    ended = [one.num_tokens for one in answers if one.finished]
     return TaskTrial(
         num_samples=num_samples,
         num_answers=sum(map(len, rewards)),
@@ -137,11 +137,11 @@ def task_trial(
         passes=passes,
         differ=share_by_prompt([[differs] for differs in differing]),
         room=room_of(rewards) if num_samples >= BEST_OF and len(rewards) >= MIN_PROMPTS else None,
-        truncated=share_by_prompt([[one.finish_reason == "limit" for one in group] for group in groups]),
+        truncated=share_by_prompt([[not one.finished for one in group] for group in groups]),
     )
 
 
-def passes_of(groups: Sequence[Sequence[SampledAnswer]], name: str) -> tuple[Interval, Interval] | None:
+def passes_of(groups: Sequence[Sequence[Answer]], name: str) -> tuple[Interval, Interval] | None:
     """Return pass@1 and pass@k by a reward function; None if it has no value or one outside 0 to 1.
 
     As in training (`pass_at_1/NAME`), answers without a value do not count.

@@ -44,16 +44,26 @@ class RewardModel:
 
     def score(self, rows: ScoredRows) -> Tensor:
         """Return (n,) fp32 raw scores at each row's last real token; with `tokenizer`, rows are encoded from text."""
-        sequences, mask, num_packed = rows.sequences, rows.mask, rows.num_packed_tokens
-        if self.tokenizer is not None:
+        with self.open() as model:
+            if self.tokenizer is None:
+                settings = {"num_tokens": rows.num_packed_tokens, "right_padded": True}
+                return last_token_scores(model(rows.sequences, rows.mask, **settings), rows.mask.sum(1))
             texts = [(row.messages, row.response.strip(), row.finished) for row in rows]
             ids = [scored_ids(self.tokenizer, *text, num_positions=self.num_positions) for text in texts]
-            encoded = [torch.tensor(one, device=sequences.device) for one in ids]
-            lengths = torch.tensor([len(ids) for ids in encoded], device=sequences.device)
-            sequences = pad_rows(encoded, self.tokenizer.pad_token_id or 0)
-            mask, num_packed = lengths_to_mask(lengths, sequences.shape[1]), sum(map(len, encoded))
-        with self.open() as model:
-            return last_token_scores(model(sequences, mask, num_tokens=num_packed, right_padded=True), mask.sum(1))
+            return score_ids(model, ids, self.tokenizer, rows.sequences.device)
+
+
+def score_ids(
+    model: Callable[..., Tensor],
+    rows: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> Tensor:
+    """Return (n,) fp32 scores of n rows of ids, read at their last tokens."""
+    sequences = pad_rows([torch.tensor(row, device=device) for row in rows], tokenizer.pad_token_id or 0)  # (n, S)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    mask = lengths_to_mask(lengths, sequences.shape[1])
+    return last_token_scores(model(sequences, mask, num_tokens=sum(map(len, rows)), right_padded=True), lengths)
 
 
 def scored_ids(

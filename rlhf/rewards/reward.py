@@ -6,26 +6,100 @@ With a model, also the task: `rlhf reward rewards.py:right_number --data questio
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
+from pydantic import model_validator
 
-from pipeline.errors import InputError, printable, say, show
+from pipeline.configuration.flag_table import flag
+from pipeline.errors import InputError, counted, printable, say, show
+from pipeline.files import has_config, read_object, refused_by_disk, write_json
+from pipeline.inference.answer_rows import Answer
+from pipeline.inference.answer_settings import SampleSettings
+from pipeline.inference.task_trial import rows_of, task_trial
+from pipeline.models.paths import check_language_model
 from pipeline.rewards.box.table import BOX, settings_of
-from pipeline.rewards.failures import FailureWindow, counts_of, failure_notes, first_of_failures
+from pipeline.rewards.failures import (
+    FailureWindow,
+    check_one_for_each,
+    check_values,
+    counts_of,
+    failure_notes,
+    first_of_failures,
+)
 from pipeline.rewards.functions import FLAG, RewardFunction, parse_reward_functions
 from pipeline.rewards.pool import Failure, Responses, Value
-from pipeline.rewards.worker_flags import reward_pool
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
+from pipeline.run.layout import task_file
 from pipeline.run.logs import StderrHandler
-from rlhf.rewards.reward_config import RewardTrialConfig
-from rlhf.rewards.task import try_task
+
+if TYPE_CHECKING:
+    from pipeline.inference.answer_scores import PromptData, SamplePrompt
 
 LLM_JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "NAME"}  # settings of the LLM judge in a printed example
 WIDTH = 40  # printed characters of a completion
 NUM_ROWS = 20  # rows that are read unless -n says how many
+NUM_PROMPTS = 64  # prompts that --model answers unless -n says how many
+ANSWERS_AT_ONCE = 128  # answers of --model that are sampled at once
+NAME_WIDTH = 20  # of a row's name in the trial of a task; longer names of functions shift their row
+MAX_GROUP = 256  # responses to one prompt in a trial
+
+
+class RewardTrialConfig(WorkerFlags):
+    """Try reward functions on rows of a data set: `rlhf reward rewards.py:length --data prompts.jsonl`."""
+
+    reward_function: list[str] = flag(
+        [], "FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores", positional=True, required=True
+    )
+    data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
+    n: int = flag(0, "Number of rows to read; also -n; 0: 20, with --model 64 from all of the data", ge=0)
+    completion: str = flag("", "A response to score for each row, in addition to its own", kind="text")
+    num_samples_per_prompt: int = flag(
+        8,
+        "Responses per call, as in training: a row's repeated, or those of --model",
+        ge=1,
+        le=MAX_GROUP,
+    )
+    model: str = flag(
+        "", "Folder or hub id of the model to train: it answers rows, and a verdict says if it can learn",
+        kind="path", aliases=("actor_model", "model_name_or_path"),
+    )  # fmt: skip
+    max_answer_seq_len: int = flag(
+        512,
+        "With --model: most tokens of an answer, its end token included",
+        ge=1,
+        other_tools="max_completion_length max_new_tokens",
+    )
+    max_prompt_seq_len: int = flag(
+        0,
+        "With --model: most tokens of a prompt, longer ones are dropped as in training; 0: what --max-answer-seq-len "
+        "leaves",
+        ge=0,
+    )
+    output: str = flag(
+        "", "With --model: the output folder of the run to come, whose report shows the trial; none: print", kind="path"
+    )
+    seed: int = flag(1234, "With --model: seed of its answers", ge=0)
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
+
+    @model_validator(mode="after")
+    def _flags_belong_to_the_mode(self) -> Self:
+        if self.model and self.completion:
+            raise ValueError("completion: got it with --model, whose answers are scored; give one of both")
+        if self.model and self.num_samples_per_prompt < 2:
+            raise ValueError("num_samples_per_prompt: got 1 with --model, which compares answers; expected 2 or more")
+        names = ("max_answer_seq_len", "max_prompt_seq_len", "output", "seed")
+        others = {name: type(self).model_fields[name].default for name in names}
+        if not self.model and (given := [name for name, default in others.items() if getattr(self, name) != default]):
+            raise ValueError(f"{given[0]}: got it without --model, which answers the rows; give both or neither")
+        return self
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -126,6 +200,90 @@ SUMMARIES: dict[str, Callable[[Sequence[Value]], object]] = {
     "None": lambda values: sum(value is None for value in values),
     "failures": lambda values: sum(isinstance(value, Failure) for value in values),
 }
+
+# --- the trial of a task by --model --------------------------------------------------------------------------------
+
+
+def try_task(config: RewardTrialConfig, functions: Sequence[RewardFunction]) -> None:
+    """Sample the model's answers to rows of the data, score them, and print whether the task can be learned."""
+    from pipeline.inference.answer_scores import read_prompts
+    from pipeline.models.source import ModelSource, num_positions
+
+    check_language_model(config.model, "--model")
+    folder = Path(config.output).expanduser() if config.output else None
+    if folder:
+        check_folder(folder)
+    limit, k, source = config.max_answer_seq_len, config.num_samples_per_prompt, ModelSource(config.model)
+    data = read_prompts([config.data], source, column_map=config.column_map, max_length=config.max_prompt_seq_len,
+                        max_new_tokens=limit, limit_flag="--max-answer-seq-len")  # fmt: skip
+    prompts = drawn([one for one in data.prompts if not one.copy], config.n or NUM_PROMPTS, config.seed)
+    began, positions = time.monotonic(), num_positions(source.config)
+    trial = task_trial(
+        answers_to(replace(data, prompts=prompts), config, functions),
+        {one.name: one.weight for one in functions},
+        limit=limit,
+        num_samples=k,
+        most_tokens=positions and positions - max(len(one.tokens.ids) for one in prompts),
+    )
+    if trial is None:
+        raise InputError(f"{FLAG}: no answer of {config.model} got a reward: functions failed or returned None")
+    title = f"{counted(len(prompts), 'prompt')} x {k} answers of {printable(config.model)} at temperature 1"
+    table = rows_of(trial)
+    show(f"{title} in {time.monotonic() - began:.1f} s; in brackets 95 % intervals, by prompt")
+    for name, text in table:
+        show(f"{name:<{NAME_WIDTH}}{text}")
+    if folder:
+        with refused_by_disk(folder):
+            write_json(task_file(folder), {"title": title, "rows": table})
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of --output. Raises InputError for a model's folder or a file of somebody else's."""
+    if has_config(folder):
+        raise InputError(f"--output: {folder}: got a model; name the output folder that holds sft/ and actor/")
+    if task_file(folder).exists() and "rows" not in read_object(task_file(folder)):
+        raise InputError(f"--output: {task_file(folder)}: got a file that no trial wrote; name another folder")
+    with refused_by_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def drawn(prompts: "Sequence[SamplePrompt]", count: int, seed: int) -> "list[SamplePrompt]":
+    """Return `count` random prompts in their order, numbered from 1; held-out ones only if there are no others."""
+    prompts = [one for one in prompts if one.split != "test"] or prompts
+    indices = sorted(Random(seed).sample(range(len(prompts)), min(count, len(prompts))))
+    return [replace(prompts[index], number=number) for number, index in enumerate(indices, 1)]
+
+
+def answers_to(
+    data: "PromptData", config: RewardTrialConfig, functions: Sequence[RewardFunction]
+) -> list[list[Answer]]:
+    """Return the model's answers to each prompt, scored.
+
+    Raises:
+        InputError: a function fails too often, or returns a value for each token.
+        EnvironmentFault: its endpoint does not answer.
+    """
+    from pipeline.inference.answer_scores import scored_answers
+    from pipeline.inference.answers import load_chat_model, resolve_dtype
+
+    k = config.num_samples_per_prompt
+    settings = SampleSettings(max_new_tokens=config.max_answer_seq_len, temperature=1.0, n=k)
+    run: Any = {"batch_size": max(1, ANSWERS_AT_ONCE // k), "seed": config.seed, "progress": f" of {len(data.prompts)}"}
+    groups, by_name = list[list[Answer]](), dict[str, list[Value]]({one.name: [] for one in functions})
+    logging.basicConfig(level=logging.INFO, handlers=[StderrHandler()], force=True)  # functions print to stderr
+    with reward_pool(config, functions, prints_traces=False) as pool:
+        pool.check(data.columns)
+        chat_model = load_chat_model(config.model, dtype=resolve_dtype("auto"))
+        for _, answers, values in scored_answers(chat_model, data, pool, settings, **run):
+            groups.append(answers)
+            for name, results in values.items():
+                by_name[name] += results
+                check_values(name, by_name[name])
+                check_one_for_each(name, results)
+    for name, results in by_name.items():
+        say(*failure_notes(name, results))
+    return groups
+
 
 main = command(run, "rlhf reward")
 

@@ -2,16 +2,21 @@
 
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from pydantic import model_validator
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import Dtype
 from pipeline.errors import InputError, counted, dashed, say
 from pipeline.files import model_fingerprint
+from pipeline.inference.answer_rows import RowLayout, ScoreSummary, prompt_columns, row_of
+from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.sample_file import (
     SampleFile,
     check_output,
@@ -21,21 +26,77 @@ from pipeline.inference.sample_file import (
     output_held,
     part_of,
 )
-from pipeline.inference.sample_rows import prompt_columns, row_of
-from pipeline.inference.score_summary import ScoreSummary
 from pipeline.models.paths import check_language_model, check_reward_model, last_part
 from pipeline.rendezvous import num_ranks
 from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
-from pipeline.rewards.functions import RewardFunction, parse_reward_functions
+from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.worker_flags import reward_pool
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
 from pipeline.run.entry import command, command_flags
-from rlhf.rewards.sample_config import SampleConfig
 
 if TYPE_CHECKING:
-    from pipeline.inference.sampling import PromptData
+    from pipeline.inference.answer_scores import PromptData
 
-PROGRESS_S = 10.0
+
+class SampleConfig(WorkerFlags):
+    """Sample answers of a model: `rlhf sample output/sft --data prompts.jsonl -n 8 --output answers.jsonl`."""
+
+    model: str = flag(
+        "", "Folder (a merged model or a LoRA adapter) or hub id", kind="path", positional=True, required=True,
+        aliases=("model_name_or_path",),
+    )  # fmt: skip
+    data: list[str] = flag(
+        [],
+        "Files, folders or hub ids with prompts, read as for training",
+        kind="path",
+        required=True,
+        aliases=("data_path",),
+    )
+    column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
+    max_prompt_seq_len: int = flag(
+        0, "Most tokens of a prompt, longer ones are dropped; 0: what --max-new-tokens leaves", ge=0
+    )
+    output: str = flag(
+        "",
+        "File of JSON lines, which the same command resumes and all ranks of torchrun write to; none: standard output",
+        kind="path",
+    )
+    overwrite: bool = flag(False, "Replace --output instead of resuming it")
+    write_as: RowLayout = flag(
+        "answers",
+        "Content of a row; answers: all to a prompt; sft: the best one, for stage 1; pairs: the best and the worst, "
+        "for stage 2 or DPO",
+        aliases=("as",),
+    )
+    reward_function: list[str] = flag(
+        [],
+        "Functions that score answers, FILE.py:NAME or a built-in NAME; a :WEIGHT after it multiplies its scores",
+        aliases=("reward",),
+    )
+    reward_model: list[str] = flag(
+        [],
+        "Reward models that score answers, folders or hub ids; a :WEIGHT after one multiplies its raw scores",
+        aliases=("reward_model_name_or_path",),
+    )
+    batch_size: int = flag(16, "Prompts whose answers are sampled at once", ge=1)
+    seed: int = flag(1234, "Seed of the answers; an answer does not depend on its batch", ge=0)
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
+    sampling: SampleSettings = SampleSettings(temperature=1.0)
+
+    @model_validator(mode="after")
+    def _answers_are_told_apart(self) -> Self:
+        n, is_scored = self.sampling.n, bool(self.reward_function or self.reward_model)
+        if self.write_as == "pairs" and (n == 1 or not is_scored):
+            raise ValueError("--write-as pairs: needs --n of at least 2, and --reward-function or --reward-model")
+        if self.write_as == "sft" and n > 1 and not is_scored:
+            which = f"that tells the best of {n} answers"
+            raise ValueError(f"--write-as sft: needs a --reward-function or --reward-model {which}")
+        self.reward_models()
+        return self
+
+    def reward_models(self) -> list[tuple[str, float]]:
+        """Return folder or hub id and weight of each reward model. Raises ValueError: see `folder_and_weight`."""
+        return [folder_and_weight(entry, "--reward-model") for entry in self.reward_model]
 
 
 def run(argv: list[str], prog: str) -> None:
@@ -53,7 +114,7 @@ def run(argv: list[str], prog: str) -> None:
         read = {"--data": config.data, "--model": [config.model], "--reward-model": reward_models}
         check_output(file, read)
     from pipeline.dist import pick_device
-    from pipeline.inference.sampling import read_prompts
+    from pipeline.inference.answer_scores import read_prompts
     from pipeline.models.source import ModelSource
 
     for path in reward_models:
@@ -64,7 +125,6 @@ def run(argv: list[str], prog: str) -> None:
 
     lengths = {"max_length": config.max_prompt_seq_len, "max_new_tokens": config.sampling.max_new_tokens}
     data = read_prompts(config.data, ModelSource(config.model), column_map=config.column_map, **lengths)
-    print_notes(data.notes)
     num_prompts, settings = len(data.prompts), settings_of(config, functions, data)
     if file and size > 1:
         settings |= {"ranks": size}
@@ -120,11 +180,10 @@ def settings_of(config: SampleConfig, functions: Sequence[RewardFunction], data:
 
 def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, samples: SampleFile) -> None:
     """Sample the missing answers of the file, and write a row for each prompt that yields one."""
-    from pipeline.inference.answer_scores import load_scorer
+    from pipeline.inference.answer_scores import load_scorer, scored_answers
     from pipeline.inference.answers import load_chat_model, resolve_dtype
-    from pipeline.inference.sampling import sample
 
-    first, num_before, last_time = samples.last, samples.num_rows, time.monotonic()
+    first, num_before = samples.last, samples.num_rows
     reasons, causes = Counter[str](), dict[str, Failure]()
     counts = {function.name: Counter[str]() for function in pool.functions}
     dtype = resolve_dtype(config.dtype)
@@ -132,8 +191,10 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
     reward_models = [load_scorer(path, dtype=dtype, weight=weight) for path, weight in config.reward_models()]
     deviations = {model.name: model.deviation for model in reward_models if model.deviation}
     summary = ScoreSummary(deviations, max_tokens=config.sampling.max_new_tokens)
-    settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed}
-    for prompt, answers, values in sample(chat_model, data, pool, config.sampling, scorers=reward_models, **settings):
+    settings: Any = {"first": first, "batch_size": config.batch_size, "seed": config.seed, "scorers": reward_models}
+    progress = f", up to {data.prompts[-1].number}"
+    rows = scored_answers(chat_model, data, pool, config.sampling, progress=progress, **settings)
+    for prompt, answers, values in rows:
         summary.add(answers)
         columns = prompt_columns(prompt.messages, is_conversation=data.is_conversation)
         row = row_of(config.write_as, columns, answers)
@@ -145,9 +206,6 @@ def write_rows(config: SampleConfig, data: "PromptData", pool: RewardPool, sampl
             counts[name].update(counts_of(results))
             if failures := [one for one in results if isinstance(one, Failure)]:
                 causes.setdefault(name, failures[0])
-        if time.monotonic() - last_time > PROGRESS_S:
-            last_time = time.monotonic()
-            say(f"prompt {prompt.number}, up to {data.prompts[-1].number}")
     say(*summary.lines())
     num_new, num_prompts = samples.num_rows - num_before, sum(one.number > first for one in data.prompts)
     say(f"{counted(num_new, 'row')} of {counted(num_prompts, 'prompt')} written")

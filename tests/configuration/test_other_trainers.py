@@ -10,7 +10,7 @@ from pipeline.configuration.names import normalise
 from pipeline.errors import InputError, dashed
 from rlhf.chat import ChatConfig
 from rlhf.main import run_subcommand
-from rlhf.rewards.sample_config import SampleConfig
+from rlhf.rewards.sample import SampleConfig
 from rlhf.stages import STAGES
 from rlhf.train_plan import make_plan
 

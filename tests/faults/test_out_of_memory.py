@@ -101,7 +101,7 @@ def test_a_model_that_does_not_fit_is_no_fault_of_its_folder(folder: Path, tmp_p
 
 @pytest.mark.parametrize("command", ["chat", "prompt_eval"])
 def test_a_command_that_lacks_memory(folder: Path, tmp_path: Path, monkeypatch, command) -> None:
-    monkeypatch.setattr(answers, "answers_by_session", lacks_host_memory)
+    monkeypatch.setattr(answers, "answers_as_they_end", lacks_host_memory)
     line = line_of(command, stage_words(command, folder, tmp_path))
     assert line == naming("error: out of memory on the host ... 1048576.00 GiB ... GiB were free ... --batch-size")
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from support.tiny_models import save_tiny
 
+from pipeline.inference.answer_rows import Answer
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import DecodedAnswer, generate_answers, load_chat_model
+from pipeline.inference.answers import generate_answers, load_chat_model
 from pipeline.models import loaded
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +20,7 @@ def folder(bpe_folder, tmp_path_factory) -> str:
     return save_tiny("llama", bpe_folder, tmp_path_factory.mktemp("large") / "llama", **sizes)
 
 
-def answers_of(folder: str) -> tuple[list[list[DecodedAnswer]], list[int]]:
+def answers_of(folder: str) -> tuple[list[list[Answer]], list[int]]:
     """The answers, and the bytes that the loaded model takes on each GPU."""
     before = [torch.cuda.memory_allocated(n) for n in range(torch.cuda.device_count())]
     chat_model = load_chat_model(folder, dtype=torch.float32)

@@ -8,8 +8,8 @@ from markdown_it import MarkdownIt
 from support.messages import naming
 
 from pipeline.errors import InputError
+from pipeline.inference.answer_rows import Answer
 from pipeline.inference.comparison import (
-    AnswerRow,
     Contestant,
     compare,
     markdown,
@@ -89,9 +89,13 @@ def test_one_prompt_has_no_interval_of_the_difference():
     assert compare([[0.0]], [[1.0]]).difference is None
 
 
+def answer(text: str, tokens: int, reason: str = "end", reward: float | None = None) -> Answer:
+    return Answer(text, (5,) * tokens, reason, reward=reward)
+
+
 def test_summaries():
-    rows = ((AnswerRow("a", 2, True, 1.0),), (AnswerRow("b", 5, False, 3.0),))
-    better = tuple((AnswerRow(row.text, 1, True, row.score + 1),) for (row,) in rows)
+    rows = ((answer("a", 2, reward=1.0),), (answer("b", 5, "limit", reward=3.0),))
+    better = tuple((answer(row.text, 1, reward=row.reward + 1),) for (row,) in rows)
     first, second = summarise([Contestant("A", "a", rows), Contestant("B", "b", better)])
     assert (first.mean_tokens, first.finished_share, first.mean_score) == (3.5, 0.5, 2.0)
     assert first.against is None and second.against is not None
@@ -100,7 +104,7 @@ def test_summaries():
 
 
 def test_a_fence_is_longer_than_the_backticks_in_the_text():
-    content = markdown(["a ```` b"], [Contestant("A", "a", ((AnswerRow("\x1b[0m", 1, True),),))], "none")
+    content = markdown(["a ```` b"], [Contestant("A", "a", ((answer("\x1b[0m", 1),),))], "none")
     assert "\n\n`````text\na ```` b\n`````\n\n**A** (1 tokens)\n\n```text\n" in content
     assert "\\x1b[0m" in content and "\x1b" not in content
 
@@ -108,7 +112,7 @@ def test_a_fence_is_longer_than_the_backticks_in_the_text():
 def test_no_path_and_no_setting_is_markup(tmp_path):
     """An escape and two kinds of backticks, which would end the code, stand in front of HTML, a link and a heading."""
     odd = "a\x1b`b``<img src=x>[c](http://d)**e**|\n# f"
-    contestants = [Contestant(label, f"{odd}{label}", ((AnswerRow("x", 1, True),),)) for label in "AB"]
+    contestants = [Contestant(label, f"{odd}{label}", ((answer("x", 1),),)) for label in "AB"]
     write_files(tmp_path / "prompt_eval", CompareConfig(prompts=odd, reward_model=odd), ["q"], contestants)
     tokens = MarkdownIt().enable("table").parse((tmp_path / "prompt_eval.md").read_text())
     inline = [child for token in tokens for child in token.children or ()]

@@ -8,15 +8,15 @@ from pipeline.data.counts import Counts
 from pipeline.data.formats import Record, read_records
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message
-from pipeline.inference.sample_rows import SampledAnswer, prompt_columns, row_of, scores_of
+from pipeline.inference.answer_rows import Answer, prompt_columns, row_of
 from pipeline.rewards.pool import Failure
 
 PROMPT = {"prompt": "Why?"}
 FAILED = Failure("raised", "no")
 
 
-def answer(text: str, reward: float | None, reason: str = "end") -> SampledAnswer:
-    return SampledAnswer(text, 3, -1.5, reason, {"f": reward}, reward)
+def answer(text: str, reward: float | None, reason: str = "end") -> Answer:
+    return Answer(text, (5, 6, 2), reason, -1.5, {"f": reward}, reward)
 
 
 def read_back(path, *rows) -> list[Record]:
@@ -37,7 +37,8 @@ def read_back(path, *rows) -> list[Record]:
     ],
 )
 def test_scores_and_weights(values, scores, reward):
-    assert scores_of(values, {"a": 1.0, "b": -0.5}) == (scores, reward)
+    scored = Answer("x", (2,), "end").scored(values, {"a": 1.0, "b": -0.5})
+    assert (scored.scores, scored.reward) == (scores, reward)
 
 
 CASES = {
@@ -72,7 +73,7 @@ def test_best_and_worst(case):
 
 
 def test_a_single_answer_without_scores_is_the_best():
-    assert row_of("sft", PROMPT, [SampledAnswer("x", 1, -1.0, "end")]) == {"prompt": "Why?", "response": "x"}
+    assert row_of("sft", PROMPT, [Answer("x", (2,), "end")]) == {"prompt": "Why?", "response": "x"}
 
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

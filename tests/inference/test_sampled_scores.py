@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from transformers import LlamaForSequenceClassification as Classifier
 
 from pipeline.errors import InputError
-from pipeline.inference.sampling import prompt_limit
+from pipeline.inference.answer_scores import prompt_limit
 from pipeline.models.source import ModelSource, num_positions
 from rlhf.rewards.sample import main
 

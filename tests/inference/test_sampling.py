@@ -10,9 +10,9 @@ from support.scripted_model import save, tiny_config
 from transformers import LlamaForCausalLM
 
 from pipeline.generation.generator import Generator
+from pipeline.inference.answer_scores import read_prompts, scored_answers
 from pipeline.inference.answer_settings import SampleSettings
 from pipeline.inference.answers import ChatModel, as_chat_model, load_chat_model
-from pipeline.inference.sampling import read_prompts, sample
 from pipeline.models.source import ModelSource
 from pipeline.rewards.pool import RewardPool
 
@@ -30,7 +30,7 @@ def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int, stop: 
     data = read_prompts([file], ModelSource(path), column_map="", max_length=0, max_new_tokens=6)
     settings = SampleSettings(n=2, max_new_tokens=6, temperature=1.0, top_p=0.9, stop_strings=[*stop])
     with RewardPool([], num_workers=1, timeout_s=1) as pool:
-        rows = sample(chat_model, data, pool, settings, first=1, batch_size=batch_size, seed=3)
+        rows = scored_answers(chat_model, data, pool, settings, first=1, batch_size=batch_size, seed=3)
         return [(prompt.number, answers) for prompt, answers, _ in rows]
 
 

@@ -4,15 +4,15 @@ import math
 
 import pytest
 
-from pipeline.inference.sample_rows import SampledAnswer
+from pipeline.inference.answer_rows import Answer
 from pipeline.inference.task_trial import LENGTH_STEP, TaskTrial, flags_of, remedies, rows_of, task_trial
 
-Group = list[SampledAnswer]
+Group = list[Answer]
 
 
-def answer(reward: float | None, *, tokens: int = 10, ends: bool = True, **scores: float | None) -> SampledAnswer:
+def answer(reward: float | None, *, tokens: int = 10, ends: bool = True, **scores: float | None) -> Answer:
     reason = "end" if ends else "limit"
-    return SampledAnswer("text", tokens, -1.0, reason, scores or {"right": reward}, reward)
+    return Answer("text", (5,) * tokens, reason, -1.0, scores or {"right": reward}, reward)
 
 
 def group(*rewards: float | None) -> Group:

@@ -13,12 +13,14 @@ from support.messages import naming
 from support.tiny_models import NAMES, save_tiny
 
 from pipeline.errors import InputError
-from pipeline.inference.answer_scores import load_scorer, score_rows
+from pipeline.inference.answer_rows import Answer
+from pipeline.inference.answer_scores import AnswerScorer, load_scorer
 from pipeline.inference.answer_settings import ReplySettings
-from pipeline.inference.answers import DecodedAnswer, generate_answers, load_chat_model
+from pipeline.inference.answers import generate_answers, load_chat_model
 from pipeline.models import loaded
-from pipeline.models.loading import load_causal_lm
+from pipeline.models.loading import default_device, load_causal_lm
 from pipeline.models.lora import add_lora
+from pipeline.rewards.reward_model import score_ids
 
 PROMPTS = [[2, 17, 33, 45], [2, 60, 61, 62, 63, 64, 65], [2, 9]]
 
@@ -44,7 +46,7 @@ def on_host(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
-def answers_of(folder: str) -> tuple[list[list[DecodedAnswer]], list[str]]:
+def answers_of(folder: str) -> tuple[list[list[Answer]], list[str]]:
     chat_model = load_chat_model(folder, dtype=torch.float32)
     settings = ReplySettings(max_new_tokens=12, temperature=0.8)
     return generate_answers(chat_model, PROMPTS, settings, seed=5), on_host(chat_model.model)
@@ -89,13 +91,18 @@ def test_an_adapter_is_merged_before_layers_are_spread(deep, small_gpus, tmp_pat
     assert spread == whole and offloaded
 
 
+@torch.no_grad()
+def scores(judge: AnswerScorer) -> list[float]:
+    return score_ids(judge.model, PROMPTS, judge.tokenizer, default_device()).tolist()
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_scores_are_those_of_a_model_that_fits(deep, name, small_gpus):
     folder = deep(name, reward=True)
-    whole = score_rows(load_scorer(folder, dtype=torch.float32), PROMPTS, batch_size=2)
+    whole = scores(load_scorer(folder, dtype=torch.float32))
     small_gpus(150_000)
     judge = load_scorer(folder, dtype=torch.float32)
-    assert score_rows(judge, PROMPTS, batch_size=2) == whole
+    assert scores(judge) == whole
     assert "model.score.weight" in on_host(judge.model)
 
 

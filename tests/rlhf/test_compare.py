@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification, OPTConfig, OPTForCausal
 
 from pipeline.data.templates import encode_conversation, encode_prompt
 from pipeline.data.turns import Message
-from pipeline.inference.answer_scores import encode_answer, load_scorer, score_rows
+from pipeline.inference.answer_scores import load_scorer, score_answers
 from pipeline.inference.answers import load_chat_tokenizer
 from pipeline.models.source import ModelSource
 from pipeline.rewards.reward_model import scored_ids
@@ -115,14 +115,16 @@ def test_scores_are_those_of_the_reward_model_on_its_training_text(bpe_folder, j
     assert answer["score"] == pytest.approx(logits.item(), abs=1e-5)
     cut = result["prompts"][0]["answers"]["B"][0]
     assert (cut["finished"], cut["num_tokens"], result["models"][1]["finished_share"]) == (False, 5, 0.0)
-    assert encode_answer(judge, conversation[:1], "yes", finished=False) == ids[:-1]
+    assert scored_ids(judge.tokenizer, conversation[:1], "yes", False, num_positions=None) == ids[:-1]
 
 
 def test_scores_do_not_depend_on_the_batch(judge_path):
     judge = load_scorer(judge_path, dtype=torch.float32)
-    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-    alone = [score_rows(judge, [row], batch_size=1)[0] for row in rows]
-    assert score_rows(judge, rows, batch_size=2) == pytest.approx(alone, abs=1e-5)
+    prompt = (Message("user", "Why?"),)
+    answers = [(prompt, text, finished) for text, finished in (("The fox", True), ("a", False), ("much longer", True))]
+    alone = [score_answers(judge, [answer], batch_size=1)[0] for answer in answers]
+    assert len({round(score, 3) for score in alone}) == 3
+    assert score_answers(judge, answers, batch_size=2) == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.parametrize("how", [["--temperature", "2", "--top-k", "50"], ["--num-beams", "2"]])

@@ -11,10 +11,9 @@ from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 
 from pipeline.generation.rollouts import Prompt
-from pipeline.inference.sampling import SamplePrompt
-from rlhf.rewards.reward import main
+from pipeline.inference.answer_scores import SamplePrompt
+from rlhf.rewards.reward import drawn, main
 from rlhf.rewards.sample import main as sample
-from rlhf.rewards.task import drawn
 
 CODE = """
 import time

@@ -21,10 +21,11 @@ from pipeline.configuration.flags import parse
 from pipeline.engine import start_models
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.inference.answer_scores import encode_answer, load_scorer, score_rows
+from pipeline.inference.answer_scores import load_scorer, score_answers
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.models.lora import STORED_INT8
 from pipeline.models.reward_model import last_token_scores
+from pipeline.rewards.reward_model import scored_ids
 from pipeline.rewards.rows import ScoredRows
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.engines import make_models, make_sources
@@ -257,6 +258,6 @@ def test_text_beyond_the_positions_of_a_reward_model_of_other_tokens_is_cut_on_i
     score = reward.score(rows)
     judge = load_scorer(folder, dtype=torch.float32)
     (read,) = rows
-    cut = encode_answer(judge, read.messages, read.response.strip(), finished=False)
-    assert len(cut) == 12
-    torch.testing.assert_close(score, torch.tensor(score_rows(judge, [cut], batch_size=1)), rtol=1e-5, atol=1e-6)
+    text = (read.messages, read.response.strip(), False)
+    assert len(scored_ids(judge.tokenizer, *text, num_positions=12)) == 12
+    torch.testing.assert_close(score, torch.tensor(score_answers(judge, [text], batch_size=1)), rtol=1e-5, atol=1e-6)
