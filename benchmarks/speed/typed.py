@@ -30,7 +30,6 @@ HELD_OUT = 8  # rows of its test split
 WAYS = {"typed": "default settings", "tuned": "tuned", BASELINE: BASELINE}  # name of a run -> in figures
 TARGET = ">= 0.95"
 ADAPTER = "--save_adapter_only true"  # says what is written at the end
-BUCKETS = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def tuned(jobs: Jobs, case: Case, name: str) -> None:
         speed[f"{prefix}model_name_or_path"] = jobs.models / model
         speed |= {f"{prefix}{flag}": value for flag, value in by_model.items()}
     preset, steps = Path(stage.resolved.preset).resolve(), options.warm_up + options.steps
-    words = ["--preset", preset, *case.training.split(), *flags(speed | BUCKETS), *NO_HELD_OUT]
+    words = ["--preset", preset, *case.training.split(), *flags(speed), *NO_HELD_OUT]
     words += ["--data_path", DATA_SET, "--max_steps", steps]
     jobs.project(name, stage.stage.package, words)
 

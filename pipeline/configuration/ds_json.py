@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from pipeline.configuration.ds_keys import IDLE, MONITORS, READ_AT, REFUSED, USUAL, blocks, check_keys
+from pipeline.configuration.ds_keys import IDLE, MONITORS, READ_AT, REFUSED, blocks, check_keys
 from pipeline.configuration.flag_table import ZERO_STAGE, Flag
+from pipeline.configuration.groups import ONLY_IN_JSON
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.errors import InputError, counted, dashed
 from pipeline.files import readable
@@ -26,6 +27,8 @@ REMARK = re.compile(r"[_/#$]|comments?$", re.IGNORECASE)
 BASE64_OBJECT = "eyJ"  # the first bytes of an object, `{"`
 # DeepSpeed's schedules -> the same as --lr-scheduler-type. With "auto" alone in their block they are no setting.
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Keys that many files have -> DeepSpeed's default, of which nothing is said.
+USUAL = {key: default for _, keys, default, *_ in ONLY_IN_JSON for key in keys.split()}
 # The value of a key whose block is missing.
 NO_OFFLOAD = {"zero_optimization.offload_optimizer.device": "none", "zero_optimization.offload_param.device": "none"}
 
@@ -175,9 +178,6 @@ def flags_from_json(
             flags[name] = key, said[key]
         elif said.get(key) in ("cpu", "none") and flag.default is False:  # nvme stays the JSON's own: no flag says it
             flags[name] = key, said[key] == "cpu"
-    pinned = {said[key]: key for key in table["pin_memory"].deepspeed if key in said}
-    if len(pinned) == 1:
-        flags["pin_memory"] = next((key, value) for value, key in pinned.items())
     for name in ("bf16", "fp16"):
         if said.get(f"{name}.enabled") is True:
             flags["dtype"] = (f"{name}.enabled", name)

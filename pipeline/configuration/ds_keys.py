@@ -75,15 +75,6 @@ IDLE = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "models are always saved whole",
 }
 MONITORS = ("tensorboard", "csv_monitor", "wandb")  # blocks of DeepSpeed's own monitors
-# Keys that many files have -> DeepSpeed's default, of which nothing is said.
-USUAL = {
-    "wall_clock_breakdown": False,
-    "fp16.loss_scale": 0,
-    "fp16.initial_scale_power": 16,
-    "fp16.loss_scale_window": 1000,
-    "fp16.hysteresis": 2,
-    "fp16.min_loss_scale": 1,
-}
 # Keys of zero_optimization that DeepSpeed reads at some ZeRO stages alone -> those stages.
 READ_AT = {
     **dict.fromkeys(("reduce_bucket_size", "contiguous_gradients", "reduce_scatter", "overlap_comm"), {1, 2, 3}),
@@ -108,6 +99,7 @@ TYPES: dict[str, Any] = {
     "steps_per_print": COUNT,
     "gradient_predivide_factor": Annotated[float, Field(gt=0)],
     **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale"), COUNT),
+    **dict.fromkeys(("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"), COUNT),
     **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type"), DTYPES),
     **dict.fromkeys(("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype"), DTYPES),
     "log_level": Literal["debug", "info", "warning", "error", "critical"],

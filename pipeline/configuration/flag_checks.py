@@ -20,7 +20,6 @@ from pipeline.redact import SECRET, shown_value
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
 MAX_VALUES = 1_000_000  # of a file of flags
-ZERO_STAGES = {"ZeRO stage 3": {3}, "ZeRO stage 1 or 2": {1, 2}}
 
 
 def unsafe_values(table: Mapping[str, Flag], values: Mapping[str, Any], origins: Origins) -> Iterator[str]:
@@ -108,9 +107,9 @@ def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseMod
     """Name the need of a flag that the device or the other values do not meet, and what is found; "": it is met."""
     if flag.needs == "a GPU" and on_cpu:
         return "a GPU, got none"
-    if needed := ZERO_STAGES.get(flag.needs):
+    if flag.needs == "ZeRO stage 3":
         stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
-        if not stages & needed:
+        if 3 not in stages:
             return f"a model at {flag.needs}, got {' and '.join(map(str, sorted(stages)))}"
     if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
         return "a KL to the reference (--kl-coef above 0, or --log-kl true), got none"

@@ -25,7 +25,6 @@ Need = Literal[
     "",
     "a GPU",
     "ZeRO stage 3",
-    "ZeRO stage 1 or 2",
     "LoRA",
     "a critic",
     "a reward model",
@@ -120,14 +119,10 @@ def flag(default: Any, meaning: str, **given: Any) -> Any:
     return Field(default, description=meaning, json_schema_extra=rules, **checks)
 
 
-def zero_size(key: str, default: int, meaning: str, **rules: Any) -> Any:
-    """Define a flag that counts elements and is named as its `key` of DeepSpeed's zero_optimization."""
-    return flag(default, meaning, on_resume="rounding", deepspeed=f"zero_optimization.{key}", **rules)
-
-
-def zero3_size(key: str, default: int, meaning: str, *, ge: int) -> Any:
-    """Define a flag that counts elements under ZeRO stage 3."""
-    return zero_size(key, default, f"{meaning} (ZeRO stage 3)", ge=ge, needs="ZeRO stage 3")
+def zero3_size(key: str, meaning: str) -> Any:
+    """Define a flag that counts elements under ZeRO stage 3, named as its `key` of DeepSpeed's zero_optimization."""
+    where = {"deepspeed": f"zero_optimization.{key}", "needs": "ZeRO stage 3"}
+    return flag(1_000_000_000, f"{meaning} (ZeRO stage 3)", ge=1, on_resume="rounding", **where)
 
 
 @dataclass(frozen=True, kw_only=True)

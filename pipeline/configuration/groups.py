@@ -8,13 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.configuration.flag_table import Flag, Layers, OnResume, Removed, flag, zero3_size, zero_size
+from pipeline.configuration.ds_keys import wanted
+from pipeline.configuration.flag_table import Flag, Layers, OnResume, Removed, flag, zero3_size
 from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 Offload = Literal["auto", "none", "cpu"]
 OptimizerStates = Literal["fp32", "8bit"]
 MAX_LEARNING_RATE = 10.0  # AdamW moves each weight by up to the rate in a step; weights are below 1
+ZERO, PERSISTENCE = "zero_optimization", "stage3_param_persistence_threshold"
 STAGE = "zero_stage"  # The field of ModelConfig that says what ZeRO partitions.
 # DeepSpeed-Chat's flags of special tokens, and why they change nothing here.
 TOKEN_FLAGS = {
@@ -25,18 +27,24 @@ Words = Annotated[list[str], BeforeValidator(lambda given: [] if given == ["none
 SchedulerType = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
 
 
-# Flags that are keys of a DeepSpeed JSON alone now: name, key, the default, and whether runs that resume compare them.
-ONLY_IN_JSON: tuple[tuple[str, str, Any, OnResume], ...] = (
-    ("communication_data_type", "communication_data_type", "auto", "rounding"),
-    ("loss_scale", "fp16.loss_scale", 0.0, "same"),
-    ("initial_scale_power", "fp16.initial_scale_power", 16, "same"),
-    ("loss_scale_window", "fp16.loss_scale_window", 1000, "same"),
-    ("hysteresis", "fp16.hysteresis", 2, "same"),
-    ("min_loss_scale", "fp16.min_loss_scale", 1, "same"),
-    ("deepspeed_monitor", "tensorboard.enabled, csv_monitor.enabled or wandb.enabled", [], "free"),
-    ("wall_clock_breakdown", "wall_clock_breakdown", False, "free"),
+# Flags that are keys of a DeepSpeed JSON alone now: name, keys, the default, whether runs that resume compare them, and
+# the last commit that has the flag. What they compare has one key. Buckets of old checkpoints were chosen by a plan.
+ONLY_IN_JSON: tuple[tuple[str, str, Any, OnResume, str], ...] = (
+    ("communication_data_type", "communication_data_type", "auto", "rounding", "d0a9914c"),
+    ("loss_scale", "fp16.loss_scale", 0.0, "same", "d0a9914c"),
+    ("initial_scale_power", "fp16.initial_scale_power", 16, "same", "d0a9914c"),
+    ("loss_scale_window", "fp16.loss_scale_window", 1000, "same", "d0a9914c"),
+    ("hysteresis", "fp16.hysteresis", 2, "same", "d0a9914c"),
+    ("min_loss_scale", "fp16.min_loss_scale", 1, "same", "d0a9914c"),
+    ("deepspeed_monitor", "tensorboard.enabled csv_monitor.enabled wandb.enabled", [], "free", "d0a9914c"),
+    ("wall_clock_breakdown", "wall_clock_breakdown", False, "free", "d0a9914c"),
+    ("pin_memory", f"{ZERO}.offload_optimizer.pin_memory {ZERO}.offload_param.pin_memory", True, "free", "40c195d6"),
+    ("reduce_bucket_size", f"{ZERO}.reduce_bucket_size", 500_000_000, "free", "40c195d6"),
+    ("allgather_bucket_size", f"{ZERO}.allgather_bucket_size", 500_000_000, "free", "40c195d6"),
+    ("overlap_comm", f"{ZERO}.overlap_comm", True, "rounding", "40c195d6"),
+    ("stage3_param_persistence_threshold", f"{ZERO}.{PERSISTENCE}", 100_000, "rounding", "40c195d6"),
+    ("stage3_max_reuse_distance", f"{ZERO}.stage3_max_reuse_distance", 1_000_000_000, "rounding", "40c195d6"),
 )
-LAST_WITH_KEYS, TO_JSON = "d0a9914c", "write {} into the JSON file of --deepspeed-config"
 
 
 class Group(BaseModel):
@@ -280,12 +288,6 @@ class DeepSpeedConfig(Group):
         on_resume="rounding",
         deepspeed="zero_optimization.offload_param.device",
     )
-    pin_memory: bool = flag(
-        True,
-        "Pin offloaded tensors in host memory, for faster copies; false: memory that can be swapped",
-        on_resume="rounding",
-        deepspeed=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory"),
-    )
     only_optimize_lora: bool = flag(True, "With LoRA: freeze all other weights; false: train them too")
     save_adapter_only: bool = flag(False, "With LoRA: save the adapter without a merged model", on_resume="output")
     deepspeed: bool = flag(
@@ -297,41 +299,15 @@ class DeepSpeedConfig(Group):
         kind="path",
         aliases=("deepscale_config",),
         other_tools="deepspeed",
-        removed={name: Removed(default, LAST_WITH_KEYS, TO_JSON.format(key)) for name, key, default, _ in ONLY_IN_JSON},
-    )
-    reduce_bucket_size: int = zero_size(
-        "reduce_bucket_size", 500_000_000, "Elements per gradient reduction", ge=1, auto=True
-    )
-    allgather_bucket_size: int = flag(
-        500_000_000,
-        "Elements per parameter gather (ZeRO stages 1, 2)",
-        ge=1,
-        on_resume="rounding",
-        auto=True,
-        needs="ZeRO stage 1 or 2",
-        deepspeed="zero_optimization.allgather_bucket_size",
-    )
-    overlap_comm: bool = flag(
-        True, "Reduce gradients in the backward pass", on_resume="rounding", deepspeed="zero_optimization.overlap_comm"
-    )
-    stage3_param_persistence_threshold: int = zero3_size(
-        "stage3_param_persistence_threshold", 100_000, "Weights with fewer elements are never partitioned", ge=0
+        removed={
+            name: Removed(default, last, f"write {wanted(keys.split())} into the JSON file of --deepspeed-config")
+            for name, keys, default, _, last in ONLY_IN_JSON
+        },
     )
     stage3_max_live_parameters: int = zero3_size(
-        "stage3_max_live_parameters",
-        1_000_000_000,
-        "Most elements of gathered weights at a time, prefetched ones included",
-        ge=1,
+        "stage3_max_live_parameters", "Most elements of gathered weights at a time, prefetched ones included"
     )
-    stage3_max_reuse_distance: int = zero3_size(
-        "stage3_max_reuse_distance",
-        1_000_000_000,
-        "A gathered weight is not freed if it is used again within this many elements",
-        ge=0,
-    )
-    sub_group_size: int = zero3_size(
-        "sub_group_size", 1_000_000_000, "Elements that the optimizer updates at a time", ge=1
-    )
+    sub_group_size: int = zero3_size("sub_group_size", "Elements that the optimizer updates at a time")
     zero3_gather: Literal["auto", "once", "layers"] = flag(
         "auto",
         "How often ZeRO-3 gathers weights: once per phase, or layer by layer; auto: once if they take at most an "

@@ -36,7 +36,7 @@ def values_by_rule(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
 
 def json_values(config: BaseModel, on_resume: OnResume) -> dict[str, Any]:
     """Return what a DeepSpeed JSON says of settings that were flags once, by the names of these."""
-    keys = {name: (key, default) for name, key, default, rule in ONLY_IN_JSON if rule == on_resume}
+    keys = {name: (key, default) for name, key, default, rule, _ in ONLY_IN_JSON if rule == on_resume}
     path = dict(flat_items(config)).get("deepspeed_config")
     if path is None or not keys:  # a small command, or nothing that the file is read for
         return {}

@@ -87,7 +87,7 @@ def check_swap_buffers(config: dict[str, Any], source: ModelSource) -> None:
         "buffer_size": max(weight.numel() for weight in model.parameters()),
         "buffer_count": min(layers_held * count, matrices(model) + 1),  # and the head
     }
-    advice = {"buffer_count": "; --stage3-max-reuse-distance 0 needs fewer"}
+    advice = {"buffer_count": "; zero_optimization.stage3_max_reuse_distance 0 needs fewer"}
     if errors := [
         f"zero_optimization.offload_param.{key}: got {given}, {source.path} needs {number} or more"
         + advice.get(key, "")

@@ -19,9 +19,8 @@ LORA_DIM = 16
 OFFLOAD_DURING_ROLLOUT = "offload_optimizer_during_rollout"
 STREAMED = "rollout_weights"
 NF4, BACKEND, STATIC = "nf4", "generation_engine", "static"
-# Sizes of DeepSpeed's buffers in elements, and the smallest size that an option sets.
-BUFFERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
-BUFFER = 50_000_000
+# Sizes of ZeRO stage 3's buffers in elements, and the smallest size that an option sets.
+BUFFERS, BUFFER = ("stage3_max_live_parameters", "sub_group_size"), 50_000_000
 
 
 def named(values: Values, flag: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 These flags affect only speed and memory; the training stays the same up to rounding. They set the micro-batch,
 gradient checkpointing, the prompts sampled at once, whether the KV cache is freed for updates, the rows of an
-evaluation batch, the sizes of buckets, and the ZeRO stage. A CPU has the defaults.
+evaluation batch, and the ZeRO stage. A CPU has the defaults.
 
 `remedies.py` changes flags that the user gave; this module does not.
 """
@@ -16,7 +16,6 @@ from itertools import accumulate, product
 from math import inf
 from typing import Any, Self
 
-from pipeline.configuration.ds_config import device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import flag_words
 from pipeline.configuration.global_batch import (
@@ -40,8 +39,6 @@ from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner, fits, lacking, seconds_text
 
 RECOMPUTED, RELEASED = "gradient_checkpointing", "release_inference_cache"
-# Elements of a bucket. DeepSpeed's default of 5e8 takes 1.9 GiB of a GPU with overlap and is no faster.
-BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 200_000_000)
 # Rows of a pass without gradients that take less memory than one row with gradients, even with checkpointing.
 ROWS_WITHOUT_GRADIENTS = 4
 FEWEST_PROMPTS = 8  # sampled at once, if they fit; a decode step of fewer rows takes about as long
@@ -110,12 +107,12 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
     names = auto_flags(resolved)
-    if planner.target.is_cpu or not planner.target.memory or not names:
+    if planner.target.is_cpu or not planner.target.memory:
         return None
-    shared = with_buckets(planner, resolved, names, stages_that_fit(planner, resolved, names))
-    planned = list(candidates(planner, resolved, names, shared))
+    stages = stages_that_fit(planner, resolved, names)
+    planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
-        planned += candidates(planner, resolved, names, shared, sizes=range(1, FEWEST_PROMPTS))
+        planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
         return min(planned, key=lambda one: one.lacks)
@@ -156,7 +153,7 @@ def smallest(planner: StagePlanner, resolved: Resolved, names: Sequence[str], st
     """Return the candidate of these ZeRO stages that takes least: all recomputed, single rows, the fewest prompts."""
     *_, fewest = prompts_at_once(planner, resolved, names, None)
     recomputed = {name: True for name in names if name.endswith(RECOMPUTED)}
-    flags = {**with_buckets(planner, resolved, names, stages), **recomputed, **fewest}
+    flags = {**stages, **recomputed, **fewest}
     return planned_size(planner, resolved, names, flags, micro_batches(resolved, names)[0])
 
 
@@ -164,7 +161,7 @@ def candidates(
     planner: StagePlanner,
     resolved: Resolved,
     names: Sequence[str],
-    shared: Mapping[str, int],
+    stages: Mapping[str, int],
     sizes: range | None = None,
 ) -> Iterator[Candidate]:
     """Yield the settings that may be the fastest: with ever more recomputation, and ever fewer prompts at once.
@@ -173,14 +170,14 @@ def candidates(
     once, nothing is faster. If fewer prompts at once are slower, still fewer gain nothing.
 
     Args:
-        shared: ZeRO stages and sizes of buckets, which all candidates have.
+        stages: ZeRO stages, which all candidates have.
         sizes: numbers of prompts at once; None: see `prompts_at_once`.
     """
     micro, recomputed = micro_batches(resolved, names), [name for name in names if name.endswith(RECOMPUTED)]
     for switched in accumulate(recomputed, lambda before, name: [*before, name], initial=list[str]()):
         switches, best = {name: name in switched for name in recomputed}, inf
         for at_once in prompts_at_once(planner, resolved, names, sizes):
-            given = {**shared, **switches, **at_once}
+            given = {**stages, **switches, **at_once}
             planned = cache(partial(planned_size, planner, resolved, names, given))
             yield from (ones := list(of_sizes(planned, micro)))
             if planned(micro[-1]).is_best_of_its_kind:
@@ -221,25 +218,10 @@ def planned_size(
     return staying if staying.plan.keeps_buffers else Candidate.of(planner, resolved, chosen | {RELEASED: True})
 
 
-def with_buckets(
-    planner: StagePlanner, resolved: Resolved, names: Sequence[str], stages: Mapping[str, int]
-) -> dict[str, int]:
-    """Return ZeRO stages and the sizes of DeepSpeed's buckets. One GPU has these only with offload or ZeRO stage 3."""
-    settings = Choice(stages, Origin(Kind.PLAN)).of(resolved, planner.target.num_gpus)
-    zeros = [engine["zero_optimization"] for engine in planner.jsons_of(settings).values()]
-    devices = {device_of(zero, block) for zero in zeros for block in ("offload_optimizer", "offload_param")}
-    has_any = planner.target.num_gpus > 1 or devices != {"none"} or any(zero["stage"] == 3 for zero in zeros)
-    return {**stages, **{name: elements for name, elements in BUCKETS.items() if has_any and name in names}}
-
-
 def choice_text(resolved: Resolved) -> str:
-    """Return the chosen ZeRO stages, and other chosen values that differ from the defaults, as flags.
-
-    The sizes of buckets are left out: the other flags do not depend on them.
-    """
+    """Return the chosen ZeRO stages, and other chosen values that differ from the defaults, as flags."""
     table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
-    origins = {name: origin for name, origin in resolved.origins.items() if name not in BUCKETS}
-    chosen = {name: items[name] for name, origin in origins.items() if origin.kind is Kind.PLAN}
+    chosen = {name: items[name] for name, origin in resolved.origins.items() if origin.kind is Kind.PLAN}
     shown = {name: value for name, value in chosen.items() if value != table[name].default or name.endswith(STAGE)}
     return shlex.join(flag_words(shown))
 

@@ -118,7 +118,7 @@ def training_states(
         masters = step = FP32 * size.trained if size.element < FP32 else 0
         optimizer = masters + int(both_moments * size.trained)
         return replace(frozen, optimizer=optimizer, gradients=gradient * size.trained, step=step)
-    elements = zero.get("reduce_bucket_size", 500_000_000)
+    elements = int(zero["reduce_bucket_size"])  # a JSON may say 2e8
     bucket = gradient * (min(elements, size.trained) if on_cpu else elements)  # a CPU allocates only pages written to
     optimizer, offloaded = int((master + both_moments) * share), device_of(zero, "offload_optimizer")
     if offloaded != "none":

@@ -47,11 +47,10 @@ FRAME = {
     "steps_per_print": 2000, "wall_clock_breakdown": False, "timers": {"throughput": {"enabled": False}},
     "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": True}, "fp16": {"enabled": False},
 }  # fmt: skip
-REDUCED = {"reduce_bucket_size": 500_000_000, "overlap_comm": True, "contiguous_gradients": True}
-OURS_AT_2 = {"stage": 2, "allgather_bucket_size": 500_000_000, **REDUCED}
+REDUCED = {"reduce_bucket_size": 200_000_000, "overlap_comm": True, "contiguous_gradients": True}
+OURS_AT_2 = {"stage": 2, "allgather_bucket_size": 200_000_000, **REDUCED}
 OURS_AT_3 = {
-    "stage": 3, **REDUCED, "sub_group_size": 1_000_000_000, "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000, "stage3_max_reuse_distance": 1_000_000_000,
+    "stage": 3, **REDUCED, "sub_group_size": 1_000_000_000, "stage3_max_live_parameters": 1_000_000_000,
     "stage3_gather_16bit_weights_on_model_save": True,
 }  # fmt: skip
 
@@ -136,12 +135,12 @@ def test_deepspeed_chats_dict_of_stage_3(tmp_path):
             f"{file}",
             "--zero-stage 3 (was 0), --per-device-train-batch-size 4 (was 16)",
             "--offload True (was False), --offload-parameters True (was False)",
-            "--stage3-param-persistence-threshold 10000 (was 100000)",
             "--stage3-max-live-parameters 30000000 (was 1000000000), --dtype bf16 (was auto)",
         ),
         naming(
             f"{file}",
             "train_batch_size 32, steps_per_print 10",
+            "zero_optimization.stage3_param_persistence_threshold 10000.0",
             "zero_optimization.stage3_prefetch_bucket_size 30000000.0",
             "zero_optimization.memory_efficient_linear False, prescale_gradients False",
         ),
@@ -165,18 +164,18 @@ OLD_BUCKETS = {
     "reduce_scatter": True,
     "reduce_bucket_size": 2e8,
 }
-BUCKETS = {**OLD_BUCKETS, "allgather_bucket_size": 200_000_000, "reduce_bucket_size": 200_000_000}
+FAR = {"stage3_max_reuse_distance": 1_000_000_000}
 ON_DISK = {"device": "nvme", "nvme_path": "/disk", "pin_memory": True}
 COMMON = {
     "transformers ZeRO-2 with the optimizer on the host": (
         TRANSFORMERS | {"zero_optimization": {
             "stage": 2, "offload_optimizer": ON_HOST, "overlap_comm": True, "contiguous_gradients": True, **OLD_BUCKETS
         }},
-        OURS_AT_2 | BUCKETS | {"offload_optimizer": ON_HOST},
+        OURS_AT_2 | OLD_BUCKETS | {"offload_optimizer": ON_HOST},
     ),
     "transformers ZeRO-3 with all on the host": (
         TRANSFORMERS | {"zero_optimization": ZERO_3 | {"offload_optimizer": ON_HOST, "offload_param": ON_HOST}},
-        OURS_AT_3 | {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+        OURS_AT_3 | FAR | {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
     ),
     "ZeRO-3 with little in memory": (
         TRANSFORMERS | {"zero_optimization": ZERO_3 | {
@@ -185,7 +184,7 @@ COMMON = {
         }},
         OURS_AT_3 | {
             "overlap_comm": False, "stage3_max_live_parameters": 100_000_000, "stage3_prefetch_bucket_size": 5e7,
-            "reduce_bucket_size": 10_000_000,
+            "reduce_bucket_size": 10_000_000, "stage3_param_persistence_threshold": 100_000, **FAR
         },
     ),
     "ZeRO-2 with a key of stage 3": (
@@ -207,11 +206,11 @@ COMMON = {
             "_comment": "of a colleague", "//": "see the wiki", "$schema": "x", "comment": "bf16",
             "zero_optimization": ZERO_3 | {"_comment": 1, "_comment_2": 2, "allgather_bucket_size": 2e8},
         },
-        OURS_AT_3,
+        OURS_AT_3 | FAR,
     ),
     "ZeRO-Infinity": (
         TRANSFORMERS | {"zero_optimization": ZERO_3 | {"offload_optimizer": ON_DISK, "offload_param": ON_HOST}},
-        OURS_AT_3 | {"offload_optimizer": ON_DISK, "offload_param": ON_HOST},
+        OURS_AT_3 | FAR | {"offload_optimizer": ON_DISK, "offload_param": ON_HOST},
     ),
 }  # fmt: skip
 
@@ -221,8 +220,8 @@ def test_a_common_file_is_taken_and_the_engine_gets_its_values(tmp_path, name):
     user, zero = COMMON[name]
     (engine,) = engines(resolve(tmp_path, user, "--per-device-train-batch-size", "4")).values()
     assert engine == FRAME | {"zero_optimization": zero, "fp16": AUTO_DTYPES["fp16"] | {"enabled": False}}
-    numbers = [value for key, value in engine["zero_optimization"].items() if key != "stage3_prefetch_bucket_size"]
-    assert [value for value in numbers if isinstance(value, float)] == []
+    of_flags = [engine["zero_optimization"].get(name) for name in ("sub_group_size", "stage3_max_live_parameters")]
+    assert [value for value in of_flags if isinstance(value, float)] == []
     assert is_taken_by_deepspeed(engine)
 
 
@@ -263,9 +262,9 @@ def test_a_key_of_one_models_zero_stage_has_its_effect_there_alone(tmp_path):
     assert resolved.notes == (
         naming(
             f"{tmp_path / 'ds.json'}",
-            "--reduce-bucket-size 1000 (was 500000000)",
             "--stage3-max-live-parameters 30000000 (was 1000000000)",
         ),
+        naming(f"{tmp_path / 'ds.json'}", "zero_optimization.reduce_bucket_size 1000"),
     )
     blocks = {name: engine["zero_optimization"] for name, engine in engines(resolved).items()}
     assert blocks["actor"]["stage3_max_live_parameters"] == 30_000_000
@@ -291,7 +290,7 @@ def test_a_key_without_effect_at_the_default_stage_may_have_one_at_the_stage_tha
 # --- what else a file gives -----------------------------------------------------------------------------------------
 
 
-def test_pinning_becomes_a_flag_and_monitors_are_told(tmp_path):
+def test_pinning_and_monitors_are_told(tmp_path):
     user = {
         "wandb": {"enabled": True, "project": "p"}, "tensorboard": {"enabled": True, "output_path": "tb"},
         "csv_monitor": {"enabled": False, "output_path": "csv"},
@@ -303,13 +302,12 @@ def test_pinning_becomes_a_flag_and_monitors_are_told(tmp_path):
         naming(
             f"{file}",
             "--zero-stage 3 (was 0), --offload True (was False)",
-            "--pin-memory False (was True)",
         ),
         naming(
-            f"{file} ... wandb.enabled True, wandb.project 'p', tensorboard.enabled True, tensorboard.output_path 'tb'"
+            f"{file} ... wandb.enabled True, wandb.project 'p', tensorboard.enabled True, tensorboard.output_path 'tb'",
+            "zero_optimization.offload_optimizer.pin_memory False",
         ),
     )
     (engine,) = engines(resolved).values()
     assert engine["wandb"] == {"enabled": True, "group": "run", "project": "p"}
     assert engine["tensorboard"] == {"enabled": True, "output_path": "tb", "job_name": "tensorboard"}
-    assert resolve(tmp_path, user, "--pin-memory", "false")

@@ -13,7 +13,7 @@ from pipeline.configuration.ds_keys import REFUSED, check_keys
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
-from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.errors import InputError
 from pipeline.models.source import ModelSource
 from step3_ppo.config import PPOConfig
@@ -42,23 +42,19 @@ def test_stage_0():
 
 def test_stage_2():
     zero = {
-        "stage": 2, "reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000, "overlap_comm": True,
+        "stage": 2, "reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000, "overlap_comm": True,
         "contiguous_gradients": True,
     }  # fmt: skip
     assert built() == FRAME | {"zero_optimization": zero}
 
 
 def test_stage_3_with_everything_offloaded():
-    settings = DeepSpeedConfig(
-        offload=True, offload_parameters=True, stage3_param_persistence_threshold=7, reduce_bucket_size=9,
-        stage3_max_live_parameters=5, stage3_max_reuse_distance=4, sub_group_size=3, pin_memory=False,
-    )  # fmt: skip
+    settings = DeepSpeedConfig(offload=True, offload_parameters=True, stage3_max_live_parameters=5, sub_group_size=3)
     zero = {
-        "stage": 3, "reduce_bucket_size": 9, "overlap_comm": True, "contiguous_gradients": True,
-        "stage3_param_persistence_threshold": 7, "stage3_gather_16bit_weights_on_model_save": True,
-        "stage3_max_live_parameters": 5, "stage3_max_reuse_distance": 4, "sub_group_size": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-        "offload_param": {"device": "cpu", "pin_memory": False},
+        "stage": 3, "reduce_bucket_size": 200_000_000, "overlap_comm": True, "contiguous_gradients": True,
+        "stage3_gather_16bit_weights_on_model_save": True, "stage3_max_live_parameters": 5, "sub_group_size": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
     }  # fmt: skip
     assert built(settings, zero_stage=3) == FRAME | {"zero_optimization": zero}
 
@@ -94,9 +90,9 @@ def test_ranks_of_one_machine_reduce_at_the_end_at_stage_1():
     for stage in (0, 2, 3):
         assert built(zero_stage=stage, one_node=True) == built(zero_stage=stage)
     # What was asked for stays.
-    assert built(zero_stage=1, one_node=True, origins={"overlap_comm": COMMAND_LINE})["zero_optimization"] == plain
-    said = {"zero_optimization": {"contiguous_gradients": True}}
-    assert built(zero_stage=1, one_node=True, user_json=said)["zero_optimization"] == plain
+    for name in ("overlap_comm", "contiguous_gradients"):
+        said = {"zero_optimization": {name: True}}
+        assert built(zero_stage=1, one_node=True, user_json=said)["zero_optimization"] == plain
     offloaded = built(DeepSpeedConfig(offload=True), zero_stage=1, one_node=True)["zero_optimization"]
     assert offloaded["overlap_comm"]
 
@@ -116,6 +112,48 @@ def test_what_only_a_json_says_is_deepspeeds():
     parsed = Installed(config)
     assert parsed.float16_config.model_dump().items() >= scale.items()
     assert parsed.communication_data_type == torch.float32 and parsed.wall_clock_breakdown is True
+
+
+OF_BUCKETS = {"reduce_bucket_size": 2e3, "allgather_bucket_size": 11, "overlap_comm": False}
+OF_WEIGHTS = {
+    "reduce_bucket_size": 9, "overlap_comm": False, "stage3_param_persistence_threshold": 7,
+    "stage3_max_reuse_distance": 4,
+}  # fmt: skip
+UNPINNED = {"offload_optimizer": {"pin_memory": False}, "offload_param": {"pin_memory": False}}
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(2, OF_BUCKETS), (3, OF_WEIGHTS)])
+def test_what_only_a_json_says_of_zero_is_deepspeeds(stage: int, zero: dict[str, Any]) -> None:
+    """Sizes and overlapping in place of ours; blocks of offload have the flag's device, and the pinning of the JSON."""
+    from deepspeed.runtime.config import DeepSpeedConfig as Installed
+
+    user = {"zero_optimization": zero | UNPINNED}
+    settings = DeepSpeedConfig(offload=True, offload_parameters=stage == 3)
+    config = built(settings, zero_stage=stage, user_json=user)
+    assert config["zero_optimization"].items() >= zero.items()
+    parsed = Installed(built(settings, zero_stage=stage, user_json=user, world_size=1))
+    names = {name: name.removeprefix("stage3_") for name in zero if name != "overlap_comm"}
+    assert {name: getattr(parsed.zero_config, names[name]) for name in names} == {name: zero[name] for name in names}
+    assert parsed.zero_config.overlap_comm is False
+    assert parsed.zero_config.offload_optimizer.device == "cpu" and not parsed.zero_config.offload_optimizer.pin_memory
+    assert not parsed.zero_config.offload_param.pin_memory
+
+
+def test_what_only_a_json_says_of_zero_is_that_of_all_models_of_stage_3(tmp_path: Path) -> None:
+    """Also where a model's own flag says what of it is offloaded, and for models that are only read."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3} | OF_WEIGHTS | UNPINNED}))
+    words = ["--deepspeed-config", str(file), "--offload", "--critic-offload-optimizer", "cpu"]
+    resolved = parse(PPOConfig, [*words, "--critic-offload-weights", "cpu"], section="ppo")
+    place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=Path("output/runs/ppo"))
+    zeros = {
+        name: one["zero_optimization"] for name, one in resolved.config.engine_jsons(resolved.origins, place).items()
+    }
+    assert all(zeros[name].items() >= OF_WEIGHTS.items() for name in ("actor", "critic"))
+    assert {one["stage3_param_persistence_threshold"] for one in zeros.values()} == {7}
+    unpinned = {"device": "cpu", "pin_memory": False}
+    assert zeros["actor"]["offload_optimizer"] == zeros["critic"]["offload_optimizer"] == unpinned
+    assert zeros["critic"]["offload_param"] == unpinned
 
 
 def test_monitors():
@@ -139,7 +177,6 @@ def test_frozen():
         "steps_per_print": 1_000_000_000,
         "zero_optimization": {
             "stage": 3,
-            "stage3_param_persistence_threshold": 100_000,
             "offload_param": {"device": "cpu", "pin_memory": True},
         },
         "bf16": {"enabled": True},
@@ -174,17 +211,8 @@ def test_a_models_own_flags_say_what_of_it_is_in_host_memory():
     assert offloaded(built(both, zero_stage=3, offload_optimizer="none")) == {"offload_param"}
     assert offloaded(built(both, zero_stage=3, offload_weights="none")) == {"offload_optimizer"}
     assert offloaded(built(both, zero_stage=0, offload_optimizer="none", offload_weights="none")) == set()
-    words = [
-        "--actor-zero-stage",
-        "3",
-        "--critic-zero-stage",
-        "3",
-        "--actor-offload-optimizer",
-        "cpu",
-        "--critic-offload-weights",
-        "cpu",
-    ]
-    resolved = parse(PPOConfig, words, section="ppo")
+    words = "--actor-zero-stage 3 --critic-zero-stage 3 --actor-offload-optimizer cpu --critic-offload-weights cpu"
+    resolved = parse(PPOConfig, words.split(), section="ppo")
     place = Placement(device="cuda", dtype="bf16", ranks=1, run_dir=Path("output/runs/ppo"))
     jsons = resolved.config.engine_jsons(resolved.origins, place)
     assert {name: offloaded(json) for name, json in jsons.items()} == {

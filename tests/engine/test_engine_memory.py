@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import run_command
-from support.ds_arguments import built
+from support.ds_arguments import PARTITIONED, built
 from support.in_process import group_of_one
 from support.tiny_run import make_folder
 from torch import nn
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizer_states_on_host, return_from_host
@@ -51,7 +51,7 @@ class Tiny(nn.Module):
 
 def engine_of(module: nn.Module, stage: int, dtype: str, *, clip: float = 0.5) -> TrainingEngine:
     settings = built(
-        DeepSpeedConfig(dtype=dtype, stage3_param_persistence_threshold=0), zero_stage=stage, dtype=dtype,
+        user_json=PARTITIONED, zero_stage=stage, dtype=dtype,
         micro_batch_size=2, gradient_accumulation_steps=2, world_size=1, max_grad_norm=clip,
         device="cpu",
     )  # fmt: skip

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file, save_file
+from support.ds_arguments import PARTITIONED, PARTITIONED_FILE
 from support.in_process import group_of_one, undone_afterwards
 from support.messages import naming
 from support.tiny_run import make_folder
@@ -72,7 +73,7 @@ QUICK = ("2", "3 both")
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_a_model_on_the_host_learns_the_same_and_resumes_exactly(folder, plain, sft, tmp_path, case) -> None:
-    given = {**sft, **CASES[case], "zero_stage": case[0], "stage3_param_persistence_threshold": 0}
+    given = {**sft, **CASES[case], "zero_stage": case[0], "deepspeed_config": PARTITIONED_FILE}
     train(folder, tmp_path / "whole/sft", max_steps=4, **given)
     train(folder, tmp_path / "parts/sft", max_steps=2, **given, lr_scheduler_type="constant")
     train(folder, tmp_path / "constant/sft", max_steps=4, **given, lr_scheduler_type="constant")
@@ -134,12 +135,14 @@ def on_disk(tmp_path, monkeypatch):
     for module in (optimizer_utils, partitioned_param_swapper):
         monkeypatch.setattr(module, "MIN_AIO_BYTES", 1024)  # else a tiny model's states stay in memory
 
-    def write(*blocks: str, **weights: int) -> dict[str, object]:
+    def write(*blocks: str, reuse_distance: int | None = None, **weights: int) -> dict[str, object]:
         disk = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "pin_memory": False}
         zero = {block: disk | (weights if block == "offload_param" else {}) for block in blocks}
-        user = {"zero_optimization": {"stage": 3, **zero}, "aio": {"block_size": 1024}}
+        zero |= PARTITIONED["zero_optimization"] | {"stage": 3}
+        zero |= {} if reuse_distance is None else {"stage3_max_reuse_distance": reuse_distance}
+        user = {"zero_optimization": zero, "aio": {"block_size": 1024}}
         (tmp_path / "ds.json").write_text(json.dumps(user))
-        return {"deepspeed_config": tmp_path / "ds.json", "stage3_param_persistence_threshold": 0}
+        return {"deepspeed_config": tmp_path / "ds.json"}
 
     return write
 
@@ -224,8 +227,8 @@ def test_models_of_stage_3_on_a_disk_learn_the_same_and_resume_exactly(
 def test_buffers_and_start_weights_that_a_disk_hides_are_checked(folder, sft, tmp_path, on_disk, capfd) -> None:
     """A rollout without the fused backend gathers all 14 weights; NaN in a file is looked for in the start model."""
     ppo = {"actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer", **PPO}
-    few = on_disk("offload_param", **{**BUFFERS, "buffer_count": 13})
-    train(folder, tmp_path / "ppo", code=2, max_steps=1, **ppo, **few, stage3_max_reuse_distance=0)
+    few = on_disk("offload_param", reuse_distance=0, **{**BUFFERS, "buffer_count": 13})
+    train(folder, tmp_path / "ppo", code=2, max_steps=1, **ppo, **few)
     assert refusal(capfd) == naming("buffer_count ... 13 ... eager ... 14 or more")
     shutil.copytree(folder / "base", tmp_path / "bad")
     weights = load_file(tmp_path / "bad/model.safetensors")
@@ -244,7 +247,7 @@ def test_buffers_that_do_not_hold_the_weights_of_a_layer_are_refused(
     folder, sft, tmp_path, on_disk, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(start_models, "check_disk_offload", lambda file: None)  # of the compiler and libaio
-    given = {**sft, **on_disk("offload_param", buffer_size=1000, buffer_count=5), "stage3_max_reuse_distance": 0}
+    given = {**sft, **on_disk("offload_param", reuse_distance=0, buffer_size=1000, buffer_count=5)}
     train(folder, tmp_path / "sft", code=2, max_steps=1, **given)
     said = refusal(capsys)
     # Two layers, each of four projections of the attention and two of the MLP.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ds_arguments import built, refusal
+from support.ds_arguments import PARTITIONED_FILE, built, refusal
 from support.in_process import group_of_one
 
 from pipeline import dist
@@ -27,7 +27,7 @@ from pipeline.training.steps import step_together
 from step3_ppo.models.engines import Models
 
 CPU = torch.device("cpu")
-SETTINGS = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
+SETTINGS = DeepSpeedConfig(dtype="fp32", deepspeed_config=str(PARTITIONED_FILE))
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(5))
 
 
@@ -37,11 +37,12 @@ def world() -> Iterator[None]:
         yield made
 
 
-def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False, **sizes: int) -> TrainingEngine:
+def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False, **zero: int) -> TrainingEngine:
     config = built(
-        SETTINGS.replace(**sizes), zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2,
+        SETTINGS, zero_stage=3, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=2,
         world_size=1, max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
+    config["zero_optimization"] |= zero
     with partitioned_loading(config, ModelSource(str(folder))):
         module = CausalLM(load_causal_lm(folder, dtype=torch.float32))
     if lora:

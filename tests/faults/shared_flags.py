@@ -19,11 +19,9 @@ OF_A_ROLE: dict[str, str] = {
 }  # fmt: skip
 OF_A_STAGE: dict[str, str] = {
     f"{ALL_JSON}[ZeRO-2-{{0}}]":
-        "reduce_bucket_size allgather_bucket_size overlap_comm offload pin_memory "
-        "max_grad_norm per_device_train_batch_size gradient_accumulation_steps",
+        "offload max_grad_norm per_device_train_batch_size gradient_accumulation_steps",
     f"{ALL_JSON}[ZeRO-3-{{0}}]":
-        "stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance sub_group_size "
-        "offload_parameters",
+        "stage3_max_live_parameters sub_group_size offload_parameters",
     f"{OPTIMIZERS}[{{0}}]": "adam_beta1 adam_beta2 adam_eps lr_scheduler_type num_warmup_steps min_learning_rate_ratio",
     f"{ONLY_LORA}[false-{{0}}]": "only_optimize_lora",
 }  # fmt: skip

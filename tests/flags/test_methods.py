@@ -239,9 +239,14 @@ IN_THE_JSON = {
     "communication_data_type": "fp32", "loss_scale": 128.0, "initial_scale_power": 8, "loss_scale_window": 50,
     "hysteresis": 1, "min_loss_scale": 2, "deepspeed_monitor": ["csv_monitor"], "wall_clock_breakdown": True,
 }  # fmt: skip
+OF_ZERO_IN_THE_JSON = {
+    "pin_memory": False, "reduce_bucket_size": 9, "allgather_bucket_size": 11, "overlap_comm": False,
+    "stage3_param_persistence_threshold": 7, "stage3_max_reuse_distance": 4,
+}  # fmt: skip
 # Flag -> a value that is not its default, and the last commit that has it.
 GONE = {name: (value, "f693daee") for name, value in OF_VAPO.items()}
 GONE |= {name: (value, "d0a9914c") for name, value in IN_THE_JSON.items()}
+GONE |= {name: (value, "40c195d6") for name, value in OF_ZERO_IN_THE_JSON.items()}
 
 
 @pytest.mark.parametrize("name", GONE)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import EOS, PAD, assert_same, llama, opt, poll_often, random_prompts, shaken_all
-from support.ds_arguments import built
+from support.ds_arguments import PARTITIONED, built
 from support.in_process import group_of_one
 from support.messages import naming
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import InputError
@@ -49,9 +49,9 @@ def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
     """All parameters of ZeRO-3 are partitioned, and of stage 2 too on one rank."""
     module = CausalLM(model)
-    partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
+    partitioned = {"zero_optimization": PARTITIONED["zero_optimization"] | {"overlap_comm": False}}
     settings = built(
-        partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=1,
+        user_json=partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=1,
         world_size=1, max_grad_norm=0.0, device=next(model.parameters()).device.type,
     )  # fmt: skip
     settings["zero_optimization"]["stage"] = zero_stage

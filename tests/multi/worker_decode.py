@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from stages import current_world
 from support.decode_models import EOS, KEY, PAD, llama, opt, random_prompts, shaken_all
-from support.ds_arguments import built
+from support.ds_arguments import PARTITIONED, built
 from worker_ppo import setup, tensors_of
 
 from pipeline import dist
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.generation import scheduler
@@ -38,9 +38,8 @@ MAKERS = {
 
 def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
     module = CausalLM(model)
-    partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
     settings = built(
-        partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=1, gradient_accumulation_steps=1,
+        user_json=PARTITIONED, zero_stage=zero_stage, dtype="fp32", micro_batch_size=1, gradient_accumulation_steps=1,
         world_size=dist.world_size(), max_grad_norm=0.0, device="cpu",
     )  # fmt: skip
     # A gradient that is zero but for rounding must not become a step of full size.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from stages import current_world, make_run, watched_steps, weights
+from support.ds_arguments import PARTITIONED_FILE
 from support.ppo_loop import PPOLoop, make_loop
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -48,7 +49,7 @@ def setup(inputs: Path, micro: int, words: Words = (), *, batches: int = 1, stag
             *("--per-device-generation-batch-size", PROMPTS_PER_ROLLOUT // size // batches),
             *("--generation-batches", batches, "--ppo-epochs", 2, "--per-device-eval-batch-size", 3, "--max-steps", 8),
             *("--policy-clip", 0.05, "--value-clip", 0.05),
-            *("--kl-target", 0.5, "--kl-horizon", 100, "--stage3-param-persistence-threshold", 0),
+            *("--kl-target", 0.5, "--kl-horizon", 100, "--deepspeed-config", PARTITIONED_FILE),
             *words,
         ],
     )
@@ -360,7 +361,7 @@ def cases() -> dict[str, Any]:
         found[f"z{stage} two rewards"] = partial(two_rewards, stage=stage)
     for stage in range(4):
         found[f"z{stage} ptx"] = partial(ptx, micro=micro, stage=stage)
-    whole = ("--stage3-param-persistence-threshold", 100_000)
+    whole = ("--deepspeed-config", "")
     found["z3 unpartitioned"] = partial(rollouts, micro=micro, stage=3, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, stage=3, words=whole)
     found["z3 by layers"] = partial(rollouts, micro=micro, stage=3, words=("--zero3-gather", "layers"))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from stages import make_run, training_rows, watched_steps
 from support.bare_control import bare_control
+from support.ds_arguments import PARTITIONED_FILE
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
@@ -51,7 +52,7 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> training.Reward:
             *("--data-split", "none", "--data-output-path", inputs / "cache"),
             *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
             *("--adam-eps", RATE),
-            *("--stage3-param-persistence-threshold", 0),
+            *("--deepspeed-config", PARTITIONED_FILE),
             *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
             *words,
         ],
@@ -159,7 +160,7 @@ def cases() -> dict[str, Any]:
             found[f"z{stage} {name}"] = partial(steps, micro=2, words=(*here, *words))
         found[f"z{stage} saved"] = partial(saved, micro=2, words=here)
         found[f"z{stage} saved lora"] = partial(saved, micro=2, words=(*here, "--lora-dim", 4))
-    whole = ("--zero-stage", 3, "--stage3-param-persistence-threshold", 100_000)
+    whole = ("--zero-stage", 3, "--deepspeed-config", "")
     found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
     found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, "--lora-dim", 4))
     for stage in (1, 2, 3):

@@ -14,6 +14,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
 from support.bare_control import bare_control
+from support.ds_arguments import PARTITIONED_FILE
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
@@ -56,7 +57,7 @@ def setup(inputs: Path, micro: int, words: Words = ()) -> training.SFT:
             *("--data-split", "none", "--eval-fraction", 0, "--data-output-path", inputs / "cache"),
             *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
             *("--adam-eps", RATE),
-            *("--stage3-param-persistence-threshold", 0),
+            *("--deepspeed-config", PARTITIONED_FILE),
             *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
             *words,
         ],
@@ -256,7 +257,7 @@ def cases() -> dict[str, Any]:
     for stage in (1, 2, 3):
         found[f"z{stage} offload"] = partial(steps, micro=2, words=("--zero-stage", stage, "--offload"))
         found[f"z{stage} offload bad"] = partial(bad_gradient, words=("--zero-stage", stage, "--offload"))
-    whole = ("--zero-stage", 3, "--stage3-param-persistence-threshold", 100_000)
+    whole = ("--zero-stage", 3, "--deepspeed-config", "")
     found["z3 unpartitioned"] = partial(steps, micro=2, words=whole)
     found["z3 unpartitioned saved"] = partial(saved, micro=2, words=whole)
     found["z3 unpartitioned saved lora"] = partial(saved, micro=2, words=(*whole, *lora))

@@ -20,7 +20,6 @@ from pipeline.preparation.plans import choose, stage_planner
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.stage import STAGE as PPO
 
-BUCKETS = {"reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
@@ -237,19 +236,6 @@ def test_rows_that_ranks_do_not_divide_are_cut_to_the_nearest_number(models):
     assert (choice.micro_batch, choice.resolved.config.optimizer.gradient_accumulation_steps) == (11, 1)
 
 
-def test_buckets_are_smaller_where_there_are_any(models):
-    """Between ranks; on one GPU for what is offloaded, and for weights that stay partitioned."""
-
-    def chosen(ranks: int, *words: object) -> dict[str, Any]:
-        return fastest(*stage_planner(SFT, given(SFT, models, *words, ranks=ranks), gpu(4 * GIB, ranks), {})).flags
-
-    assert not BUCKETS.keys() & chosen(1).keys() and BUCKETS.items() <= chosen(2).items()
-    assert "reduce_bucket_size" not in chosen(2, "--reduce-bucket-size", "5e8")
-    for words in (("--zero-stage", 1, "--offload", "true"), ("--zero-stage", 3)):
-        assert BUCKETS.items() <= chosen(1, *words).items()
-    assert not BUCKETS.keys() & chosen(1, "--zero-stage", 2).keys()
-
-
 def test_nothing_is_chosen_on_a_cpu_or_for_a_gpu_of_unknown_memory(models):
     for target in (Target("CPU", 8 * GIB), Target("GPU", 0)):
         planner, resolved = stage_planner(SFT, given(SFT, models), target, {})
@@ -264,15 +250,22 @@ def test_a_batch_of_a_deepspeed_json_stays_as_it_is_cut(models, tmp_path):
 
 
 def test_nothing_is_chosen_against_a_deepspeed_json_that_says_the_default_or_what_the_preset_does(models, tmp_path):
-    zero = {"stage": 3, "reduce_bucket_size": 5e8}
-    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": zero}))
+    said = {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(said))
     (tmp_path / "preset.yaml").write_text("zero_stage: 3\ntrain_batch_size: 32\n")
     words = ("--preset", tmp_path / "preset.yaml", "--deepspeed-config", tmp_path / "ds.json")
     settings = given(SFT, models, *words, zero_stage=3)
     choice = fastest(*stage_planner(SFT, settings, gpu(8 * GIB), {}))
-    assert choice.flags.keys() == {"gradient_checkpointing", "per_device_eval_batch_size", "allgather_bucket_size"}
-    config = choice.resolved.config
-    assert (choice.micro_batch, config.model.zero_stage, config.deepspeed.reduce_bucket_size) == (16, 3, 500_000_000)
+    assert choice.flags.keys() == {"gradient_checkpointing", "per_device_eval_batch_size"}
+    assert (choice.micro_batch, choice.resolved.config.model.zero_stage) == (16, 3)
+
+
+def test_a_run_that_leaves_nothing_to_choose_has_a_plan_too(models):
+    words = ("--per-device-train-batch-size", 4, "--per-device-eval-batch-size", 4, "--gradient-checkpointing", "false")
+    planner, resolved = stage_planner(SFT, given(SFT, models, *words), gpu(8 * GIB), {})
+    assert auto_flags(resolved) == []
+    choice = choose(SFT, planner, resolved)
+    assert (choice.flags, choice.plan["memory_gib"].keys()) == ({}, planner.memory(resolved).phases.keys())
 
 
 def test_a_choice_of_the_defaults_is_said_too(models):
@@ -353,13 +346,11 @@ def test_weights_are_partitioned_of_models_that_do_not_fit_whole(section, models
     assert [model.zero_stage for model in trained] == stages and not choice.lacks
 
 
-def test_on_one_gpu_mixes_of_stages_2_and_3_are_tried_after_0_and_each_with_its_buckets(models):
+def test_on_one_gpu_mixes_of_stages_2_and_3_are_tried_after_0(models):
     planner, resolved = stage_planner(PPO, given(PPO, models, zero_stage=None), gpu(4 * GIB), {})
-    options = stages_to_try(planner, resolved, names := auto_flags(resolved))
+    options = stages_to_try(planner, resolved, auto_flags(resolved))
     stages = [(one["actor_zero_stage"], one["critic_zero_stage"]) for one in options]
     assert stages == [(2, 2), (0, 0), (3, 2), (2, 3), (3, 3)]
-    sizes = [smallest(planner, resolved, names, one).resolved.config.deepspeed.reduce_bucket_size for one in options]
-    assert sizes == [500_000_000] * 2 + [BUCKETS["reduce_bucket_size"]] * 3
 
 
 def test_a_chosen_stage_0_is_said(models):

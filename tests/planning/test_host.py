@@ -17,6 +17,7 @@ from pipeline.planning.page import StagePlanner, fits, host_text
 from pipeline.planning.remedies import Remedies
 from pipeline.planning.states import page_locked
 
+UNPINNED = {"zero_optimization": {"offload_optimizer": {"pin_memory": False}}}
 WORDS = "--model-name-or-path 125m --per-device-train-batch-size 1 --max-seq-len 64"
 PPO = (
     "--actor-model-name-or-path 125m --critic-model-name-or-path 125m --max-answer-seq-len 16"
@@ -51,18 +52,19 @@ def test_processes_on_a_cpu_hold_all_that_a_gpu_and_its_host_would(tmp_path):
     assert offloaded.phases["train"].states == (4 + (4 + 8 + 4 + 4) / 2) * weights and offloaded.host == 0
     told = host_text(offloaded, planned(tmp_path, **cpu)[0].target)
     assert told.endswith(f": {(4 + 8 + 4 + 4) * weights / GIB:.2f} offloaded, 2 processes")
-    unpinned = f"{WORDS} --zero-stage 2 --offload true --dtype fp32 --pin-memory false"
+    (tmp_path / "ds.json").write_text(json.dumps(UNPINNED), encoding="utf-8")
+    unpinned = f"{WORDS} --zero-stage 2 --offload true --dtype fp32 --deepspeed-config {tmp_path / 'ds.json'}"
     gpu = memory(tmp_path, unpinned, **cpu | {"name": "mine"})
     assert gpu.host == 2 * (4 + 8 + 4 + 4) / 2 * weights
     assert gpu.on_host == (gpu.host + 2 * PROCESS_WITH_GPU[0], gpu.host + 2 * PROCESS_WITH_GPU[1])
 
 
 def test_buckets_on_a_cpu_are_no_larger_than_the_gradients_that_fill_them(tmp_path):
-    """A bucket of 500,000,000 elements is page by page given to a process that writes to it, and whole on a GPU."""
+    """A bucket of 200,000,000 elements is page by page given to a process that writes to it, and whole on a GPU."""
     words = f"{WORDS} --zero-stage 3 --dtype fp32"
     cpu, gpu = (memory(tmp_path, words, name=name, gpus=2, memory_gib=80) for name in ("CPU", "mine"))
     weights = cpu.sizes["model"].weights
-    assert cpu.states["model"].buckets == 4 * weights and gpu.states["model"].buckets == 4 * 500_000_000
+    assert cpu.states["model"].buckets == 4 * weights and gpu.states["model"].buckets == 4 * 200_000_000
 
 
 def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path):
@@ -77,8 +79,10 @@ def test_states_on_a_disk_leave_four_buffers_of_a_sub_group_on_the_host(tmp_path
 
 def test_the_gradients_of_zero_stage_3_are_twice_on_the_host_while_an_engine_is_made(tmp_path):
     """Page-locked ones are a copy of others, which leave again."""
-    words = f"{WORDS} --zero-stage 3 --offload true --dtype bf16 --pin-memory"
-    pinned, plain = (memory(tmp_path, f"{words} {way}", memory_gib=80) for way in ("true", "false"))
+    words = f"{WORDS} --zero-stage 3 --offload true --dtype bf16"
+    (tmp_path / "ds.json").write_text(json.dumps(UNPINNED), encoding="utf-8")
+    ways = ("", f" --deepspeed-config {tmp_path / 'ds.json'}")
+    pinned, plain = (memory(tmp_path, f"{words}{way}", memory_gib=80) for way in ways)
     weights = plain.sizes["model"].weights
     held = 12 * weights + page_locked(4 * weights) + page_locked(2 * weights)
     assert plain.host == (12 + 4 + 2) * weights and pinned.host == held + 2 * weights
@@ -120,7 +124,7 @@ def test_a_checkpoint_that_is_written_in_the_background_is_copied_to_the_host(
 @pytest.mark.parametrize("critic", ["none", "cpu"])
 def test_engines_are_made_one_after_another(tmp_path, critic):
     """A critic that is offloaded takes more than the room which the actor's gradients left."""
-    ways = f"--actor-offload-optimizer cpu --critic-offload-optimizer {critic} --pin-memory true --dtype bf16"
+    ways = f"--actor-offload-optimizer cpu --critic-offload-optimizer {critic} --dtype bf16"
     words = f"{PPO} {ways} --actor-zero-stage 3 --critic-zero-stage 3"
     (tmp_path / "target.yaml").write_text("memory_gib: 80", encoding="utf-8")
     planner, resolved = planner_of("ppo", words, str(tmp_path / "target.yaml"))

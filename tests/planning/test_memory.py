@@ -1,6 +1,7 @@
 """Memory of states by hand-worked cases, real engines and DeepSpeed's own estimators; of runs by what was measured."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,23 +40,24 @@ SIZE = ModelSize(weights=N, trained=N, embeddings=10**8, linear=8 * 10**8, large
                  num_bytes=2 * N, element=2)  # fmt: skip
 
 
-def states(stage: int, ranks: int, size: ModelSize = SIZE, **settings: object):
-    json = built(DeepSpeedConfig(**settings), zero_stage=stage, world_size=ranks)
+def states(stage: int, ranks: int, size: ModelSize = SIZE, *, zero: Any = None, **settings: object):
+    user = {"zero_optimization": zero or {}}
+    json = built(DeepSpeedConfig(**settings), zero_stage=stage, world_size=ranks, user_json=user)
     return states_of(size, json, "fp32", ranks=ranks, device_bytes=80 * GIB, gather="auto")
 
 
 def test_states_of_each_zero_stage_by_hand():
-    """A weight in bf16 has 2 bytes, its gradient 2, the master 4, the moments 8; 8 ranks, buckets of 5e8 x 2 bytes."""
+    """A weight in bf16 has 2 bytes, its gradient 2, the master 4, the moments 8; 8 ranks, buckets of 2e8 x 2 bytes."""
     plain = states(0, 8)
     assert (plain.weights, plain.optimizer, plain.gradients, plain.step) == (2 * N, 12 * N, 2 * N, 4 * N)
     first = states(1, 8)
     assert (first.weights, first.optimizer, first.gradients) == (2 * N, 12 * N / 8, 2 * N)
     second = states(2, 8)
-    assert (second.optimizer, second.gradients, second.buckets) == (12 * N / 8, 2 * N / 8, 2 * 10**9)  # two buckets
-    assert states(2, 8, overlap_comm=False).buckets == 10**9
+    assert (second.optimizer, second.gradients, second.buckets) == (12 * N / 8, 2 * N / 8, 8 * 10**8)  # two buckets
+    assert states(2, 8, zero={"overlap_comm": False, "reduce_bucket_size": 5e8}).buckets == 10**9
     assert states(2, 1).buckets == 0  # nothing to reduce
     third = states(3, 8)
-    assert (third.weights, third.optimizer, third.lasting_gradients) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 10**9)
+    assert (third.weights, third.optimizer, third.lasting_gradients) == (2 * N / 8, 12 * N / 8, 2 * N / 8 + 4 * 10**8)
     assert third.step == (2 + 4) * N / 8  # gradients of a sub-group as one tensor, and a copy in fp32
     assert states(3, 1, sub_group_size=10**8).step == (2 + 4) * 10**8
     assert third.gathered == 2 * N and states(3, 8, zero3_gather="auto").host == 0  # an eighth of the device: whole
@@ -81,9 +83,10 @@ def test_states_in_bf16_by_hand():
 
 def test_offload_puts_states_on_the_host():
     """Gradients in fp32 are there, too; below ZeRO stage 3 the new weights, at stage 3 the gradients in bf16."""
-    optimizer = states(2, 8, offload=True, pin_memory=False)
+    unpinned = {"offload_optimizer": {"pin_memory": False}, "offload_param": {"pin_memory": False}}
+    optimizer = states(2, 8, zero=unpinned, offload=True)
     assert (optimizer.optimizer, optimizer.gradients, optimizer.host) == (0, 0, (4 + 8 + 4 + 2) * N / 8)
-    both = states(3, 8, offload=True, offload_parameters=True, pin_memory=False)
+    both = states(3, 8, zero=unpinned, offload=True, offload_parameters=True)
     assert (both.weights, both.optimizer, both.host) == (0, 0, (2 + 16 + 2) * N / 8)
 
 

@@ -80,7 +80,7 @@ METHODS = {
     "ppo": ("ppo", f"--actor-model-name-or-path MODEL --critic-model-name-or-path MODEL {ROWS} {PROMPTS}"),
 }  # fmt: skip
 Case = tuple[str, str, str]
-BUFFERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
+BUFFERS = ("stage3_max_live_parameters", "sub_group_size")
 Lever = tuple[dict[str, Any], ...]
 # Values of levers, of batches the least and the most: what is between takes memory between theirs.
 SHARED: tuple[Lever, ...] = (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_run import run_command
+from support.ds_arguments import PARTITIONED_FILE
 from support.in_process import error_lines, undone_afterwards
 from support.marks import slow_but
 from support.messages import naming
@@ -99,7 +100,7 @@ def test_a_run_logs_the_metric_of_all_held_out_rows(folder: Path, kind: str, ran
         with undone_afterwards():
             assert main(flags) == 0
     else:
-        cut = ["--zero-stage", "3", "--zero3-gather", "layers", "--stage3-param-persistence-threshold", "0"]
+        cut = ["--zero-stage", "3", "--zero3-gather", "layers", "--deepspeed-config", str(PARTITIONED_FILE)]
         ended = run_command("step1_sft", [*flags, *cut], folder=inputs, ranks=ranks)
         assert ended.code == 0, ended.stderr
     model = inputs / out / "sft"

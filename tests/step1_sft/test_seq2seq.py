@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.command_run import run_command
+from support.ds_arguments import PARTITIONED_FILE, zero_file
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 from support.model_card import read_card, run_example
@@ -146,7 +147,7 @@ def test_zero_3_on_any_ranks_follows_zero_0_on_one(folder: Path, name: str, rank
     """Also with a head of its own, which transformers ties to the embeddings where weights are partitioned."""
     model = {"model_name_or_path": folder / name, "overwrite": "true"}
     one = run(folder, f"{name}-0", **model)
-    cut = {"zero_stage": 3, "stage3_param_persistence_threshold": 0, "zero3_gather": "layers"}
+    cut = {"zero_stage": 3, "deepspeed_config": PARTITIONED_FILE, "zero3_gather": "layers"}
     two = folder / f"{name}-{ranks}" / "sft"
     flags = words(folder, f"{name}-{ranks}", **model, **cut, per_device_train_batch_size=8 // ranks)
     if ranks == 1:
@@ -170,14 +171,12 @@ def weights_of(model: Path) -> Iterable[str]:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"gradient_checkpointing": "true", "zero_stage": 3, "stage3_param_persistence_threshold": 0},
+    {"gradient_checkpointing": "true", "zero_stage": 3, "deepspeed_config": PARTITIONED_FILE},
     {
         "zero_stage": 3,
         "offload": "true",
         "offload_parameters": "true",
-        "stage3_param_persistence_threshold": 0,
         "stage3_max_live_parameters": 2000,
-        "stage3_max_reuse_distance": 0,
         "sub_group_size": 3000,
     },
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
@@ -188,7 +187,8 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", SETTINGS, ids=["recomputed", "offloaded", "accumulated"])
 def test_memory_settings_change_nothing(folder: Path, changes: dict[str, Any]) -> None:
     plain = run(folder, "plain")
-    other = run(folder, "other", overwrite="true", **changes)
+    at_once = {"deepspeed_config": zero_file(folder, stage3_max_reuse_distance=0)} if "offload" in changes else {}
+    other = run(folder, "other", overwrite="true", **changes, **at_once)
     assert max(abs(a - b) for a, b in zip(losses(plain), losses(other), strict=True)) < 1e-4
 
 
@@ -196,7 +196,7 @@ def test_memory_settings_change_nothing(folder: Path, changes: dict[str, Any]) -
 def test_lora_under_zero_3_is_that_without(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lora = {"lora_dim": 4, "lora_learning_rate": 0.01, "max_steps": 2}
     plain = run(folder, "lora", **lora)
-    cut = {"zero_stage": 3, "stage3_param_persistence_threshold": 0, "zero3_gather": "layers"}
+    cut = {"zero_stage": 3, "deepspeed_config": PARTITIONED_FILE, "zero3_gather": "layers"}
     other = run(folder, "lora-3", **lora, **cut, gradient_checkpointing="true", save_adapter_only="true")
     assert max(abs(a - b) for a, b in zip(losses(plain), losses(other), strict=True)) < TOLERANCE
     adapted = json.loads((other / "adapter_config.json").read_text())
@@ -222,7 +222,7 @@ def test_the_preset_starts_on_a_small_model(folder: Path) -> None:
             assert main([*preset, *(str(word) for pair in given.items() for word in (f"--{pair[0]}", pair[1]))]) == 0
     assert losses(whole) == losses(halves) and apart(whole, halves) == 0.0
     settings = json.loads((whole.parent / "runs" / "sft" / "config.json").read_text())
-    names = "offload offload_parameters pin_memory stage3_max_live_parameters stage3_max_reuse_distance sub_group_size"
+    names = "offload offload_parameters stage3_max_live_parameters sub_group_size"
     assert all(settings[name]["from"] == preset[1] for name in names.split())
     assert "eval_bleu" in read_metrics(whole.parent / "runs" / "sft")[0]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.command_run import Ended, files_of, run_command
+from support.ds_arguments import zero_file
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
 from support.model_card import files_that_name, read_card, run_example
@@ -27,8 +28,8 @@ RUN_FILES = {
 }  # fmt: skip
 # Layer by layer, and no more whole at a time than one layer and a part of the next.
 ZERO_3: dict[str, object] = {
-    "actor_zero_stage": 3, "critic_zero_stage": 3, "zero3_gather": "layers", "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 20_000, "stage3_max_reuse_distance": 0,
+    "actor_zero_stage": 3, "critic_zero_stage": 3, "zero3_gather": "layers",
+    "stage3_max_live_parameters": 20_000,
 }  # fmt: skip
 # Metrics of GPUs, and of --kl-in-loss.
 ONLY_ELSEWHERE = {
@@ -96,8 +97,8 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """The same run by `python -m` at stage 0 and by torchrun with two ranks at stage 3, as large models have it."""
     folder = make_folder(tmp_path_factory.mktemp("step-3"))
-    ended = {}
-    for ranks, zero in ((1, {}), (2, ZERO_3)):
+    ended, partitioned = {}, {"deepspeed_config": zero_file(folder, stage3_max_reuse_distance=0)}
+    for ranks, zero in ((1, {}), (2, ZERO_3 | partitioned)):
         command = words(folder, f"out{ranks}", ranks, **zero)
         ended[ranks] = run_command("step3_ppo", command, folder=folder, ranks=ranks)
     return Trained(folder, ended)

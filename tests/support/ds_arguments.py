@@ -14,6 +14,18 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 
+# A DeepSpeed JSON under which ZeRO stage 3 partitions all weights, also the small ones of a tiny model.
+PARTITIONED_FILE = Path(__file__).with_name("partitioned.json")
+PARTITIONED: dict[str, Any] = json.loads(PARTITIONED_FILE.read_text(encoding="utf-8"))
+
+
+def zero_file(folder: Path, **zero: Any) -> Path:
+    """Write a DeepSpeed JSON with this `zero_optimization`, and with all weights partitioned at ZeRO stage 3."""
+    file = folder / f"{'-'.join(f'{name}-{value}' for name, value in zero.items())}.json"
+    both = PARTITIONED["zero_optimization"] | zero
+    file.write_text(json.dumps({"zero_optimization": both}), encoding="utf-8")
+    return file
+
 
 def built(
     settings: DeepSpeedConfig | None = None,

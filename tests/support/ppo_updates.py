@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.ds_arguments import built
+from support.ds_arguments import PARTITIONED, built
 from support.tiny_models import EOS, PAD, random_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig
+from pipeline.configuration.groups import ModelConfig
 from pipeline.data.batching import packed_sft_batch
 from pipeline.data.loader import Step
 from pipeline.engine.engine import TrainingEngine
@@ -36,9 +36,8 @@ SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[0], [1], [2], [3], [
 
 def engine_of(module: nn.Module, *, zero_stage: int = 0, rate: float = 1e-2, clip: float = 0.0) -> TrainingEngine:
     """An Adam whose eps is so large that a step shows the size of the gradient, not its sign alone."""
-    partitioned = DeepSpeedConfig(dtype="fp32", overlap_comm=False, stage3_param_persistence_threshold=0)
     settings = built(
-        partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=3,
+        user_json=PARTITIONED, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=3,
         world_size=1, max_grad_norm=clip, device="cpu",
     )  # fmt: skip
     groups = parameter_groups(module, ModelConfig(learning_rate=rate, weight_decay=0.0, lora_learning_rate=rate))

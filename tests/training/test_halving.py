@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.ds_arguments import PARTITIONED_FILE
 from support.in_process import undone_afterwards
 from support.messages import naming
 from support.tiny_run import make_folder
@@ -149,7 +150,7 @@ QUICK = [("0", False), ("2", True), ("3", True)]
 def test_a_step_is_made_again_in_halved_micro_batches(folder, plain, tmp_path, zero, backward):
     """The second micro-batch fails, so that there are gradients of the first one to be dropped."""
     stage, _, gather = zero.partition(" ")
-    partitioned = {"zero_stage": stage, "zero3_gather": gather or "auto", "stage3_param_persistence_threshold": 0}
+    partitioned = {"zero_stage": stage, "zero3_gather": gather or "auto", "deepspeed_config": PARTITIONED_FILE}
     with out_of_memory(2, of=CausalLM, number=2, backward=backward) as failed:
         assert run("sft", folder, tmp_path, 4, 2, **partitioned) == 0
     assert failed == [4] and apart(tmp_path / "sft", plain("sft") / "sft") < 1e-6

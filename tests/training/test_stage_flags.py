@@ -55,19 +55,13 @@ ZERO_3 = {
     "offload_weights": ("cpu", "zero_optimization.offload_param.device", "cpu"),
 }
 OF_ALL_AT_2 = {
-    "reduce_bucket_size": (9, "zero_optimization.reduce_bucket_size", 9),
-    "allgather_bucket_size": (11, "zero_optimization.allgather_bucket_size", 11),
-    "overlap_comm": ("false", "zero_optimization.overlap_comm", False),
     "offload": ("true", "zero_optimization.offload_optimizer.device", "cpu"),
-    "pin_memory": ("false", "zero_optimization.offload_optimizer.pin_memory", False),
     "max_grad_norm": (0.5, "gradient_clipping", 0.5),
     "per_device_train_batch_size": (3, "train_micro_batch_size_per_gpu", 3),
     "gradient_accumulation_steps": (5, "gradient_accumulation_steps", 5),
 }
 OF_ALL_AT_3 = {
-    "stage3_param_persistence_threshold": (7, "zero_optimization.stage3_param_persistence_threshold", 7),
     "stage3_max_live_parameters": (5, "zero_optimization.stage3_max_live_parameters", 5),
-    "stage3_max_reuse_distance": (4, "zero_optimization.stage3_max_reuse_distance", 4),
     "sub_group_size": (3, "zero_optimization.sub_group_size", 3),
     "offload_parameters": ("true", "zero_optimization.offload_param.device", "cpu"),
 }
