@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.messages import naming
@@ -43,7 +44,7 @@ def planned(
     return planner_of("sft", f"{WORDS} {more}", str(file))
 
 
-def remedies_of(memory_gib: float, folder: Path, **target: int) -> Remedies:
+def remedies_of(memory_gib: float, folder: Path, **target: Any) -> Remedies:
     planner, resolved = planned(memory_gib, folder, **target)
     return Remedies.of(planner, resolved)
 
@@ -148,9 +149,10 @@ def test_changes_that_are_not_enough_end_with_what_else_helps(tmp_path):
 
 
 def test_another_training_is_an_answer_of_its_own_without_what_it_makes_needless(tmp_path, monkeypatch):
-    """Adapters alone suffice, where the same training halves its micro-batch twice and offloads."""
+    """Adapters alone suffice, where the same training halves its micro-batch twice and offloads, with large buckets."""
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)  # bitsandbytes, which is optional
-    found = remedies_of(2.4, tmp_path)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 5e8}}', encoding="utf-8")
+    found = remedies_of(2.4, tmp_path, more=f"--deepspeed-config {tmp_path / 'ds.json'}")
     assert flags_of(found.same) == ["--per-device-train-batch-size", "--offload"]
     assert found.same.flags["per_device_train_batch_size"] == 2, "by two steps, told as one"
     assert found.another.flags == {"lora_dim": 16} and found.another.is_enough
