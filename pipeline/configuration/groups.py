@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from pipeline.configuration.ds_keys import wanted
 from pipeline.configuration.flag_table import Flag, Layers, OnResume, Removed, flag, zero3_size
 from pipeline.model_types import MAX_LORA_ALPHA, MAX_LORA_RANK
 
@@ -300,7 +299,7 @@ class DeepSpeedConfig(Group):
         aliases=("deepscale_config",),
         other_tools="deepspeed",
         removed={
-            name: Removed(default, last, f"write {wanted(keys.split())} into the JSON file of --deepspeed-config")
+            name: Removed(default, last, f"write {' or '.join(keys.split())} into the JSON file of --deepspeed-config")
             for name, keys, default, _, last in ONLY_IN_JSON
         },
     )
