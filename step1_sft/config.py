@@ -1,8 +1,6 @@
 """The flags of stage 1, supervised fine-tuning; shared groups are defined in pipeline/configuration/groups.py."""
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from typing import Literal
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConfig, OptimizerConfig
@@ -21,7 +19,11 @@ class SFTDataConfig(DataConfig):
     )
     train_on_prompt: bool = flag(False, "Train on prompt tokens too, as DeepSpeed-Chat does")
     train_turns: Literal["all", "last"] = flag("all", "Assistant turns of a conversation that are trained")
-    packing: bool = flag(False, "Pack several rows into one sequence; attention stays within each row")
+    packing: bool = flag(
+        False,
+        "Pack several rows into one sequence; attention stays within each row",
+        excludes="--attn-implementation flash_attention_2",
+    )
     sft_only_data_path: list[str] = flag([], "Further data of stage 1, used in full", kind="path", on_resume="data")
 
 
@@ -44,9 +46,3 @@ class SFTConfig(SupervisedConfig):
         128, "Tokens of a greedy answer", ge=1, on_resume="free", other_tools="max_new_tokens generation_max_length"
     )
     keep_best: bool = flag(False, "Save the weights of the lowest eval_loss, not the last ones", on_resume="output")
-
-    @model_validator(mode="after")
-    def _packing_needs_a_mask(self) -> Self:
-        if self.data.packing and self.model.attn_implementation == "flash_attention_2":
-            raise ValueError("packing: flash_attention_2 accepts no mask that separates packed rows; use sdpa or eager")
-        return self

@@ -30,13 +30,13 @@ class RewardConfig(SupervisedConfig):
         "Bradley-Terry loss of the last token's scores, or its mean over tokens (DeepSpeed-Chat)",
         refused=dict.fromkeys(("beta", "label_smoothing", "offload_reference_model"), "DPO is --step 3 --method dpo"),
     )
-    centering_coef: float = flag(0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0)
+    centering_coef: float = flag(
+        0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", ge=0, read_if="--reward-loss last_token"
+    )
     keep_best: bool = flag(False, "Save the weights of the best accuracy, not the last ones", on_resume="output")
 
     @model_validator(mode="after")
-    def _options_that_do_not_go_together(self) -> Self:
-        if self.reward_loss == "per_token" and self.centering_coef:
-            raise ValueError("centering_coef: needs --reward-loss last_token, got per_token")
+    def _is_saved_whole(self) -> Self:
         if self.deepspeed.save_adapter_only:
             raise ValueError("save_adapter_only: a reward model is always saved whole, with its new head")
         return self

@@ -1,8 +1,6 @@
 """The flags of stage 3 by DPO, IPO or KTO."""
 
-from typing import Any, Literal, Self
-
-from pydantic import model_validator
+from typing import Any, Literal
 
 from pipeline.configuration.ds_config import Json, Placement, frozen_json
 from pipeline.configuration.flag_table import flag
@@ -53,25 +51,18 @@ class DPOConfig(SupervisedConfig):
             ("ref_model", "ref_model_name_or_path"), "the reference is the model that training starts from"
         ),
     )
-    label_smoothing: float = flag(0.0, "dpo: assumed share of pairs with a wrong preference (cDPO)", ge=0, lt=0.5)
+    label_smoothing: float = flag(
+        0.0, "Assumed share of pairs with a wrong preference (cDPO)", ge=0, lt=0.5, read_if="--method dpo"
+    )
     ipo_log_ratios: Literal["mean", "sum"] = flag(
-        "mean", "ipo: mean over a response's tokens, as in TRL, or their sum, as in the paper"
+        "mean", "Mean over a response's tokens, as in TRL, or their sum, as in the paper", read_if="--method ipo"
     )
     desirable_weight: float = flag(
-        1.0, "kto: weight of the loss of good responses", gt=0, other_tools="kto_chosen_weight"
+        1.0, "Weight of the loss of good responses", gt=0, other_tools="kto_chosen_weight", read_if="--method kto"
     )
     undesirable_weight: float = flag(
-        1.0, "kto: weight of the loss of bad responses", gt=0, other_tools="kto_rejected_weight"
+        1.0, "Weight of the loss of bad responses", gt=0, other_tools="kto_rejected_weight", read_if="--method kto"
     )
-
-    @model_validator(mode="after")
-    def _options_that_do_not_go_together(self) -> Self:
-        weights = {"desirable_weight": ("kto", 1), "undesirable_weight": ("kto", 1)}
-        only = {"label_smoothing": ("dpo", 0), "ipo_log_ratios": ("ipo", "mean"), **weights}
-        for name, (method, default) in only.items():
-            if self.method != method and getattr(self, name) != default:
-                raise ValueError(f"{name}: needs --method {method}, got {self.method}")
-        return self
 
     @property
     def row_options(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The flags of PPO and its other methods in stage 3."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, Self
@@ -7,7 +8,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from pipeline.configuration.ds_config import Json, Placement, frozen_json, is_on_nvme, offloads, training_json
-from pipeline.configuration.flag_table import Flag, Layers, flag
+from pipeline.configuration.flag_table import Layers, flag
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload, OptimizerConfig
 from pipeline.configuration.origins import Origin
 from pipeline.configuration.resolved import Resolved
@@ -18,11 +19,11 @@ from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from step3_ppo.flags.generation import check_generation
-from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig, refuse_unread
+from step3_ppo.flags.groups import DIVERGENCES, PPOCoefficients, PromptDataConfig, SamplingConfig
 from step3_ppo.flags.methods import LORA_FACTOR, METHODS, PPO_LORA_FACTOR, Method, with_defaults
 from step3_ppo.flags.rewards import RewardConfig
 from step3_ppo.flags.teacher import TeacherConfig
-from step3_ppo.models.roles import COMPARED, Role, roles_without
+from step3_ppo.models.roles import COMPARED, ROLES, Role, roles_without
 
 LENGTH_FLAGS = "--max-prompt-seq-len + --max-answer-seq-len"  # the flags of `PPOConfig.max_sequence_length`
 
@@ -75,7 +76,7 @@ class PPOConfig(StageConfig):
         False,
         "Keep the weights of the reference, or of the teacher, in host memory (ZeRO stage 3)",
         on_resume="rounding",
-        needs="a reference",
+        needs="--kl-coef or --log-kl",
     )
     offload_reward_model: bool = flag(
         False, "The same as --reward-model-offload-weights cpu", on_resume="rounding", needs="a reward model"
@@ -110,13 +111,10 @@ class PPOConfig(StageConfig):
         """Add the defaults of the method as the weakest layer."""
         return with_defaults(layers)
 
-    def absent(self, flag: Flag) -> str:
-        """Return the model that the flag needs and this run does not have, such as "a critic"; "" if it has all."""
-        if flag.path[0] == "critic" or flag.needs == "a critic":
-            return "" if self.method.has_critic else "a critic"
-        if flag.needs == "a teacher":
-            return "" if self.method.has_teacher else "a teacher (--method distill)"
-        return flag.needs if flag.needs == "a reward model" and not self.has_reward_model else ""
+    @property
+    def models(self) -> Mapping[str, bool]:
+        """The models that flags need; what a reference needs is said by flags."""
+        return {f"a {role.title}": role in self.roles for role in ROLES if role.name != "reference"}
 
     @property
     def compares_in_updates(self) -> bool:
@@ -287,9 +285,10 @@ class PPOConfig(StageConfig):
                 "out, or give --num-samples-per-prompt 2 or more"
             )
         if self.compares_in_updates and not self.ppo.missing_eos_penalty:
-            why = "without rewards the loss is the divergence from the teacher alone"
-            names = ("policy_loss", "policy_clip", "policy_clip_high", "dual_clip", "policy_ratio")
-            refuse_unread(self.ppo, dict.fromkeys(names, why))
+            names = {"policy_loss", "policy_clip", "policy_clip_high", "dual_clip", "policy_ratio"}
+            if changed := self.ppo.model_dump(include=names, exclude_defaults=True):
+                why = "without rewards the loss is the divergence from the teacher alone"
+                raise ValueError(f"{next(iter(changed))}: {why}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -298,12 +297,6 @@ class PPOConfig(StageConfig):
         if self.sampling.num_samples_per_prompt < 2 and (compares or self.ppo.group_baseline):
             rule = "--group-baseline" if self.ppo.group_baseline else f"method {self.ppo.method}"
             raise ValueError(f"num_samples_per_prompt: got 1: {rule} compares responses to a prompt; give 2 or more")
-        return self
-
-    @model_validator(mode="after")
-    def _functions_reward(self) -> Self:
-        if self.ppo.replace_equal_groups and self.has_reward_model:
-            raise ValueError("replace_equal_groups: scores of a reward model are never equal; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
 """Check values beyond their types: names of files and folders, and flags that have no effect.
 
-It reads `kind` and `needs` at each flag's field. Combinations that a stage refuses are checked by its configuration.
+It reads `kind`, `needs`, `read_if` and `excludes` at each flag's field. A configuration checks what joins more values.
 """
 
 import sys
@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from pipeline.configuration.flag_table import ZERO_STAGE, Flag, flag_table, flags_of_key, flat_items
+from pipeline.configuration.flag_table import Flag, flag_table, flat_items
 from pipeline.configuration.groups import Group
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.errors import dashed
@@ -90,30 +88,50 @@ def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Origins) 
             yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
 
 
-def idle_flags(config: BaseModel, origins: Origins, *, on_cpu: bool = False) -> Iterator[str]:
+def unread_flags(config: Group, origins: Origins) -> Iterator[str]:
+    """Yield a line for each flag that differs from its default although `read_if` or `excludes` rules it out."""
+    table = flag_table(type(config))
+    for name, value in flat_items(config):
+        if value == (flag := table[name]).default:
+            continue
+        excluded = [state for state, is_met in states(flag, flag.excludes, config) if is_met]
+        if reason := f"it does not go with {excluded[0]}" if excluded else unmet(flag, flag.read_if, config):
+            yield f"{dashed(name)}: got {value!r} ({origins.get(name, DEFAULT)}): {reason}; leave it out"
+
+
+def idle_flags(config: Group, origins: Origins, *, on_cpu: bool = False) -> Iterator[str]:
     """Yield a line for each flag that was set and has no effect, with what it needs.
 
     Args:
         origins: the origin of each value; flags with their default are left out.
         on_cpu: the run computes on a CPU.
     """
-    values = dict(flat_items(config))
-    for name, flag in flag_table(type(config)).items():
-        if origins.get(name, DEFAULT).is_given and (need := unmet_need(flag, values, type(config), on_cpu)):
-            yield f"{dashed(name)} {values[name]} ({origins[name]}): has no effect: it needs {need}"
+    table = flag_table(type(config))
+    for name, value in flat_items(config):
+        if (origin := origins.get(name, DEFAULT)).is_given:
+            lacks_gpu = on_cpu and table[name].needs == "a GPU"
+            if reason := "it needs a GPU, got none" if lacks_gpu else unmet(table[name], table[name].needs, config):
+                yield f"{dashed(name)} {value} ({origin}): has no effect: {reason}"
 
 
-def unmet_need(flag: Flag, values: Mapping[str, Any], config_class: type[BaseModel], on_cpu: bool) -> str:
-    """Name the need of a flag that the device or the other values do not meet, and what is found; "": it is met."""
-    if flag.needs == "a GPU" and on_cpu:
-        return "a GPU, got none"
-    if flag.needs == "ZeRO stage 3":
-        stages = {values[name] for name in flags_of_key(config_class, ZERO_STAGE)}
-        if 3 not in stages:
-            return f"a model at {flag.needs}, got {' and '.join(map(str, sorted(stages)))}"
-    if flag.needs == "a reference" and not (values["kl_coef"] or values["log_kl"]):
-        return "a KL to the reference (--kl-coef above 0, or --log-kl true), got none"
-    lora_dim = flag.name.removesuffix(flag.path[-1]) + "lora_dim"
-    if flag.needs == "LoRA" and not values[lora_dim]:
-        return f"{dashed(lora_dim)}, got 0"
-    return ""
+def unmet(flag: Flag, condition: str, config: Group) -> str:
+    """Return why a flag's condition is not met, "it needs --method grpo, got --method rloo"; "" if it is."""
+    parts = dict(states(flag, condition, config))
+    return f"it needs {flag.in_words(condition)}, got {', '.join(parts)}" if parts and not any(parts.values()) else ""
+
+
+def states(flag: Flag, condition: str, config: Group) -> Iterator[tuple[str, bool]]:
+    """Yield what a configuration has of each part of a flag's condition, and whether that meets it.
+
+    It is a model that the run may have ("a critic"), or a flag with its value ("--method rloo"). A name without a model
+    means the flag of each model.
+    """
+    if condition.startswith("a "):
+        yield from ((model, is_there) for model, is_there in config.models.items() if model == condition)
+        return
+    table = flag_table(type(config))
+    for named in flag.in_words(condition).replace(" or ", " ").split("--")[1:]:
+        meant, *allowed = named.split()
+        for name, value in flat_items(config):
+            if meant.replace("-", "_") in (name, table[name].path[-1]):
+                yield f"{dashed(name)} {shown_value(value)}", str(value) in allowed if allowed else bool(value)

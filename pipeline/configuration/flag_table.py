@@ -21,16 +21,8 @@ from pipeline.errors import dashed
 
 Kind = Literal["plain", "path", "written path", "text"]
 OnResume = Literal["same", "rounding", "data", "model", "output", "free"]
-Need = Literal[
-    "",
-    "a GPU",
-    "ZeRO stage 3",
-    "LoRA",
-    "a critic",
-    "a reward model",
-    "a reference",
-    "a teacher",
-]
+# A GPU, a model that a run may lack, or flags; see `Rules`.
+Condition = Annotated[str, Field(pattern=r"^(a (GPU|critic|teacher|reward model)|--\w.*)?$")]
 # Words that a definition may also give as one text, with spaces between them.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda given: given.split() if isinstance(given, str) else given)]
 Layers = list[tuple[Origin, dict[str, Any]]]  # (origin, values by flag), a later one is stronger
@@ -63,7 +55,12 @@ class Rules:
     changes how the work is cut, and numbers by rounding only; data, model: compared by the content of the sources or
     the start model that it names; output: another value changes the model that a run leaves, not what it learns, so
     only a finished run needs the same; free: another value changes neither.
-    needs: what the flag has no effect without; it is refused where a run has no such model.
+    read_if: the condition under which a run reads the flag: another value than the default is refused without it.
+    excludes: the condition under which another value than the default is refused.
+    needs: the condition without which the flag has no effect, of which a note warns; where it is a model, the flag is
+        refused, whatever its value. A condition is "a critic" or another model, or flags as users know them:
+        "--kl-target" (neither 0, false nor empty), "--method grpo or rloo", "--kl-coef or --log-kl". In the flags of a
+        model it means that model's.
     deepspeed: the dotted keys of a DeepSpeed JSON that say the same; a single one may be given as a text.
     aliases: further names of the flag.
     other_tools: its names in TRL and LLaMA-Factory, given with spaces between them; they are refused with this flag's
@@ -86,7 +83,9 @@ class Rules:
     __pydantic_config__ = ConfigDict(extra="forbid")
     kind: Kind = "plain"
     on_resume: OnResume = "same"
-    needs: Need = ""
+    read_if: Condition = ""
+    excludes: Condition = ""
+    needs: Condition = ""
     deepspeed: Words = ()
     aliases: tuple[str, ...] = ()
     other_tools: Words = ()
@@ -121,8 +120,8 @@ def flag(default: Any, meaning: str, **given: Any) -> Any:
 
 def zero3_size(key: str, meaning: str) -> Any:
     """Define a flag that counts elements under ZeRO stage 3, named as its `key` of DeepSpeed's zero_optimization."""
-    where = {"deepspeed": f"zero_optimization.{key}", "needs": "ZeRO stage 3"}
-    return flag(1_000_000_000, f"{meaning} (ZeRO stage 3)", ge=1, on_resume="rounding", **where)
+    where = {"deepspeed": f"zero_optimization.{key}", "needs": "--zero-stage 3"}
+    return flag(1_000_000_000, meaning, ge=1, on_resume="rounding", **where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,17 +147,24 @@ class Flag(Rules):
         short = self.name.removesuffix("_name_or_path")
         return dashed(short if short in self.aliases else self.name)
 
+    def in_words(self, condition: str) -> str:
+        """Return a condition of the flag as help and messages have it, with the flags of its model."""
+        return condition.replace("--", dashed(self.name.removesuffix(self.path[-1])))
+
+    @property
+    def limits(self) -> str:
+        """The words on its conditions: "only with --method grpo or rloo, not with a reward model"; "" without."""
+        only, never = self.in_words(self.read_if or self.needs), self.in_words(self.excludes)
+        return ", ".join(filter(None, (only and f"only with {only}", never and f"not with {never}")))
+
     @property
     def meaning(self) -> str:
-        """The help text, with the flag's further names."""
-        others = [name for name in map(dashed, (self.name, *self.aliases)) if name != self.shown]
-        also, switches = ", ".join(others), ", ".join(map(dashed, self.switches))
-        also = f" (also {also})" if also else ""
-        return (
-            (self.info.description or "")
-            + also
-            + (f" ({switches} true|false adds to it or takes from it)" if switches else "")
-        )
+        """The help text, with when the flag is read and its further names."""
+        also = ", ".join(name for name in map(dashed, (self.name, *self.aliases)) if name != self.shown)
+        switches = ", ".join(map(dashed, self.switches))
+        adds = f"{switches} true|false adds to it or takes from it"
+        remarks = filter(None, (self.limits, also and f"also {also}", switches and adds))
+        return (self.info.description or "") + "".join(f" ({remark})" for remark in remarks)
 
     @property
     def takes_auto(self) -> bool:

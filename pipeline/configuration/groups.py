@@ -4,6 +4,7 @@ A stage's configuration (stepN/config.py) is a frozen model made of these groups
 flags, YAML keys and the reference. Field names are flag names, behind a model's role (`actor_learning_rate`).
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -56,9 +57,14 @@ class Group(BaseModel):
         """Return layers of given flags with their method's defaults."""
         return layers
 
+    @property
+    def models(self) -> Mapping[str, bool]:
+        """The models that `needs` and `excludes` of flags name -> whether a run of these settings has them."""
+        return {}
+
     def absent(self, flag: Flag) -> str:
         """Return the model that a run of these settings does not have and the flag is of ("a critic"), or ""."""
-        return ""
+        return next((one for one in (f"a {flag.path[0]}", flag.needs) if not self.models.get(one, True)), "")
 
     def replace(self, **changes: Any) -> "Group":
         """Return a checked copy with `changes`."""
@@ -186,13 +192,13 @@ class ModelConfig(Group):
         refused={"enable_mixed_precision_lora": "use --actor-lora-dim with --actor-zero-stage 3"},
     )
     lora_alpha: float = flag(
-        16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, le=MAX_LORA_ALPHA, needs="LoRA"
+        16.0, "LoRA updates are scaled by lora_alpha / lora_dim", gt=0, le=MAX_LORA_ALPHA, needs="--lora-dim"
     )
-    lora_dropout: float = flag(0.0, "Dropout on the input of LoRA layers", ge=0, lt=1, needs="LoRA")
+    lora_dropout: float = flag(0.0, "Dropout on the input of LoRA layers", ge=0, lt=1, needs="--lora-dim")
     lora_module_name: str = flag(
         "all-linear",
         "Linear layers that get LoRA, by a part of their names; all-linear: all except the head",
-        needs="LoRA",
+        needs="--lora-dim",
         other_tools="lora_target_modules",
     )
     lora_learning_rate: float = flag(
@@ -200,7 +206,7 @@ class ModelConfig(Group):
         "Peak learning rate of LoRA weights",
         gt=0,
         le=MAX_LEARNING_RATE,
-        needs="LoRA",
+        needs="--lora-dim",
         per_stage=True,
         auto_is="2e-4 in stages 1 and 2, in stage 3 a multiple of the learning rate of all other weights",
         before=5e-4,
@@ -312,6 +318,6 @@ class DeepSpeedConfig(Group):
         "How often ZeRO-3 gathers weights: once per phase, or layer by layer; auto: once if they take at most an "
         "eighth of the device's memory",
         on_resume="rounding",
-        needs="ZeRO stage 3",
+        needs="--zero-stage 3",
         ignored={"tp_gather_partition_size": "weights are gathered a layer at a time"},
     )

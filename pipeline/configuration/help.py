@@ -124,9 +124,9 @@ def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
 
 
 def is_about(flag: Flag, word: str) -> bool:
-    """Return True if a flag's name, group, need or meaning has a word in any form: log, logs, logged, logging."""
+    """Return True if a flag's name, group, condition or meaning has a word in any form: log, logs, logged, logging."""
     stem = re.escape(re.sub("(g?ing|ged|ed|s)$", "", word) if len(word) > 3 else word).replace("_", "[_-]")
-    text = f"{flag.name} {flag.group} {flag.needs} {flag.info.description}".lower()
+    text = f"{flag.name} {flag.group} {normalise(flag.read_if + flag.needs)} {flag.info.description}".lower()
     return re.search(rf"(?<![a-z])(?<![a-z]-){stem}(g?ing|ged|ed|s)?(?![a-z-])", text) is not None
 
 
@@ -142,7 +142,7 @@ def sheet(flags: Mapping[str, Flag], readers: Mapping[str, type[Group]]) -> Iter
         ("meaning", flag.meaning),
         ("default", flag.shown_default),
         ("set by", "; ".join(filter(None, setters(flag, [readers[reader] for reader in flags])))),
-        ("read by", ", ".join(flags) + f"; only with {flag.needs}" * bool(flag.needs)),
+        ("read by", ", ".join(flags)),
         ("page", page_of([flag.name, *flag.aliases, flag.path[-1]])),
     ):
         yield textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)

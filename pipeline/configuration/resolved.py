@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 
+from pipeline.configuration.flag_checks import unread_flags
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items, nest
 from pipeline.configuration.groups import Group
 from pipeline.configuration.origins import DEFAULT, Origin, Origins
@@ -70,11 +71,14 @@ def validated(config_class: type[Group], values: Mapping[str, Any], origins: Ori
     """Validate flat values as the model. Raises InputError with a line for each value that does not fit."""
     table = flag_table(config_class)
     try:
-        return config_class.model_validate(nest(values, table))
+        config = config_class.model_validate(nest(values, table))
     except ValidationError as error:
         kind = InputError if any(flag_of(problem, table) for problem in error.errors()) else ContradictionError
         lines = [describe(problem, table, origins) for problem in error.errors()]
         raise kind("\n".join(lines)) from None
+    if lines := list(unread_flags(config, origins)):
+        raise ContradictionError("\n".join(lines))
+    return config
 
 
 def describe(problem: Any, table: Mapping[str, Flag], origins: Origins) -> str:

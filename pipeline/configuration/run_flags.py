@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
@@ -69,7 +69,9 @@ class RunConfig(Group):
     )
     force_resume: bool = flag(False, "Resume even if settings, data or start models changed", on_resume="free")
     deterministic: bool = flag(False, "Bitwise repeatable on GPUs, slower; CPU runs always are", on_resume="rounding")
-    overwrite: bool = flag(False, "Start over even if the output holds a finished run", on_resume="free")
+    overwrite: bool = flag(
+        False, "Start over even if the output holds a finished run", on_resume="free", read_if="--resume auto or never"
+    )
     save_dtype: Dtype = flag("auto", "Data type of the saved weights; auto: that of training", on_resume="output")
     print_steps: int = flag(
         1,
@@ -181,9 +183,3 @@ class RunConfig(Group):
         if text and not HUB_ID.fullmatch(text):
             raise ValueError("expected the id of a repository, as my-name/my-model")
         return text
-
-    @model_validator(mode="after")
-    def _start_over_or_resume(self) -> "RunConfig":
-        if self.overwrite and self.resume not in ("auto", "never"):
-            raise ValueError(f"overwrite: starts over, and resume names {self.resume}; give one of them")
-        return self

@@ -60,7 +60,9 @@ class RewardTrialConfig(WorkerFlags):
     )
     data: str = flag("", "Hub id, file or folder, read as for training", kind="path", required=True)
     n: int = flag(0, "Number of rows to read; also -n; 0: 20, with --model 64 from all of the data", ge=0)
-    completion: str = flag("", "A response to score for each row, in addition to its own", kind="text")
+    completion: str = flag(
+        "", "A response to score for each row, in addition to its own", kind="text", excludes="--model"
+    )
     num_samples_per_prompt: int = flag(
         8,
         "Responses per call, as in training: a row's repeated, or those of --model",
@@ -73,32 +75,30 @@ class RewardTrialConfig(WorkerFlags):
     )  # fmt: skip
     max_answer_seq_len: int = flag(
         512,
-        "With --model: most tokens of an answer, its end token included",
+        "Most tokens of an answer, its end token included",
         ge=1,
+        read_if="--model",
         other_tools="max_completion_length max_new_tokens",
     )
     max_prompt_seq_len: int = flag(
         0,
-        "With --model: most tokens of a prompt, longer ones are dropped as in training; 0: what --max-answer-seq-len "
-        "leaves",
+        "Most tokens of a prompt, longer ones are dropped as in training; 0: what --max-answer-seq-len leaves",
         ge=0,
+        read_if="--model",
     )
     output: str = flag(
-        "", "With --model: the output folder of the run to come, whose report shows the trial; none: print", kind="path"
+        "",
+        "The output folder of the run to come, whose report shows the trial; none: print",
+        kind="path",
+        read_if="--model",
     )
-    seed: int = flag(1234, "With --model: seed of its answers", ge=0)
+    seed: int = flag(1234, "Seed of the model's answers", ge=0, read_if="--model")
     column_map: str = flag("", "Column names in your data: prompt=question,chosen=best")
 
     @model_validator(mode="after")
-    def _flags_belong_to_the_mode(self) -> Self:
-        if self.model and self.completion:
-            raise ValueError("completion: got it with --model, whose answers are scored; give one of both")
+    def _answers_are_compared(self) -> Self:
         if self.model and self.num_samples_per_prompt < 2:
             raise ValueError("num_samples_per_prompt: got 1 with --model, which compares answers; expected 2 or more")
-        names = ("max_answer_seq_len", "max_prompt_seq_len", "output", "seed")
-        others = {name: type(self).model_fields[name].default for name in names}
-        if not self.model and (given := [name for name, default in others.items() if getattr(self, name) != default]):
-            raise ValueError(f"{given[0]}: got it without --model, which answers the rows; give both or neither")
         return self
 
 

@@ -1,8 +1,6 @@
 """The groups of flags that only stage 3 has: prompts, rollouts, coefficients of its methods."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -17,20 +15,11 @@ from step3_ppo.flags.methods import METHODS, MethodName
 LAST_WITH_VAPO = "f693daee"
 GAINED_NOTHING = "it gained nothing when it was measured"
 POLICY_LOSSES = ("clipped", "cispo")  # the built-in ones
+CISPO = "--policy-loss cispo"
 Estimator = Literal["k1", "k2", "k3"]
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = ("reverse_kl", "forward_kl", "jsd")
-
-
-def refuse_unread(group: Group, reasons: Mapping[str, str], defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raise ValueError for a flag that differs from its default although nothing reads it; `reasons` tells why.
-
-    defaults: those of a method, which its flags have in place of their own.
-    """
-    for name, reason in reasons.items():
-        if getattr(group, name) != defaults.get(name, type(group).model_fields[name].default):
-            raise ValueError(f"{name}: {reason}; leave it out")
 
 
 class PromptDataConfig(DataConfig):
@@ -48,13 +37,9 @@ class PromptDataConfig(DataConfig):
         aliases=("unsupervised_dataset_name",),
         refused={"unsupervised_dataset_config_name": "give --unsupervised-data-path a hub id or a file"},
     )
-    unsup_coef: float = flag(27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0)
-
-    @model_validator(mode="after")
-    def _weight_is_of_a_loss(self) -> Self:
-        if not self.unsupervised_data_path:
-            refuse_unread(self, {"unsup_coef": "only --unsupervised-data-path has a ptx loss"})
-        return self
+    unsup_coef: float = flag(
+        27.8, "Weight of the ptx loss (InstructGPT, section 3.4)", ge=0, read_if="--unsupervised-data-path"
+    )
 
 
 class SamplingConfig(Group):
@@ -153,12 +138,14 @@ class PPOCoefficients(Group):
         "Probability ratio of each token, or its geometric mean over the response (GSPO; its paper has "
         "--loss-aggregation sequence_mean and --policy-clip about 3e-4)",
     )
-    policy_clip: float = flag(0.2, "Clip range of the probability ratio", gt=0, other_tools="cliprange epsilon")
-    policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as --policy-clip", ge=0)
-    dual_clip: float = flag(
-        0.0, "Ratio (for example 3) above which a token with negative advantage has no gradient; 0: none", ge=0
+    policy_clip: float = flag(
+        0.2, "Clip range of the probability ratio", gt=0, excludes=CISPO, other_tools="cliprange epsilon"
     )
-    ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1)
+    policy_clip_high: float = flag(0.0, "Clip range above 1 (DAPO: 0.28); 0: as --policy-clip", ge=0, excludes=CISPO)
+    dual_clip: float = flag(
+        0.0, "Ratio (say 3) above which a token with negative advantage has no gradient; 0: none", ge=0, excludes=CISPO
+    )
+    ratio_cap: float = flag(5.0, "cispo: the largest probability ratio", ge=1, excludes="--policy-loss clipped")
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = flag(
         "token_mean",
         "Mean of the policy loss and its further terms: over tokens, over the means of responses, or constant: sums "
@@ -174,11 +161,12 @@ class PPOCoefficients(Group):
         "the geometric mean of a response; auto: token_truncate if adapters are merged in 16 bits, else none",
         before="none",
     )
-    off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0)
+    off_policy_cap: float = flag(2.0, "Largest off-policy weight", gt=0, excludes="--off-policy-weights none")
     off_policy_low: float = flag(
         0.5,
-        "With a mask: smallest off-policy weight; lower weights become 0",
+        "Smallest off-policy weight; lower weights become 0",
         ge=0,
+        read_if="--off-policy-weights token_mask or sequence_mask or geometric_mask",
         removed={
             "off_policy_veto": Removed(0.0, LAST_WITH_VAPO, "--off-policy-weights geometric_mask drops responses")
         },
@@ -190,7 +178,7 @@ class PPOCoefficients(Group):
         needs="a critic",
         other_tools="cliprange_value",
     )
-    gamma: float = flag(1.0, "Discount per token", ge=0, le=1)
+    gamma: float = flag(1.0, "Discount per token", ge=0, le=1, excludes="--method grpo or rloo")
     gae_lambda: float = flag(
         0.95,
         "Lambda of generalised advantage estimation",
@@ -209,15 +197,19 @@ class PPOCoefficients(Group):
         refused={"whiten_rewards": "rewards are not whitened; --whiten-advantages is of advantages"},
     )
     scale_by_group: bool = flag(
-        True, "grpo: divide by the standard deviation of the prompt's rewards; false: not (Dr. GRPO)"
+        True, "Divide by the standard deviation of the prompt's rewards; false: not (Dr. GRPO)", read_if="--method grpo"
     )
     replace_equal_groups: bool = flag(
         False,
-        "grpo, rloo: replace prompts whose responses all have the same reward by the next ones, up to 3 times, then "
-        "drop them (DAPO)",
+        "Replace prompts whose responses all have the same reward by the next ones, up to 3 times, then drop them "
+        "(DAPO)",
+        read_if="--method grpo or rloo",
+        excludes="a reward model",
         other_tools="dynamic_sampling",
     )
-    group_baseline: bool = flag(False, "ppo, reinforce_pp: first subtract the prompt's mean reward")
+    group_baseline: bool = flag(
+        False, "First subtract the prompt's mean reward", read_if="--method ppo or reinforce_pp"
+    )
     entropy_coef: float = flag(
         0.0,
         "Weight of the policy's entropy, which is subtracted from the loss; 0: none",
@@ -240,8 +232,16 @@ class PPOCoefficients(Group):
         "--kl-in-loss alone",
     )
     kl_in_loss: bool = flag(False, "Put the KL into the policy loss instead of the reward; not k1")
-    kl_target: float = flag(0.0, "KL in nats per sequence to which --kl-coef adapts; 0: it is fixed", ge=0)
-    kl_horizon: int = flag(10_000, "Sequences in which an adaptive --kl-coef changes by at most a fifth", ge=1)
+    kl_target: float = flag(
+        0.0,
+        "KL in nats per sequence to which --kl-coef adapts; 0: it is fixed",
+        ge=0,
+        read_if="--kl-coef",
+        excludes="a teacher",
+    )
+    kl_horizon: int = flag(
+        10_000, "Sequences in which an adaptive --kl-coef changes by at most a fifth", ge=1, read_if="--kl-target"
+    )
     old_log_probs: Literal["auto", "trainer", "sampler"] = flag(
         "auto",
         "Whose log-probabilities of the old policy are used; sampler: saves a pass, needs one step per rollout; auto: "
@@ -270,7 +270,7 @@ class PPOCoefficients(Group):
         needs="a critic",
     )
     enable_ema: bool = flag(False, "Save an exponential moving average of the actor too (actor_ema/)")
-    ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1)
+    ema_decay: float = flag(0.992, "Decay of that average per optimizer step", ge=0, lt=1, read_if="--enable-ema")
 
     @property
     def has_reference(self) -> bool:
@@ -311,14 +311,7 @@ class PPOCoefficients(Group):
             )
 
     @model_validator(mode="after")
-    def _fits_the_method(self) -> Self:
-        if self.group_baseline and METHODS[self.method].compares:
-            raise ValueError(f"group_baseline: method {self.method} already compares responses; leave it out")
-        if self.policy_loss == "cispo" and (self.policy_clip_high or self.dual_clip):
-            name = "policy_clip_high" if self.policy_clip_high else "dual_clip"
-            raise ValueError(f"{name}: --policy-loss cispo caps ratios at --ratio-cap instead; leave it out")
-        if self.kl_target and not self.kl_coef:
-            raise ValueError("kl_target: it multiplies --kl-coef, which is 0; give --kl-coef too, or leave it out")
+    def _numbers_fit(self) -> Self:
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"dual_clip: got {self.dual_clip:g}, expected a ratio above 1, as 3, or 0 for none")
         if -1 < self.returns_lambda < 0:
@@ -326,47 +319,22 @@ class PPOCoefficients(Group):
         if self.off_policy_weights.endswith("_mask") and self.off_policy_low > self.off_policy_cap:
             weights = f"got {self.off_policy_low:g}, above --off-policy-cap {self.off_policy_cap:g}"
             raise ValueError(f"off_policy_low: {weights}: each weight would be 0; give less")
-        if self.replace_equal_groups and not METHODS[self.method].compares:
-            raise ValueError(f"replace_equal_groups: needs method grpo or rloo, got {self.method}; leave it out")
-        if not self.scale_by_group and self.method != "grpo":
-            raise ValueError(f"scale_by_group: needs method grpo, got {self.method}; leave it out")
+        _ = self.loss_file  # which refuses a text that names no loss
         return self
 
     @model_validator(mode="after")
     def _teaches(self) -> Self:
-        if METHODS[self.method].has_teacher and not self.kl_coef:
+        if not METHODS[self.method].has_teacher:
+            return self
+        if not self.kl_coef:
             raise ValueError(
                 "kl_coef: got 0, the weight of what --method distill learns from; give 1, or another method"
             )
-        if METHODS[self.method].has_teacher and self.kl_target:
-            raise ValueError("kl_target: holds a policy near its start, not near a teacher; leave it out")
-        if METHODS[self.method].has_teacher and not self.kl_in_loss and self.kl_estimator in ("k2", "k3"):
+        if self.kl_in_loss and self.gamma:
+            raise ValueError("gamma: with the KL in the loss a token has no reward of the teacher; leave it out")
+        if not self.kl_in_loss and self.kl_estimator in ("k2", "k3"):
             why = "whose mean is no reward that leads to the teacher"
             raise ValueError(f"kl_estimator: got {self.kl_estimator} in the reward, {why}; give k1, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _each_is_read(self) -> Self:
-        weights, reasons = self.off_policy_weights, dict[str, str]()
-        if METHODS[self.method].has_teacher:
-            reasons["group_baseline"] = f"method {self.method} subtracts the prompt's mean reward already"
-            if self.kl_in_loss:
-                reasons["gamma"] = "with the KL in the loss a token has no reward of the teacher"
-        if METHODS[self.method].compares:
-            reasons["gamma"] = f"with method {self.method} all tokens of a response have one advantage"
-        if self.policy_loss == "cispo":
-            reasons["policy_clip"] = "--policy-loss cispo caps ratios at --ratio-cap"
-        elif self.loss_file is None:
-            reasons["ratio_cap"] = "only --policy-loss cispo caps ratios"
-        if not self.kl_target:
-            reasons["kl_horizon"] = "only --kl-target has one"
-        if not self.enable_ema:
-            reasons["ema_decay"] = "only --enable-ema has an average"
-        if weights == "none":
-            reasons["off_policy_cap"] = "--off-policy-weights is none"
-        if not weights.endswith("_mask"):
-            reasons["off_policy_low"] = "only --off-policy-weights with a mask have a lower limit"
-        refuse_unread(self, reasons, METHODS[self.method].settings)
         return self
 
     @model_validator(mode="after")

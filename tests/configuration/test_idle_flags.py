@@ -28,10 +28,10 @@ def test_defaults_are_not_spoken_of():
 @pytest.mark.parametrize(
     ("words", "needs"),
     [
-        ("--zero3-gather once", "ZeRO stage 3 ... 0"),
-        ("--zero3-gather once --zero-stage 2", "ZeRO stage 3 ... 2"),
-        ("--sub-group-size 5 --zero-stage 1", "ZeRO stage 3 ... 1"),
-        ("--lora-alpha 8.0", "--lora-dim, got 0"),
+        ("--zero3-gather once", "--zero-stage 3, got --zero-stage 0"),
+        ("--zero3-gather once --zero-stage 2", "--zero-stage 3, got --zero-stage 2"),
+        ("--sub-group-size 5 --zero-stage 1", "--zero-stage 3, got --zero-stage 1"),
+        ("--lora-alpha 8.0", "--lora-dim, got --lora-dim 0"),
     ],
 )
 def test_each_says_what_it_needs(words, needs):

@@ -34,7 +34,7 @@ class MadeUpModel(ModelConfig):
     made_up: str = flag("nothing", "A made-up meaning")
     made_up_folder: str = flag("", "Made-up files", kind="written path", on_resume="free")
     made_up_text: str = flag("", "Made-up words", kind="text", on_resume="free")
-    made_up_size: int = flag(3, "A made-up size", on_resume="rounding", needs="ZeRO stage 3", deepspeed=KEY)
+    made_up_size: int = flag(3, "A made-up size", on_resume="rounding", needs="--zero-stage 3", deepspeed=KEY)
 
 
 def with_example() -> type[SFTConfig]:
@@ -128,7 +128,7 @@ def test_secrets_are_refused_but_in_free_text():
 def test_it_is_named_where_it_has_no_effect():
     idle = parsed("--made-up-size", "4", "--made-up", "x")
     (line,) = idle_flags(idle.config, idle.origins)
-    assert line == naming("--made-up-size 4 (command line) ... no effect ... ZeRO stage 3 ... 0")
+    assert line == naming("--made-up-size 4 (command line) ... no effect ... --zero-stage 3, got --zero-stage 0")
 
 
 def test_the_users_json_sets_it(tmp_path):
@@ -142,7 +142,8 @@ def test_the_users_json_sets_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"on_resum": "free"}, {"on_resume": "sam"}, {"needs": "a crytic"}, {"aliases": "a b"}]
+    "rule",
+    [{"on_resum": "free"}, {"on_resume": "sam"}, {"needs": "a crytic"}, {"read_if": "gamma"}, {"aliases": "a b"}],
 )
 def test_a_misspelt_rule_is_an_error_where_the_flag_is_defined(rule):
     with pytest.raises(ValidationError, match=next(iter(rule))):

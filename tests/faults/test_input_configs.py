@@ -98,8 +98,8 @@ CASES = [
     Case("prompt_eval", {"num_return_sequences": 4097, "temperature": 1}, "--num-return-sequences ... 4096"),
     Case("sft", {"lora_dim": 1_000_000}, "--lora-dim ... '1000000' (command line) ... 16384"),
     # Conflicts.
-    Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "--packing: flash_attention_2"),
-    Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "--centering-coef: needs --reward-loss"),
+    Case("sft", {"packing": "true", "attn_implementation": "flash_attention_2"}, "--packing ... flash_attention_2"),
+    Case("reward", {"reward_loss": "per_token", "centering_coef": "0.1"}, "--centering-coef ... per_token"),
     Case("ppo", {"kl_in_loss": "true"}, "--kl-estimator ... k1 ... gradient"),
     Case(
         "ppo",

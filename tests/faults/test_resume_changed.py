@@ -201,7 +201,7 @@ def test_an_older_step_is_resumed_by_name(folder, stage):
 def test_starting_over_and_resuming_by_name_contradict(folder):
     checkpoint = folder / "run" / "runs" / "sft" / "checkpoints" / "step-1"
     code, said = go_on(folder, "--overwrite", "true", "--resume", checkpoint)
-    assert code == 2 and said == naming("--overwrite ... resume names") and checkpoint.is_dir()
+    assert code == 2 and said == naming("--overwrite ... --resume auto or never") and checkpoint.is_dir()
 
 
 def test_a_checkpoint_of_another_stage_is_refused(folder):

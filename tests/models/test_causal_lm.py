@@ -5,17 +5,19 @@ from functools import partial
 
 import pytest
 import torch
+from support.messages import naming
 from support.tiny_models import COMMON, EOS, IDS, NUM_TOKENS, padded, random_rows, randomise
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
-from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.flags import parse
 from pipeline.data.batching import packed_sft_batch
+from pipeline.errors import InputError
 from pipeline.models.forward import causal_lm
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.forward.hidden_states import hidden_states
 from pipeline.models.loading import backbone, load_causal_lm
 from pipeline.tensor_ops import position_ids_from_mask
-from step1_sft.config import SFTConfig, SFTDataConfig
+from step1_sft.config import SFTConfig
 from step1_sft.eval import evaluate, forward_log_probs
 from step1_sft.loss import token_sum_loss
 
@@ -120,10 +122,10 @@ def test_packed_rows_equal_separate_rows(causal_folder, attention):
 
 
 def test_packing_is_refused_where_attention_takes_no_mask():
-    packed = SFTDataConfig(packing=True)
-    with pytest.raises(ValueError, match="packing: flash_attention_2"):
-        SFTConfig(data=packed, model=ModelConfig(attn_implementation="flash_attention_2"))
-    assert SFTConfig(data=packed).data.packing
+    words = ["--model", "base", "--data-path", "rows.jsonl", "--packing", "true"]
+    with pytest.raises(InputError, match=naming("--packing ... --attn-implementation flash_attention_2")):
+        parse(SFTConfig, [*words, "--attn-implementation", "flash_attention_2"], section="sft")
+    assert parse(SFTConfig, words, section="sft").config.data.packing
 
 
 @pytest.mark.parametrize("num_rows", [4, 2])

@@ -72,9 +72,9 @@ def test_a_preset_that_says_what_would_be_auto_is_shown_so(tmp_path, monkeypatch
 
 def test_meanings_are_those_of_the_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert init("my.yaml", "--sft.packing", "true") == 0
+    assert init("my.yaml", "--sft.train-on-prompt", "true") == 0
     said = " ".join((tmp_path / "my.yaml").read_text().replace("\n  #", "").split())
-    assert f"{flag_table(type(settings()[1]))['packing'].meaning} packing: true" in said
+    assert f"{flag_table(type(settings()[1]))['train_on_prompt'].meaning} train_on_prompt: true" in said
     assert "(preset 1.3b.yaml) num_train_epochs: 2.0" in said
 
 
