@@ -124,7 +124,7 @@ def train_help(config_class: type[Group], prog: str, argv: Sequence[str] = ()) -
         return "\n".join(parts)
     table = {**flag_table(STAGES[0].config), **flag_table(config_class)}
     more = [
-        "  --show-data, --target, --explain, --auto-fit, --auto-batch: for all stages",
+        "  --show-data, --target, --explain, --auto: for all stages",
         "--config FILE: YAML with sections train, sft, reward, ppo, dpo (`rlhf init`)",
         "--FLAG VALUE is for all stages; --sft.FLAG, --reward.FLAG, --ppo.FLAG for one",
     ]

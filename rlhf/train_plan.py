@@ -17,7 +17,7 @@ from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.scripts import launch_file
 from pipeline.launching.target import Target, parse_target
 from pipeline.run.data_split import leaves_share
-from pipeline.run.earlier_runs import automatic_words, preset_of_run
+from pipeline.run.earlier_runs import preset_of_run
 from pipeline.run.resolve import with_command_rules
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
@@ -271,13 +271,13 @@ def plan_stage(
         for name in known.flags if known else ():
             argv = without_flag(argv, name)
         words, resolved = with_preset(began)
-    chosen = automatic_words(resolved, run_dir) or []
+    unshared = list[str]()
     for number, share in stage.config.drops_share_of.items():
         other = before[number].run_dir if number in before else None
         if share not in given and leaves_share(stage, resolved.config, share, other, runs_too=number in config.step):
-            chosen += [dashed(share), "false"]
-    if chosen:
-        words = overridden(stage, words, chosen)
+            unshared += [dashed(share), "false"]
+    if unshared:
+        words = overridden(stage, words, unshared)
         resolved = parse(stage.config, words, section=stage.section, sections=SECTIONS)
     with_ranks(resolved, None)  # what no number of ranks can have is refused here, by the stage's own name of a flag
     return PlannedStage(stage, resolved, words, resolved.config.outputs[0], run_dir, config)

@@ -69,6 +69,8 @@ class Rules:
     refused: flags of other programs without a counterpart, and what to do instead.
     removed: flags of earlier versions, and what to do instead; they are refused, and so is a checkpoint that has one at
     another value than its default.
+    renamed: flags of earlier versions whose values are words of this one: name -> value -> the word now. They are
+    accepted with a note.
     instead_of: a weaker setting of that flag ends where this one is given.
     switches: of a list of words: names of flags that are true or false, and the word that each adds or takes out.
     positional: words before the first flag of a command line are its values.
@@ -92,6 +94,7 @@ class Rules:
     ignored: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     removed: Mapping[str, Removed] = field(default_factory=dict)
+    renamed: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     instead_of: str = ""
     switches: Mapping[str, str] = field(default_factory=dict)
     positional: bool = False
@@ -296,8 +299,6 @@ def convert(value: Any, flag: Flag) -> Any:
     """
     if flag.is_list and isinstance(value, list):
         value = [json.dumps(item) if isinstance(item, dict) else item for item in value]
-    if "true" in flag.choices:
-        return str(value).lower()
     if flag.is_list and flag.choices and value in ("none", ["none"]):
         return []
     if flag.is_list and isinstance(value, str | int | float):

@@ -161,6 +161,9 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
     given: dict[str, Any] = {}
     errors, notes = [], []
     for word, words in scan(argv):
+        if word in names.renamed and len(words) < 2:
+            words, note = names.renewed(word, *words)
+            notes.append(note)
         name = word if word in names.switches else names.known.get(word or names.positional, word)
         flag = names.switches.get(name) or names.table.get(name)
         if word in names.ignored and len(words) < 2:
@@ -183,7 +186,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
 
 def wrong_count(flag: Flag | None, words: list[str], positional: str) -> str:
     """Return the error in the words after a flag (None: --preset or --config), some for `positional` perhaps, or ""."""
-    if flag and (flag.is_bool or "true" in flag.choices) and not words:
+    if flag and flag.is_bool and not words:
         return ""
     if not words:
         return f"got no value, expected {flag.type_name if flag else 'a file'}"

@@ -7,7 +7,7 @@ the other flags allow; on GPUs the plan takes a higher one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
 from pathlib import Path
@@ -156,14 +156,16 @@ class Choice:
 
     def of(self, resolved: Resolved, ranks: int) -> Resolved:
         """Return the settings on so many ranks with these values."""
-        chosen = resolved.changed(self.flags, dict.fromkeys(self.flags, self.origin))
-        return with_ranks(chosen, ranks) if self.flags else resolved
+        values, origins = resolved.values, resolved.origins
+        given = {name: values[name] if resolved.is_given(name) else origins[name].given for name in self.flags}
+        chosen = {name: replace(self.origin, given=value) for name, value in given.items()}
+        return with_ranks(resolved.changed(self.flags, chosen), ranks) if self.flags else resolved
 
 
 def evaluation_unit(resolved: Resolved) -> int:
     """Return the rows of a batch that --eval-iters counts: those that were given, else the default, however chosen."""
-    if resolved.origins.get(EVALUATED, DEFAULT).kind is Kind.PLAN:
-        return int(flag_table(type(resolved.config))[EVALUATED].default)
+    if (origin := resolved.origins.get(EVALUATED, DEFAULT)).kind is Kind.PLAN:
+        return int(origin.given or flag_table(type(resolved.config))[EVALUATED].default)
     return int(resolved.config.optimizer.per_device_eval_batch_size)
 
 

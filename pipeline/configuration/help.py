@@ -109,7 +109,7 @@ def topic_help(topic: str, readers: Mapping[str, type[Group]]) -> str:
     exact: dict[tuple[str, str], dict[str, Flag]] = {}  # name and default -> reader -> the flag as that has it
     about: dict[str, Flag] = {}  # a flag's name without the role of its model -> the first such flag
     for reader, flag in ((reader, flag) for reader, table in tables.items() for flag in table.values()):
-        if name in (flag.name, flag.path[-1], *flag.aliases, *flag.switches, *flag.other_tools):
+        if name in (flag.name, flag.path[-1], *flag.aliases, *flag.switches, *flag.renamed, *flag.other_tools):
             exact.setdefault((flag.name, flag.shown_default), {})[reader] = flag
         elif is_about(flag, name):
             about.setdefault(flag.path[-1], flag)

@@ -29,6 +29,7 @@ class Names:
     switches: names that add a word to a list or take it out -> a flag that is true or false.
     ignored, refused: DeepSpeed-Chat's flags -> the reason.
     removed: flags of earlier versions -> the reason.
+    renamed: flags of earlier versions -> their values -> the values now of the flag that took their place.
     other_tools: a flag's name in TRL or LLaMA-Factory, or without its prefix -> the flags that it may mean here.
     positional: the flag of words before any flag.
     """
@@ -41,11 +42,14 @@ class Names:
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.removed: dict[str, str] = {}
+        self.renamed: dict[str, Mapping[str, str]] = {}
         self.other_tools: dict[str, list[str]] = {}
         self.positional = next((flag.name for flag in self.table.values() if flag.positional), "")
         for flag in self.table.values():
             self.ignored |= flag.ignored
             self.refused |= flag.refused
+            self.renamed |= flag.renamed
+            self.known |= dict.fromkeys(flag.renamed, flag.name)
             self.removed |= {name: gone.reason for name, gone in flag.removed.items()}
             for name in flag.other_tools:
                 self.other_tools.setdefault(name, []).append(flag.name)
@@ -68,6 +72,11 @@ class Names:
             return f"a flag of other programs without a counterpart here: {self.refused[name]}"
         return f"unknown flag{nearest(name, (*self.known, *more), spell)}"
 
+    def renewed(self, name: str, value: object = True) -> tuple[list[str], str]:
+        """Return the value now of a flag of an earlier version, as words of a command line, and a note that says so."""
+        now = self.renamed[name].get(str(value).lower(), str(value))
+        return [now], f"{dashed(name)} {str(value).lower()} is {dashed(self.known[name])} {now} now"
+
     def of_file(self, origin: str, values: Mapping[str, object]) -> tuple[dict[str, object], list[str], list[str]]:
         """Return (values by the flags' own names, error lines, notes) of a YAML file's section."""
         result: dict[str, object] = {}
@@ -81,6 +90,9 @@ class Names:
                 errors.append(f"{origin}: {name}: {dashed(own)} is given twice, under two names; give one")
             else:
                 result[own] = value
+                if name in self.renamed:
+                    (result[own],), note = self.renewed(name, value)
+                    notes.append(f"{origin}: {note}")
         return result, errors, notes
 
 

@@ -8,7 +8,6 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.hub import HUB_ID
 
-AutoFit = Literal["false", "true", "any"]
 # Flags behind those of a first start, with which a run goes on from what it has saved since.
 RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
@@ -141,18 +140,17 @@ class RunConfig(Group):
         on_resume="free",
         needs="a GPU",
     )
-    auto_fit: AutoFit = flag(
-        "false",
-        "If the plan does not fit into memory, run with the cheapest flag changes that make it fit; true: only those "
-        "that train the same; any: also those that change training (LoRA, int8)",
-        on_resume="free",
-    )
-    auto_batch: bool = flag(
-        False,
-        "Run with the largest micro-batch that passes three test steps, with unchanged rows per optimizer step; runs "
-        "of the same shape reuse it",
+    auto: Literal["plan", "measure", "fit"] = flag(
+        "plan",
+        "How flags that are auto are chosen on GPUs; plan: by the plan; measure: by three test steps with each of the "
+        "plan's best three; fit: by the plan, and if nothing fits, by the cheapest changes of any flags that train the "
+        "same and fit",
         on_resume="free",
         other_tools="auto_find_batch_size",
+        renamed={
+            "auto_fit": {"true": "fit", "any": "fit", "false": "plan"},
+            "auto_batch": {"true": "measure", "false": "plan"},
+        },
     )
     verbose: bool = flag(
         False,
@@ -166,11 +164,6 @@ class RunConfig(Group):
     def starts_nothing(self) -> bool:
         """Return True for a dry run, by whichever flag, and for a look at the data."""
         return self.dry_run or self.explain or bool(self.target or self.show_data)
-
-    @property
-    def searches(self) -> list[str]:
-        """Return the flags given that choose others before the ranks start."""
-        return [name for name in ("auto_fit", "auto_batch") if getattr(self, name) not in (False, "false")]
 
     @property
     def resumes_from(self) -> str:

@@ -203,7 +203,7 @@ GONE = {
     "--bind-cores-to-rank": BY_DEEPSPEED.format("--bind_cores_to_rank"),
     "--bind-core-list": BY_DEEPSPEED.format("--bind_cores_to_rank --bind_core_list CORES"),
     "--save-pid": BY_DEEPSPEED.format("--save_pid"),
-    "--autotuning": "--auto-batch searches too; by hand, in the project's folder: "
+    "--autotuning": "--auto measure searches too; by hand, in the project's folder: "
     "PYTHONPATH=$PWD deepspeed --autotuning run step1_sft/main.py FLAGS",
 }
 # Switches of DeepSpeed's launcher that have no effect here: they ask for the default, or set its own verbosity.

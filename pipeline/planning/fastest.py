@@ -98,28 +98,36 @@ def auto_flags(resolved: Resolved) -> list[str]:
 
 
 def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
-    """Return the fastest settings that fit by the high estimate; None on a CPU, or if a GPU's memory is not known.
+    """Return the first of `ranked`; None if there is none."""
+    return next(iter(ranked(planner, resolved)), None)
 
-    - Among times that are alike (ALIKE), take the largest micro-batch, then the least memory.
-    - If times are not known, take the first candidate: the least recomputed, then the most prompts at once.
-    - If none fits, take the one that lacks least.
+
+def ranked(planner: StagePlanner, resolved: Resolved) -> list[Candidate]:
+    """Return the settings that fit by the high estimate, the best first, then the faster ones first.
+
+    There are none on a CPU, if a GPU's memory is not known, and if all flags are given.
+
+    - Among times that are alike (ALIKE), the largest micro-batch is best, then the least memory.
+    - If times are not known, the first candidate is: the least recomputed, then the most prompts at once.
+    - If none fits, there is only the one that lacks least.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.
     """
     names = auto_flags(resolved)
     if planner.target.is_cpu or not planner.target.memory:
-        return None
+        return []
     stages = stages_that_fit(planner, resolved, names)
     planned = list(candidates(planner, resolved, names, stages))
     if GENERATED in names and not any(fits(one.plan, planner.target) for one in planned):
         planned += candidates(planner, resolved, names, stages, sizes=range(1, FEWEST_PROMPTS))
     fitting = [one for one in planned if not one.lacks]
     if not fitting:
-        return min(planned, key=lambda one: one.lacks)
-    if not (best := min(one.seconds for one in fitting)):
-        return fitting[0]
-    alike = [one for one in fitting if one.seconds <= ALIKE * best]
-    return max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
+        return [min(planned, key=lambda one: one.lacks)]
+    if not (least := min(one.seconds for one in fitting)):
+        return fitting
+    alike = [one for one in fitting if one.seconds <= ALIKE * least]
+    best = max(alike, key=lambda one: (one.micro_batch, -one.plan.reserved()[0]))
+    return [best, *sorted((one for one in fitting if one is not best), key=lambda one: one.seconds)]
 
 
 def stages_that_fit(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> dict[str, int]:

@@ -15,7 +15,6 @@ from pipeline.configuration.flags import flag_words
 from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.origins import COMMAND_LINE
 from pipeline.configuration.resolved import Resolved
-from pipeline.configuration.run_flags import AutoFit
 from pipeline.errors import RunError
 from pipeline.files import GIB
 from pipeline.launching.target import Target
@@ -99,17 +98,12 @@ class Remedies:
         changes_training = any(change.option.change is option.change for change in another.changes for option in OTHER)
         return cls(same, another if changes_training else None)
 
-    def chosen(self, auto_fit: AutoFit) -> Remedy | None:
-        """Return the remedy that --auto-fit applies; None if no remedy that it allows is enough."""
-        allowed = [self.same] if auto_fit == "true" else [self.same, self.another] if auto_fit == "any" else []
-        return next((one for one in allowed if one is not None and one.is_enough), None)
-
     @property
     def instead(self) -> str:
         """Describe the other training that fits, for a message that the same training does not."""
         if self.another is None or not self.another.is_enough:
             return NOT_ENOUGH
-        return f"--auto-fit any would train something else: {shlex.join(flag_words(self.another.flags))}"
+        return f"other flags would train something else: {shlex.join(flag_words(self.another.flags))}"
 
 
 def remedy(planner: StagePlanner, resolved: Resolved, options: Sequence[MemoryOption]) -> Remedy:

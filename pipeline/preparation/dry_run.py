@@ -105,7 +105,7 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
         return
     described = resolved.config.run.target
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
-    if not described and "auto_fit" not in resolved.config.run.searches:  # which adds what it chose for the run before
+    if not described:
         is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, stage, ranks=ranks)
     show_notes(stage, resolved, ranks=ranks)
     try:

@@ -16,18 +16,18 @@ from pipeline.reporting.process import Reporter
 
 
 def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:
-    """Return the values of flags that are `auto` for the ranks of this run, on machines like this one.
+    """Return the values of flags for the ranks of this run, on machines like this one.
 
-    Raises InputError, EnvironmentFault: see `choose`.
+    Raises InputError, EnvironmentFault: see `choose_at_start`.
     """
     from pipeline.launching.target import this_machine
 
     target = this_machine(*own_slots())
-    if target.is_cpu:
+    if target.is_cpu and resolved.config.run.auto == "plan":
         return Choice()
-    from pipeline.preparation.plans import choose, stage_planner
+    from pipeline.preparation.plans import choose_at_start, stage_planner
 
-    return choose(stage, *stage_planner(stage, resolved, target, {}))
+    return choose_at_start(stage, *stage_planner(stage, resolved, target, {}))
 
 
 def dry_run_own_stage(stage: Stage, resolved: Resolved) -> None:

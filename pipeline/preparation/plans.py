@@ -3,13 +3,16 @@
 The module imports torch.
 """
 
+import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from pipeline.configuration.global_batch import Choice, with_ranks
-from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage
@@ -27,6 +30,10 @@ from pipeline.run.earlier_runs import chosen_before
 from pipeline.run.evaluations import memory_peaks, run_flags, unfinished_answers
 from pipeline.run.layout import environment_file
 from pipeline.training.steps import warmup_note
+
+log = logging.getLogger(__name__)
+
+MEASURED = "PYTHON_RUN_MEASURED"  # environment variable of the ranks: the flags of --auto measure, as a JSON object
 
 
 def stage_planner(
@@ -60,7 +67,8 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     target = planner.target
     origin = Origin(Kind.PLAN, str(target))
     before = {} if target.described else chosen_before(stage, resolved)
-    if same := {name: value for name, (value, origin) in before.items() if target.is_same(origin.source)}:
+    # A choice of a version that wrote it as a preset names no hardware.
+    if same := {name: value for name, (value, of) in before.items() if not of.source or target.is_same(of.source)}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
             if fits(began.plan, target):
@@ -69,15 +77,57 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
         return Choice()
     hardware = ", ".join(sorted({origin.source for _, origin in before.values()}))
     why = "began with other flags" if same else f"began on {hardware}"
-    line = f"{best.line}{f'; anew, as the run {why}' if before else ''}"
-    return Choice(best.flags, origin, line, expected(best, target))
+    return choice_of(best, target, f"; anew, as the run {why}" if before else "")
+
+
+def choose_at_start(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
+    """Return the values of flags for the ranks that start: as `choose`, or as --auto measure or fit says.
+
+    Raises:
+        InputError: see `StagePlanner.memory`. EnvironmentFault: no change of flags makes the plan of --auto fit fit.
+    """
+    if measured := json.loads(os.environ.get(MEASURED, "{}")):
+        return choice_of(Candidate.of(planner, resolved, measured), planner.target, ", measured")
+    choice = choose(stage, planner, resolved)
+    settings = choice.of(resolved, planner.target.num_gpus)
+    if resolved.config.run.auto != "fit" or fits(planner.memory(settings), planner.target):
+        return choice
+    flags = fitting_flags(planner, resolved, settings)
+    return choice_of(Candidate.of(planner, resolved, flags), planner.target)
+
+
+def fitting_flags(planner: StagePlanner, resolved: Resolved, chosen: Resolved) -> dict[str, Any]:
+    """Return the changes of flags that make a plan fit, and what the plan chooses beside them; log each change.
+
+    Args:
+        chosen: the settings with the choice of the plan, which do not fit.
+
+    Raises:
+        EnvironmentFault: no change is enough.
+    """
+    target, answers = planner.target, Remedies.of(planner, chosen)
+    if not answers.same.is_enough:
+        raise EnvironmentFault(f"--auto fit: {verdict(answers.same.plan, target)} ({target}); {answers.instead}")
+    for change in answers.same.changes:
+        log.info("auto fit: %s", change)
+    rest = fastest(planner, Choice(answers.same.flags, COMMAND_LINE).of(resolved, target.num_gpus))
+    return {**answers.same.flags, **(rest.flags if rest else {})}
+
+
+def choice_of(candidate: Candidate, target: Target, more: str = "") -> Choice:
+    """Return the choice of a candidate; more: words behind its line."""
+    origin = Origin(Kind.PLAN, str(target))
+    return Choice(candidate.flags, origin, f"{candidate.line}{more}", expected(candidate, target))
 
 
 def expected(candidate: Candidate, target: Target) -> dict[str, Any]:
     """Return the expectations of a plan, for the run's folder: GiB of a GPU in each phase, and seconds a step.
 
-    A phase has `allocated`, the memory of tensors, and `reserved`, all memory of the device: expected and high.
+    A phase has `allocated`, the memory of tensors, and `reserved`, all memory of the device: expected and high. {} on a
+    CPU.
     """
+    if target.is_cpu:
+        return {}
     plan = candidate.plan
     memory = {
         name: {"allocated": peak.total / GIB, "reserved": [n / GIB for n in plan.reserved(name)]}
@@ -155,12 +205,12 @@ def print_proposals(section: str, plan: StagePlan) -> list[str]:
     show(*map(wrapped, proposals(section, plan, answers, show_all=run.explain)))
     if fits(plan.memory, target):
         return faults
-    if answers.chosen(run.auto_fit):
-        show(f"  --auto-fit {run.auto_fit} makes it fit")
+    if run.auto == "fit" and answers.same.is_enough:
+        show("  --auto fit makes it fit")
         return faults
     here = target.is_cpu and not target.described
     elsewhere = "; for GPUs that are not here give --target, as 8xH100-80GB" if here else ""
-    instead = f"; {answers.instead}" if "auto_fit" in run.searches else ""
+    instead = f"; {answers.instead}" if run.auto == "fit" else ""
     return [f"{section}: {verdict(plan.memory, target)} ({target}){elsewhere}{instead}", *faults]
 
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
 from pipeline.launching.remote_ranks import MEASURING, check_hosts
 from pipeline.launching.request import LaunchRequest
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
-from pipeline.preparation.choice import chosen_words
 from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.processes import WAITS, Signals, end_with_parent, is_of_train, wait_for_go
 from pipeline.reporting.process import Reporter
@@ -54,31 +53,43 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         return check(stage, request, resolved, signals)
     outputs = resolved.config.outputs
     with locked(run_dir, outputs) if request.is_first_host else nullcontext():
-        if resolved.config.run.searches:
-            chosen = chosen_words(stage, resolved, request, signals)
-            request = replace(request, argv=(*request.argv, *chosen))
-        return supervise(stage, request, resolved, signals, early)
+        variables = dict[str, str]()
+        if resolved.config.run.auto == "measure":
+            from pipeline.preparation.measure import measured  # it imports torch
+
+            variables = measured(stage, resolved, request, signals)
+        return supervise(stage, request, resolved, signals, early=early, variables=variables)
 
 
 def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
-    is_other = request.check or request.enable_each_rank_log or resolved.config.run.searches
+    is_other = request.check or request.enable_each_rank_log or resolved.config.run.auto == "measure"
     return request.is_on_one_machine and not is_other
 
 
-def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals: Signals, early: Started) -> int:
+def supervise(
+    stage: Stage,
+    request: LaunchRequest,
+    resolved: Resolved,
+    signals: Signals,
+    *,
+    early: Started,
+    variables: Mapping[str, str],
+) -> int:
     """Run the ranks, again with smaller batches where they lack memory; return the exit code of the last start.
 
-    early: the ranks of the first start where they are started already; else empty.
+    Args:
+        early: the ranks of the first start where they are started already; else empty.
+        variables: environment variables of the ranks.
     """
-    run_dir, variables, given = stage.run_folder(resolved.config.run), dict[str, str](), request
+    run_dir, given = stage.run_folder(resolved.config.run), request
     # `rlhf train` has one report of all its stages, which it writes last.
     reporter = Reporter(run_dir, all_stages=is_of_train(), is_on=resolved.config.run.report and request.is_first_host)
     while True:
         check_nobody_left(run_dir)
         if request.is_first_host:
             clear_outcomes(run_dir)
-        is_again = bool(variables or resolved.config.run.searches)
+        is_again = bool(variables)  # which the ranks of a test or of an earlier start had
         job = Job(
             run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again, early=early
         )
@@ -93,7 +104,7 @@ def supervise(stage: Stage, request: LaunchRequest, resolved: Resolved, signals:
         # Any checkpoint in the folder is this run's: older ones were deleted before step 1.
         resumes = any(run_dir.glob("checkpoints/*/manifest.json"))
         request = replace(given, argv=(*given.argv, *(RESUME if resumes else ())))
-        variables = {HALVED: halved_as_text(verdict.halved)}
+        variables = {**variables, HALVED: halved_as_text(verdict.halved)}
         start = "from the last checkpoint" if resumes else "from the first step"
         cause, batches = verdict.lines[0].removeprefix("error: "), batches_in_words(verdict.halved)
         say(f"{cause}; starting again {start} with {batches}")

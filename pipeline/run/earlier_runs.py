@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,20 @@ from typing import Any
 import yaml
 
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
-from pipeline.configuration.flags import flag_words, load_yaml
-from pipeline.configuration.global_batch import MICRO, STEPS, cut
+from pipeline.configuration.global_batch import MICRO, cut
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
-from pipeline.configuration.resolved import Resolved, validated
+from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError, dashed
-from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json, write_text
-from pipeline.run.evaluations import run_settings
-from pipeline.run.layout import automatic_file, candidates, done_file
+from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json
+from pipeline.run.evaluations import Settings, run_settings
+from pipeline.run.layout import candidates, done_file
 
 log = logging.getLogger(__name__)
 
-BATCH = (MICRO, STEPS)
-IN_PLACE_OF = "# In place of: "  # first words of the comment of automatic.yaml with the given values, as JSON
 DONE = {"steps": int, "max_steps": int, "settings": dict, "inputs": dict, "sizes": dict}  # types of a complete record
 RUN_FILES = (
     "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
@@ -98,8 +95,8 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
-    unset = {name: settings[name] for name in table if name in settings and not resolved.is_given(name)}
+    table, settings = flag_table(type(resolved.config)), settings_before(folder.parents[1]) if state else {}
+    unset = {name: settings[name] for name in table if name in settings and is_left(resolved, name, settings[name][1])}
     hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
         if name in unset and unset[name][1].kind is Kind.PRESET:
@@ -114,49 +111,28 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     return {**chosen, **parts} if parts else {}
 
 
-def write_choice(file: Path, resolved: Resolved, flags: Mapping[str, Any]) -> None:
-    """Write the flags that a search chose as a preset, with the values that were given for them."""
-    heading = "# Chosen by --auto-fit or --auto-batch; a preset for --preset or --config.\n"
-    replaced = f"{IN_PLACE_OF}{json.dumps(given_values(resolved, flags))}\n"
-    write_text(file, heading + replaced + yaml.safe_dump(dict(flags), sort_keys=False))
+def is_left(resolved: Resolved, name: str, origin: Origin) -> bool:
+    """Tell whether a flag is left to what an earlier run had: nobody gives it, or --auto fit replaces it as it did."""
+    if not resolved.is_given(name):
+        return True
+    is_replaced = resolved.config.run.auto != "plan" and origin.given is not None
+    return is_replaced and origin.given == dict(flat_items(resolved.config))[name]
 
 
-def given_values(resolved: Resolved, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those of these flags that a command line or a file gives."""
-    values = dict(flat_items(resolved.config))
-    return {name: values[name] for name in names if resolved.is_given(name)}
+def settings_before(run_folder: Path) -> Settings:
+    """Return value and origin of each flag of the last run in a folder; {} where there is none.
 
-
-def automatic_words(resolved: Resolved, run_folder: Path) -> list[str] | None:
-    """Return the saved choice of --auto-fit and --auto-batch as words of a command line, for the run that resumes here.
-
-    Flags given on this command line win over the saved choice, unless they are as they were when it was made. Returns
-    None if nothing resumes or nothing was chosen, and if an optimizer step is to have another number of rows than then.
-
-    Raises:
-        InputError: a flag of this command line contradicts the saved choice.
+    Versions before --auto wrote what --auto-fit and --auto-batch chose as a preset, with a comment of the values that
+    were given for these flags.
     """
-    config, file = resolved.config, automatic_file(run_folder)
-    run = config.run
-    saved = [done_file(run_folder), *run_folder.glob("checkpoints/*/manifest.json")]
-    goes_on = run.resumes_from != "never" and any(map(Path.is_file, saved))
-    if not (run.searches and goes_on and file.is_file()):
-        return None
-    flags, before = load_yaml(str(file)), dict[str, Any]()
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith(IN_PLACE_OF):
-            before = json.loads(line.removeprefix(IN_PLACE_OF))
-    if BATCH[1] in flags:
-        rows = flags[BATCH[0]] * flags[BATCH[1]]
-        if rows != batch_sizes(config, 1)["rows of an optimizer step"]:
-            return None
-    given = given_values(resolved, flags)
-    changed = {name for name, value in given.items() if value not in (flags[name], before.get(name))}
-    changed |= set(BATCH if changed & set(BATCH) else ())  # one without the other would change the rows of a step
-    chosen = {name: value for name, value in flags.items() if name not in changed}
-    origins = resolved.origins | dict.fromkeys(chosen, Origin(Kind.FILE, str(file)))
-    validated(type(config), dict(flat_items(config)) | chosen, origins)
-    return flag_words(chosen)
+    settings, file = dict(run_settings(run_folder)), run_folder / "automatic.yaml"
+    if not settings or "auto" in settings or not file.is_file():
+        return settings
+    text = file.read_text(encoding="utf-8")
+    given = json.loads((re.search("^# In place of: (.*)", text, re.MULTILINE) or ["", "{}"])[1])
+    flags = yaml.safe_load(text) or {}
+    hardware = next((origin.source for _, origin in settings.values() if origin.kind is Kind.PLAN), "")
+    return settings | {n: (value, Origin(Kind.PLAN, hardware, given.get(n))) for n, value in flags.items()}
 
 
 def input_contents(config: StageConfig) -> dict[str, Any]:

@@ -94,13 +94,12 @@ def enter(
 
 
 def check_supervised(run: RunConfig) -> None:
-    """Raise InputError for --auto-fit or --auto-batch without a supervisor, which does that search."""
-    for name in run.searches:
-        if supervisor_name() is None and not run.starts_nothing:
-            raise InputError(
-                f"{dashed(name)}: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a "
-                "launch script: bash launch/single_gpu.sh N"
-            )
+    """Raise InputError for --auto measure without a supervisor, which tries settings before ranks start."""
+    if run.auto == "measure" and supervisor_name() is None and not run.starts_nothing:
+        raise InputError(
+            "--auto measure: flags are chosen before ranks start: give it to `rlhf train --step N`, or to a launch "
+            "script: bash launch/single_gpu.sh N"
+        )
 
 
 def is_first_process() -> bool:

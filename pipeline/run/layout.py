@@ -8,8 +8,8 @@ from pipeline.files import RUN_LOCK
 CHECKPOINT = re.compile(r"step-[0-9]+|\.step-[0-9]+\.old")
 # Names that a start creates in a run's folder before `environment_file`. It also creates hidden files.
 START_NAMES = {
-    RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "automatic.yaml", "automatic.json", "auto_batch", "autotuning",
-    "reference.safetensors", "deepspeed",
+    RUN_LOCK, "heartbeat", "outcome", "log", "log.txt", "automatic.yaml", "automatic.json", "auto_batch",
+    "auto_measure", "autotuning", "reference.safetensors", "deepspeed",
 }  # fmt: skip
 
 
@@ -76,11 +76,6 @@ def task_file(output: Path) -> Path:
 def stages_folder(run_dir: Path) -> Path:
     """Return the output folder in which all stages have their runs, this one included; else the run's own folder."""
     return run_dir.parent.parent if run_dir.parent.name == "runs" else run_dir
-
-
-def automatic_file(run_dir: Path) -> Path:
-    """Return the preset with the flags that --auto-fit and --auto-batch chose for a run."""
-    return run_dir / "automatic.yaml"
 
 
 def done_file(run_dir: Path) -> Path:

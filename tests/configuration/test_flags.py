@@ -333,7 +333,9 @@ def test_a_models_flags_without_its_name_mean_the_first_model():
 )
 def test_a_name_means_one_flag(config_class):
     table, names = flag_table(config_class), Names(config_class)
-    assert len(names.known) == sum(1 + len(row.aliases) + len(row.switches) for row in table.values())
+    assert len(names.known) == sum(
+        1 + len(row.aliases) + len(row.switches) + len(row.renamed) for row in table.values()
+    )
     assert not names.known.keys() & (names.ignored.keys() | names.refused.keys())
     assert "model" in names.known, "the one name for a model's path"
 

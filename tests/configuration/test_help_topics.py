@@ -83,7 +83,7 @@ def test_who_sets_a_flag(capsys):
         ("data", "--data-path --column-map", "docs/guides/"),
         ("reward", "--reward-function --reward-model", "docs/guides/own_reward.md"),
         ("generation", "--generation-engine", "docs/"),
-        ("plan", "--dry-run --auto-fit --per-device-train-batch-size", "docs/why/plan.md"),
+        ("plan", "--dry-run --auto --per-device-train-batch-size", "docs/why/plan.md"),
         ("logging", "--print-steps --monitors", "docs/"),
     ],
 )

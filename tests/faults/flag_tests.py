@@ -283,9 +283,7 @@ TESTS: dict[str, str] = {
     "generation/test_generation_runs.py::test_the_inference_cache_is_released": "ppo.release_inference_cache",
     "generation/test_generation_runs.py::test_what_cannot_be_had_is_refused[unmerged adapters]":
         "ppo.merge_lora_for_generation",
-    "preparation/test_automatic.py::test_a_job_starts_with_the_flags_that_fit_and_goes_on_with_them_when_resumed":
-        "sft.auto_fit",
-    "preparation/test_automatic.py::test_micro_batches_are_tried_by_real_runs": "sft.auto_batch",
+    "preparation/test_automatic.py::test_settings_are_measured_once_by_real_runs": "sft.auto",
     "preparation/test_gpu_limit.py::test_a_plan_is_that_of_a_gpu_of_so_many_gib[sft]": "sft.gpu_memory_gib",
     "launching/test_launcher.py::test_restarts[1-3]": "train.max_restarts",
     "rlhf/test_known_models.py::test_every_preset_on_every_deployment[1.3b-multi_node]":

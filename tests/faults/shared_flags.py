@@ -40,7 +40,7 @@ REFUSED = {"reward.save_adapter_only": "a reward model is always saved whole"}
 # Flags that one place reads for all stages, none of whose packages names them: stage 1's test is that of all.
 ONE_PLACE = """
     optimizer_states deepspeed_config max_bad_steps save_in_background print_steps process_group_timeout_s
-    rank_timeout_s auto_fit auto_batch gpu_memory_gib debug push_to_hub verbose
+    rank_timeout_s auto gpu_memory_gib debug push_to_hub verbose
 """.split()
 # Read by what restores a stage's checkpoint, and by what ends its run.
 RESUMED: dict[str, str] = {

@@ -199,7 +199,7 @@ def test_flags_that_contradict_each_other_are_refused_before_data_are_read(
 def test_the_train_help_names_flags_of_all_stages() -> None:
     stages = {stage.number: stage for stage in STAGES}
     line = re.search(r"^  (--.*): for all stages$", train_help(TrainConfig, "train.py"), re.MULTILINE)
-    assert line and {"--show-data", "--target", "--explain", "--auto-fit", "--auto-batch"} == set(line[1].split(", "))
+    assert line and {"--show-data", "--target", "--explain", "--auto"} == set(line[1].split(", "))
     assert all(why_not_common(flag, stages) == "" for flag in line[1].split(", "))
 
 

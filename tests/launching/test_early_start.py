@@ -69,9 +69,8 @@ def test_ranks_that_wait_end_with_a_killed_train(tmp_path):
     assert started(tmp_path) == [] and not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize("flag", ["--auto-batch", "--auto-fit"])
-def test_flags_that_are_still_to_be_chosen_are_not_started_with(flag):
-    for words, may in (([], True), ([flag], False)):
+def test_flags_that_are_still_to_be_measured_are_not_started_with():
+    for words, may in (([], True), (["--auto", "fit"], True), (["--auto", "measure"], False)):
         resolved = parse(SFTConfig, ["--data-path", "a.jsonl", *words], section="sft")
         assert may_start_early(parse_request("single_gpu", ["1", *words]), resolved) == may
 

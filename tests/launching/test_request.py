@@ -59,8 +59,8 @@ def test_the_last_of_a_repeated_flag_counts_and_a_note_says_so(capsys):
         ("--save_pid 1", "--save-pid ... 391375f4 ... deepspeed --save_pid --module"),
         ("--bind-core-list=0-3 1", "--bind-core-list ... 391375f4 ... deepspeed"),
         ("--bind-cores-to-rank 1", "--bind-cores-to-rank ... 391375f4 ... deepspeed"),
-        ("--autotuning run 1", "--autotuning ... 391375f4 ... --auto-batch ... PYTHONPATH=$PWD deepspeed"),
-        ("1 --autotuning run", "--autotuning ... 391375f4 ... --auto-batch"),
+        ("--autotuning run 1", "--autotuning ... 391375f4 ... --auto measure ... PYTHONPATH=$PWD deepspeed"),
+        ("1 --autotuning run", "--autotuning ... 391375f4 ... --auto measure"),
         ("1 --seed 1 --save_pid", "--save-pid ... 391375f4 ... deepspeed --save_pid --module"),
         ("--launcher-args -x 1", "--launcher-args: got no value"),
         (

@@ -18,8 +18,7 @@ from pipeline.files import GIB
 from pipeline.launching import target
 from pipeline.launching.target import Target, parse_target, with_limit
 from pipeline.planning.page import StagePlan, stage_page
-from pipeline.preparation.automatic import flags_that_fit, largest_micro_batch
-from pipeline.preparation.plans import stage_planner
+from pipeline.preparation.plans import choose_at_start, stage_planner
 from pipeline.preparation.preflight import look_before_start
 from pipeline.run.device import DeviceConstants
 from rlhf import preflight, train
@@ -109,8 +108,8 @@ def test_what_does_not_fit_within_the_limit_is_changed_until_it_does(planned):
     lacking = planned("sft", *little)
     (line,) = lacking.errors
     assert lacking.code == 3 and line == naming("of 0.70 GiB (--gpu-memory-gib) ... phase train (1 x H100-80GB,")
-    fitted = planned("sft", *little, "--auto-fit", "true")
-    assert fitted.code == 0 and " --auto-fit true makes it fit " in fitted.page
+    fitted = planned("sft", *little, "--auto", "fit")
+    assert fitted.code == 0 and " --auto fit makes it fit " in fitted.page
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ def test_a_file_of_flags_gives_it(planned, inputs, kind):
 
 
 def settings(folder: Path, *words: str) -> Any:
-    own = f"--model-name-or-path {folder}/base --max-seq-len 96 --auto-fit true"
+    own = f"--model-name-or-path {folder}/base --max-seq-len 96 --auto fit"
     return parse(SFTConfig, [*own.split(), *words], section="sft")
 
 
@@ -172,11 +171,15 @@ def test_a_job_is_fitted_to_the_limit_of_this_machines_measured_gpu(inputs, monk
     kept = DeviceConstants("NVIDIA H100", "2026-11-22", 79 * GIB, 700.0, 3.0, 50.0)
     monkeypatch.setattr(target, "stored_constants", lambda: kept)
     here, rows = Target("NVIDIA H100", 78 * GIB, described=False), ("--per-device-train-batch-size", "4096")
-    assert flags_that_fit(SFT, settings(inputs, *rows), here) == {}
-    changed = flags_that_fit(SFT, settings(inputs, *rows, "--gpu-memory-gib", "0.7"), here)
-    assert changed["per_device_train_batch_size"] < 4096
+
+    def fitted(*words: str) -> Any:
+        planner, resolved = stage_planner(SFT, settings(inputs, *words), here, {})
+        return choose_at_start(SFT, planner, resolved).of(resolved, 1)
+
+    assert fitted(*rows).config.optimizer.per_device_train_batch_size == 4096
+    assert fitted(*rows, "--gpu-memory-gib", "0.7").config.optimizer.per_device_train_batch_size < 4096
     with pytest.raises(EnvironmentFault, match=r"--gpu-memory-gib 80: NVIDIA H100 has 79\.00 GiB"):
-        flags_that_fit(SFT, settings(inputs, "--gpu-memory-gib", "80"), here)
+        fitted("--gpu-memory-gib", "80")
 
 
 def settings_of(section: str, gib: str) -> Any:
@@ -194,20 +197,6 @@ def test_a_limit_of_a_later_stage_is_looked_at_before_the_first_one_starts(input
     assert str(refused.value) == line
     monkeypatch.setattr("pipeline.preparation.preflight.this_machine", lambda *slots: Target("CPU", GIB))
     assert look_before_start(configs, dry_run=False, named_by_section=True) == []
-
-
-def test_a_micro_batch_is_remembered_for_its_limit(inputs, tmp_path):
-    here, file = Target("X", 80 * GIB), tmp_path / "micro_batches.json"
-
-    def found(gib: str, largest: int) -> int:
-        given = settings(inputs, "--gpu-memory-gib", gib, "--per-device-train-batch-size", "8")
-
-        def tries(resolved: Any, flags: dict[str, Any]) -> bool:
-            return bool(flags["per_device_train_batch_size"] <= largest)
-
-        return int(largest_micro_batch(SFT, given, here, tries, file)["per_device_train_batch_size"])
-
-    assert [found("0", 8), found("24", 4), found("0", 1), found("24", 1)] == [8, 4, 8, 4]
 
 
 @pytest.mark.parametrize(

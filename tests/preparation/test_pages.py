@@ -26,8 +26,7 @@ CASES = {
     "gives_way": "--actor-model qwen3-8b --lora-dim 16 --quantization int8 --target 1xRTX4090",
     "asked_for": "--actor-model qwen3-8b --lora-dim 16 --quantization int8 --actor-zero-stage 3 --target 1xRTX4090",
     "another_training": f"--actor-model qwen3-8b --step 3 --target {CARD}",
-    "auto_fit": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto-fit",
-    "auto_fit_any": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto-fit any",
+    "auto_fit": f"--actor-model qwen3-8b --step 3 --target {CARD} --auto fit",
 }
 QUICK = ("fits", "asked_for")
 

@@ -208,7 +208,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_what_to_change(planned):
     assert lines[3].startswith("  chosen for sft: ") and "--per-device-train-batch-size 1" in "".join(lines[3:6])
     told = lines.index(next(line for line in lines if line.startswith("sft does not fit: ")))
     assert lines[told + 1] == naming("no change of flags ... use")
-    assert planned("--target", "none.yaml", "--auto-fit").returncode == 3
+    assert planned("--target", "none.yaml", "--auto", "fit").returncode == 3
 
 
 @pytest.mark.slow
@@ -233,11 +233,11 @@ def test_a_preset_for_more_gpus_is_planned_on_fewer(planned, inputs, tmp_path, c
 
 def test_a_plan_that_fits_with_the_changes_of_auto_fit_ends_with_0(planned):
     words = ("--target", "small.yaml", "--per-device-train-batch-size", "32768")
-    lacking, changed = planned(*words), planned(*words, "--auto-fit")
+    lacking, changed = planned(*words), planned(*words, "--auto", "fit")
     assert (lacking.returncode, changed.returncode) == (3, 0) and changed.stderr == ""
     page = one_line(changed.stdout)
     assert page == naming("fits with these changes ... --per-device-train-batch-size 16384")
-    assert page == naming("4.0 to 9.0 of the host, of its 64.0 ... --auto-fit true")
+    assert page == naming("4.0 to 9.0 of the host, of its 64.0 ... --auto fit")
     assert "makes it fit" not in lacking.stdout
 
 

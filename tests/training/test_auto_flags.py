@@ -212,3 +212,43 @@ def test_a_run_that_goes_on_takes_another_zero_stage_where_its_flags_ask_for_it(
     assert goes_on("lower", 3, "--zero-stage", 1)[0]["zero_stage"][0] == 1
     lacking, _ = goes_on("lower", 4, "--zero-stage", 1, "--per-device-eval-batch-size", 100_000)
     assert lacking["per_device_train_batch_size"] == (1, "chosen "), "beside a batch that no memory is left for"
+
+
+def test_what_fit_changed_is_held_when_a_run_goes_on_with_the_flags_that_it_was_changed_for(
+    folder, tmp_path, monkeypatch
+):
+    """Of 32 rows at once, which lack memory on this GPU, it takes 16; another number is the user's again."""
+    little = replace(GPU, memory=624 * 2**20)
+    monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: little)
+    words = ("--train-batch-size", 32, "--gradient-checkpointing", "false", "--zero-stage", 0,
+             "--per-device-eval-batch-size", 8, "--per-device-train-batch-size")  # fmt: skip
+
+    def micro_batch(steps: int, *more: object) -> dict[str, Any]:
+        return dict(run("sft", folder, tmp_path, *words, *more, max_steps=steps)[CUT[0]])
+
+    origin = {"kind": "PLAN", "source": "1 x GPU, 0.6 GiB each", "given": 32}
+    assert micro_batch(2, 32, "--auto", "fit") == {"value": 16, "from": f"chosen for {little}", "origin": origin}
+    assert not list((tmp_path / "runs/sft").glob("automatic*"))
+    monkeypatch.setattr("pipeline.preparation.plans.fitting_flags", lambda *_: {CUT[0]: 4, CUT[1]: 8})  # of today
+    assert micro_batch(3, 32, "--auto-fit")["value"] == 16, "also by the words of before"
+    assert micro_batch(4, 8, "--auto", "fit")["origin"] == {"kind": "COMMAND_LINE", "source": ""}
+    assert micro_batch(5, 32)["value"] == 32
+
+
+@pytest.mark.parametrize("before", [8, 2], ids=["as before", "other rows now"])
+def test_a_run_of_before_goes_on_with_what_was_searched_for_it(folder, tmp_path, monkeypatch, before):
+    """Versions before --auto wrote it as a preset, and gave it to the ranks as words."""
+    rows = ("--per-device-train-batch-size", 8, "--train-batch-size", 8)
+    run("sft", folder, tmp_path, *rows)
+    run_dir = tmp_path / "runs/sft"
+    settings = json.loads((run_dir / "config.json").read_text())
+    del settings["auto"]
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    (run_dir / "automatic.yaml").write_text(
+        "# Chosen by --auto-fit or --auto-batch; a preset for --preset or --config.\n"
+        f'# In place of: {{"{CUT[0]}": {before}}}\n{CUT[0]}: 4\n{CUT[1]}: 2\npin_memory: false\n'
+    )
+    for steps in (3, 4):  # the second time by its own record
+        settings = run("sft", folder, tmp_path, *rows, "--auto-fit", max_steps=steps)
+        assert [settings[name]["value"] for name in CUT] == ([4, 2] if before == 8 else [8, 1])
+        assert settings["pin_memory"]["value"] is False
