@@ -30,7 +30,7 @@ from benchmarks.speed.jobs import (
     run_logged,
     showing,
 )
-from benchmarks.speed.planned import PlannerOfThen, Run, peak_summary, planner_of
+from benchmarks.speed.planned import PlannerOfThen, Run, buckets_of_then, peak_summary, planner_of
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from benchmarks.speed.run_list import RUNS, TIMED_STEPS, PlannedRun
 from demo.make import make_data
@@ -63,7 +63,7 @@ def shapes_of(run: PlannedRun) -> list[tuple[str, bool]]:
 def planner_for(run: PlannedRun) -> tuple[StagePlanner, Any]:
     """Return the planner of a run, on so many H200s, and its settings."""
     planner = PlannerOfThen if run.kernels_of_then else StagePlanner
-    return planner_of(run.section, run.words, f"{run.gpus}xH200", planner)
+    return planner_of(run.section, run.words, f"{run.gpus}xH200", planner, large_buckets=not run.chooses)
 
 
 def plan(file: Path) -> None:
@@ -112,11 +112,11 @@ def run_words(run: PlannedRun, inputs: Path) -> list[object]:
 
 
 def assumed(run: PlannedRun, words: Sequence[object]) -> list[object]:
-    """Return the defaults of the flags that the run would choose on GPUs and that its plan takes as they are."""
+    """Return the defaults of the flags that the run would choose on GPUs and that its plan takes, and its buckets."""
     resolved = parse(stage_of(run.section).config, list(map(str, words)), section=run.section)
     table = flag_table(type(resolved.config))
     left = {name: table[name].default for name in auto_flags(resolved)}
-    return flags({name: str(value).lower() for name, value in left.items()})
+    return flags({name: str(value).lower() for name, value in left.items()} | {"deepspeed_config": buckets_of_then()})
 
 
 def measure(file: Path, planned: Peaks, num_gpus: int, only: str = "") -> None:

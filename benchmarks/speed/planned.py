@@ -6,6 +6,7 @@ reports in benchmarks/reports; the planner counts the same runs.
 """
 
 import atexit
+import json
 import shutil
 import tempfile
 from collections import defaultdict
@@ -27,6 +28,7 @@ from pipeline.planning.page import StagePlanner
 from pipeline.preparation.engine_jsons import engine_jsons
 from rlhf.stages import stage_of
 
+BUCKETS_OF_THEN = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 500_000_000)
 H200, TWO, FOUR = "1xH200", "2xH200", "4xH200"
 OPT = "--actor_model_name_or_path 1.3b --critic_model_name_or_path 350m --old_log_probs sampler"
 LLAMA = "--actor_model_name_or_path llama-7b --critic_model_name_or_path llama-1b"
@@ -191,11 +193,23 @@ def shape_folder(shape: str, planner: type[StagePlanner] = PlannerOfThen) -> str
     return str(folder)
 
 
+@cache
+def buckets_of_then() -> str:
+    """A DeepSpeed JSON with the buckets of runs that were made before they became smaller."""
+    file = Path(tempfile.mkdtemp(prefix="buckets-"), "ds.json")
+    atexit.register(shutil.rmtree, file.parent, ignore_errors=True)
+    file.write_text(json.dumps({"zero_optimization": BUCKETS_OF_THEN}), encoding="utf-8")
+    return str(file)
+
+
 def planner_of(
-    section: str, words: str, target: str, planner: type[StagePlanner] = PlannerOfThen
+    section: str, words: str, target: str, planner: type[StagePlanner] = PlannerOfThen, *, large_buckets: bool = False
 ) -> tuple[StagePlanner, object]:
-    """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings."""
-    given = words.split()
+    """The planner of a stage whose models are shapes of random_models.SHAPES, and its settings.
+
+    large_buckets: those that were the default when most runs were made.
+    """
+    given = words.split() + (["--deepspeed-config", buckets_of_then()] if large_buckets else [])
     for place, word in enumerate(given):
         if place and given[place - 1].replace("-", "_").endswith("model_name_or_path"):
             given[place] = shape_folder(word, planner)
@@ -211,7 +225,7 @@ def planner_of(
 
 def planned(run: Run) -> float:
     """The planned peak of a run, in GiB of tensors: of its phase, else of the highest."""
-    planner, resolved = planner_of(run.section, run.words, run.target)
+    planner, resolved = planner_of(run.section, run.words, run.target, large_buckets=True)
     plan: MemoryPlan = planner.memory(resolved)
     return plan.phases[run.phase or plan.worst].total / GIB
 
@@ -229,7 +243,7 @@ def table() -> list[str]:
 
 def planned_seconds(run: Run) -> list[float]:
     """The planned seconds of a run's phases, in the order of `Run.seconds`."""
-    planner, resolved = planner_of(run.section, run.words, run.target)
+    planner, resolved = planner_of(run.section, run.words, run.target, large_buckets=True)
     seconds = planner.seconds(resolved, planner.memory(resolved))
     return list(seconds.values())
 

@@ -106,7 +106,7 @@ def test_an_eos_that_is_the_padding_token_is_still_trained(tokenizer: Any) -> No
 
 def test_a_batch_that_is_no_number_is_refused() -> None:
     (line,) = refusal(built, DeepSpeedConfig(), user_json={"train_batch_size": "many"})
-    assert line == naming("train_batch_size ... 'many' ... a number")
+    assert line == naming("train_batch_size ... 'many' ... a whole number")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ MISSED = {
     ("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "generate"): 0.76,
     (PYTHIA_WITH_QWEN3, "score"): 0.75,
     (PYTHIA_WITH_QWEN3, "train"): 0.73,
+    ("SFT, GPT-2-XL, ZeRO-1", "2xH200", "train"): 0.80,  # plans leave the exchange between GPUs out
 }
 
 
@@ -259,7 +260,7 @@ def test_times_are_within_20_percent_of_those_measured(number):
     run = TIMED[number]
     planned, phases = planned_seconds(run), ("generate", "score", "train")[-len(run.seconds) :]
     for phase, value, measured in zip(phases, planned, run.seconds, strict=True):
-        missed = MISSED.get((run.name, phase))
+        missed = MISSED.get((run.name, phase)) or MISSED.get((run.name, run.target, phase))
         assert value / measured == (pytest.approx(missed, abs=0.02) if missed else pytest.approx(1, abs=0.2)), phase
     assert time_row(run, planned) in KEPT or not HAS_TESTED_TORCH
 

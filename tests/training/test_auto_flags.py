@@ -246,9 +246,9 @@ def test_a_run_of_before_goes_on_with_what_was_searched_for_it(folder, tmp_path,
     (run_dir / "config.json").write_text(json.dumps(settings))
     (run_dir / "automatic.yaml").write_text(
         "# Chosen by --auto-fit or --auto-batch; a preset for --preset or --config.\n"
-        f'# In place of: {{"{CUT[0]}": {before}}}\n{CUT[0]}: 4\n{CUT[1]}: 2\npin_memory: false\n'
+        f'# In place of: {{"{CUT[0]}": {before}}}\n{CUT[0]}: 4\n{CUT[1]}: 2\nsub_group_size: 1000\n'
     )
     for steps in (3, 4):  # the second time by its own record
         settings = run("sft", folder, tmp_path, *rows, "--auto-fit", max_steps=steps)
         assert [settings[name]["value"] for name in CUT] == ([4, 2] if before == 8 else [8, 1])
-        assert settings["pin_memory"]["value"] is False
+        assert settings["sub_group_size"]["value"] == 1000
