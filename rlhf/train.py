@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import scan, stage_arguments
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import without_flag
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.console import outlive_console, raise_on_interrupt, shell_lines, terminal_width, with_hyphens, wrapped

@@ -157,7 +157,7 @@ def stages_alone(argv: Iterable[str]) -> TrainConfig:
     return TrainConfig()
 
 
-def idle_flags(
+def flags_of_absent_stages(
     overrides: Mapping[str, Iterable[str]], chosen: Collection[str], given: Collection[str]
 ) -> Iterator[str]:
     """Yield a note for each flag of a stage that does not run and that no other stage reads.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import TRAIN, check_dashes, parse, read_yaml, scan
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import ContradictionError, InputError, dashed, nearest, say, show
@@ -27,8 +27,8 @@ from rlhf.train_config import (
     chained_flags,
     config_file_of,
     contradictions,
+    flags_of_absent_stages,
     has_sections,
-    idle_flags,
     inherited_flags,
     known_model,
     launcher_argv,
@@ -130,7 +130,8 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
             errors += [as_override(line, kind.section) for line in str(error).splitlines() if line not in errors]
     if errors:
         raise InputError("\n".join(dict.fromkeys(errors)))
-    show(*(f"note: {line}" for line in idle_flags(overrides, {kind.section for kind in chosen.values()}, given)))
+    sections = {kind.section for kind in chosen.values()}
+    show(*(f"note: {line}" for line in flags_of_absent_stages(overrides, sections, given)))
     resolved = with_command_rules({stages[number].stage: stages[number].resolved for number in chosen})
     stages |= {stage.number: with_settings(stages[stage.number], settings) for stage, settings in resolved.items()}
     return Plan(with_reward_model(config), stages, given)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline import dist
-from pipeline.configuration.global_batch import evaluated_rows
+from pipeline.configuration.rank_rules import evaluated_rows
 from pipeline.data.loader import Step, evaluation_batches, to_device
 from pipeline.engine.build import compute_dtype
 from pipeline.heartbeat import beat

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.checkpoints.model_folder import save_trained
-from pipeline.configuration.global_batch import evaluated_rows
+from pipeline.configuration.rank_rules import evaluated_rows
 from pipeline.data.batching import epoch_order, num_steps, total_steps
 from pipeline.data.cache import StageData
 from pipeline.data.loader import PrefetchedSteps, Step, sequence_lengths, to_device

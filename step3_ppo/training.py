@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.configuration.global_batch import evaluated_rows
+from pipeline.configuration.rank_rules import evaluated_rows
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
 from pipeline.generation.rollouts import RandomKey

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.files import GIB
 from pipeline.kernels import fused_layers
 from pipeline.launching.target import parse_target

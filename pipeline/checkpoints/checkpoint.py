@@ -31,7 +31,7 @@ from pipeline.checkpoints.checkpoint_files import (
 )
 from pipeline.checkpoints.fingerprint import RunFingerprint
 from pipeline.configuration.flag_table import Removed
-from pipeline.configuration.global_batch import BATCHES, ROLLOUT
+from pipeline.configuration.rank_rules import BATCHES, ROLLOUT
 from pipeline.configuration.resume_rules import SAME, check_same_fingerprints, check_same_settings, refuse
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import TrainingEngine

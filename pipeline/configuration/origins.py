@@ -49,12 +49,12 @@ class Origin:
     """The origin of a value.
 
     source: the method, the file, the hardware of a plan, or what the value follows and why; "" for a kind without one.
-    given: the value that was given, where the plan had to choose another one (--auto fit); else None.
+    replaced: the value that was given, where the plan had to choose another one (--auto fit); else None.
     """
 
     kind: Kind
     source: str = ""
-    given: Any = None
+    replaced: Any = None
 
     @property
     def is_default(self) -> bool:
@@ -76,15 +76,15 @@ class Origin:
     @property
     def entry(self) -> dict[str, Any]:
         """The origin as config.json has it: as a text for people, and as its kind and source."""
-        given = {} if self.given is None else {"given": self.given}
-        return {"from": str(self), "origin": {"kind": self.kind.name, "source": self.source, **given}}
+        replaced = {} if self.replaced is None else {"replaced": self.replaced}
+        return {"from": str(self), "origin": {"kind": self.kind.name, "source": self.source, **replaced}}
 
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> Self:
         """Read a flag's entry of a config.json; versions before the kinds were written have only the text."""
         known = entry.get("origin")
         if isinstance(known, dict) and str(known.get("kind")) in Kind.__members__:
-            return cls(Kind[known["kind"]], str(known.get("source", "")), known.get("given"))
+            return cls(Kind[known["kind"]], str(known.get("source", "")), known.get("replaced"))
         text = str(entry.get("from"))
         kind = Kind[next(name for pattern, name in OLD_TEXTS if re.match(pattern, text))]
         bare = kind in (Kind.DEFAULT, Kind.COMMAND_LINE)

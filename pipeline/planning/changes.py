@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.configuration.global_batch import BATCHES, EVALUATED, GENERATED, SHARED, divisors
 from pipeline.configuration.groups import STAGE
+from pipeline.configuration.rank_rules import BATCHES, EVALUATED, GENERATED, SHARED, divisors
 from pipeline.generation.rollout_size import RolloutSize
 from pipeline.launching.target import Target
 

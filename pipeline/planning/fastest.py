@@ -18,7 +18,9 @@ from typing import Any, Self
 
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import flag_words
-from pipeline.configuration.global_batch import (
+from pipeline.configuration.groups import STAGE
+from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.rank_rules import (
     BATCHES,
     EVALUATED,
     GENERATED,
@@ -29,8 +31,6 @@ from pipeline.configuration.global_batch import (
     cut,
     divisors,
 )
-from pipeline.configuration.groups import STAGE
-from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resolved import Resolved
 from pipeline.data.batching import SCORING_TOKENS
 from pipeline.files import GIB

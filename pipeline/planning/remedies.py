@@ -12,8 +12,8 @@ from typing import Any, Self
 from pipeline.configuration.ds_config import Json, device_of
 from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.flags import flag_words
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.origins import COMMAND_LINE
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.errors import RunError
 from pipeline.files import GIB

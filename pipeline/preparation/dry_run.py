@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.configuration.flag_table import AUTO, flag_table, flat_items
-from pipeline.configuration.global_batch import MICRO, STEPS, with_ranks
 from pipeline.configuration.origins import Kind
+from pipeline.configuration.rank_rules import MICRO, STEPS, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped

@@ -1,7 +1,7 @@
 """The DeepSpeed JSON of each engine of a stage, on this machine or the target that it is planned for; no torch."""
 
 from pipeline.configuration.ds_config import Json, Placement
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.launching.machine import device_kind

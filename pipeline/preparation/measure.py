@@ -13,8 +13,8 @@ from typing import Any
 
 from pipeline import errors
 from pipeline.configuration.flags import flag_words
-from pipeline.configuration.global_batch import Choice, cut
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.rank_rules import Choice, cut
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import TRIED
 from pipeline.configuration.stage import Stage

@@ -6,7 +6,7 @@ answers at once.
 
 from pathlib import Path
 
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped

@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from pipeline.configuration.global_batch import Choice, with_ranks
 from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
+from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import memory_flags, values_by_rule
 from pipeline.configuration.stage import Stage

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key, flat_items
-from pipeline.configuration.global_batch import MICRO, cut
+from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
+from pipeline.configuration.rank_rules import MICRO, cut
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
@@ -115,8 +115,8 @@ def is_left(resolved: Resolved, name: str, origin: Origin) -> bool:
     """Tell whether a flag is left to what an earlier run had: nobody gives it, or --auto fit replaces it as it did."""
     if not resolved.is_given(name):
         return True
-    is_replaced = resolved.config.run.auto != "plan" and origin.given is not None
-    return is_replaced and origin.given == dict(flat_items(resolved.config))[name]
+    is_replaced = resolved.config.run.auto != "plan" and origin.replaced is not None
+    return is_replaced and origin.replaced == resolved.values[name]
 
 
 def settings_before(run_folder: Path) -> Settings:

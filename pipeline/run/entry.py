@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import parse, stage_arguments
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import Group
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import Stage

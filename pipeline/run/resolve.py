@@ -1,9 +1,10 @@
 """The rules that give values to flags which nobody gave, in their order. The module imports no torch.
 
-A command line, files and the defaults are merged first (`flags.resolve_layers`); of two values the one of the greater
-`Kind` of origin wins. The rules come after that. Each leaves alone what somebody gave, but for the few cases that
-`RANK_RULES` name. They are applied in four moments, when what they need is known: when a command is read, when the
-number of ranks is known, when rank 0 has planned for its GPU, and when the models are known.
+Defaults, files and the command line are merged first (`flags.resolve_layers`): of two values the one of the greater
+`Kind` of origin wins, and a DeepSpeed JSON that contradicts another value is refused. The rules come after that, each
+at the moment when what it needs is known: a command is read, the number of ranks is known, rank 0 has planned for its
+GPU, the models are known. They set what nobody gave. `RANK_RULES` and the plan of `--auto fit` may also replace what
+was given; a note or the origin says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import AUTO
-from pipeline.configuration.global_batch import (
+from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.rank_rules import (
     GENERATED,
     RANK_RULES,
     ROLLOUT,
@@ -19,7 +21,6 @@ from pipeline.configuration.global_batch import (
     in_place,
     says_rollout,
 )
-from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resolved import Resolved, Rule, applied
 from pipeline.configuration.resume_rules import PROMPTS, defaults_of, values_before
 from pipeline.configuration.stage import Stage

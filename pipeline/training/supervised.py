@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import dist
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.fingerprint import run_fingerprint
-from pipeline.configuration.global_batch import evaluated_rows
+from pipeline.configuration.rank_rules import evaluated_rows
 from pipeline.configuration.stage import SupervisedConfig
 from pipeline.data.cache import StageData
 from pipeline.data.counts import Counts

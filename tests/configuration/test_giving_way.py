@@ -7,7 +7,7 @@ from support.messages import naming
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError, dashed

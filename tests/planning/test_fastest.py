@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from benchmarks.speed.planned import planner_of
 from pipeline.configuration.flags import flag_words, parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.stage import Stage
 from pipeline.files import GIB
 from pipeline.launching.target import Target

@@ -6,7 +6,7 @@ import pytest
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.needs import needs
 

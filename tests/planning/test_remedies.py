@@ -11,7 +11,7 @@ from support.messages import naming
 from benchmarks.speed.planned import LLAMA, planner_of, ppo, shape_folder
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes
 from pipeline.files import GIB

@@ -20,8 +20,8 @@ from benchmarks.speed.random_models import config_of
 from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.groups import ModelConfig
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.errors import InputError
 from pipeline.files import GIB
 from pipeline.generation.forwards.fused_weights import DecodeWeights

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
 from pipeline.configuration.origins import COMMAND_LINE
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.configuration.resolved import Resolved, validated
 from pipeline.errors import RunError
 from pipeline.generation.options import GenerationOptions

@@ -18,7 +18,7 @@ from support.tiny_run import make_folder, read_metrics
 
 from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import flag_words, parse, scan
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.launching.request import parse_request
 from pipeline.launching.target import GIB, Target

@@ -11,7 +11,7 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError

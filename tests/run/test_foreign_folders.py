@@ -13,7 +13,7 @@ from support import forks
 from support.messages import naming
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import Choice
 from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.dist import World
 from pipeline.run.run import Run, begin, take_folder

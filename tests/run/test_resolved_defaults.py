@@ -9,7 +9,7 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import defaults_of, settings_of
 from pipeline.errors import InputError

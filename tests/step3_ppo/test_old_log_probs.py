@@ -9,7 +9,7 @@ from support.in_process import undone_afterwards
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import with_ranks
+from pipeline.configuration.rank_rules import with_ranks
 from pipeline.run.entry import read_flags
 from step3_ppo.config import PPOConfig
 from step3_ppo.main import main

@@ -15,7 +15,7 @@ from support.tiny_run import make_folder, read_metrics
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import Choice, with_ranks
+from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import Stage

@@ -15,7 +15,7 @@ from pipeline import dist
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flags import parse
-from pipeline.configuration.global_batch import Choice
+from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, memory_flags, values_by_rule
 from pipeline.errors import InputError

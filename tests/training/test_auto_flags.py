@@ -226,7 +226,7 @@ def test_what_fit_changed_is_held_when_a_run_goes_on_with_the_flags_that_it_was_
     def micro_batch(steps: int, *more: object) -> dict[str, Any]:
         return dict(run("sft", folder, tmp_path, *words, *more, max_steps=steps)[CUT[0]])
 
-    origin = {"kind": "PLAN", "source": "1 x GPU, 0.6 GiB each", "given": 32}
+    origin = {"kind": "PLAN", "source": "1 x GPU, 0.6 GiB each", "replaced": 32}
     assert micro_batch(2, 32, "--auto", "fit") == {"value": 16, "from": f"chosen for {little}", "origin": origin}
     assert not list((tmp_path / "runs/sft").glob("automatic*"))
     monkeypatch.setattr("pipeline.preparation.plans.fitting_flags", lambda *_: {CUT[0]: 4, CUT[1]: 8})  # of today

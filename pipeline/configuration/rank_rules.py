@@ -157,15 +157,15 @@ class Choice:
     def of(self, resolved: Resolved, ranks: int) -> Resolved:
         """Return the settings on so many ranks with these values."""
         values, origins = resolved.values, resolved.origins
-        given = {name: values[name] if resolved.is_given(name) else origins[name].given for name in self.flags}
-        chosen = {name: replace(self.origin, given=value) for name, value in given.items()}
+        given = {name: values[name] if resolved.is_given(name) else origins[name].replaced for name in self.flags}
+        chosen = {name: replace(self.origin, replaced=value) for name, value in given.items()}
         return with_ranks(resolved.changed(self.flags, chosen), ranks) if self.flags else resolved
 
 
 def evaluation_unit(resolved: Resolved) -> int:
     """Return the rows of a batch that --eval-iters counts: those that were given, else the default, however chosen."""
     if (origin := resolved.origins.get(EVALUATED, DEFAULT)).kind is Kind.PLAN:
-        return int(origin.given or flag_table(type(resolved.config))[EVALUATED].default)
+        return int(origin.replaced or flag_table(type(resolved.config))[EVALUATED].default)
     return int(resolved.config.optimizer.per_device_eval_batch_size)
 
 

@@ -9,8 +9,8 @@ from support.source_tree import ROOT
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import load_yaml, parse
-from pipeline.configuration.global_batch import GENERATED, MICRO, STEPS, Choice, with_ranks
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
+from pipeline.configuration.rank_rules import GENERATED, MICRO, STEPS, Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
