@@ -13,10 +13,11 @@ from pipeline.configuration.flag_table import Flag, flag_table, flat_items
 from pipeline.configuration.groups import Group
 from pipeline.configuration.origins import DEFAULT, Origins
 from pipeline.errors import dashed
-from pipeline.redact import SECRET, shown_value
+from pipeline.redact import SECRET, redacted, shown_value
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
 STEERING = {"Cc", "Cf"}
+WAYS = {"a teacher": "--method distill"}  # model that a run may have -> the flag that gives it one
 MAX_VALUES = 1_000_000  # of a file of flags
 
 
@@ -85,7 +86,8 @@ def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Origins) 
     for name, flag in flag_table(type(config)).items():
         if origins[name].is_given and (model := config.absent(flag)):
             found = f"got {shown_value(values[name])} ({origins[name]})"
-            yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out"
+            way = f", or give {WAYS[model]}" if model in WAYS else ""
+            yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out{way}"
 
 
 def unread_flags(config: Group, origins: Origins) -> Iterator[str]:
@@ -96,7 +98,8 @@ def unread_flags(config: Group, origins: Origins) -> Iterator[str]:
             continue
         excluded = [state for state, is_met in states(flag, flag.excludes, config) if is_met]
         if reason := f"it does not go with {excluded[0]}" if excluded else unmet(flag, flag.read_if, config):
-            yield f"{dashed(name)}: got {value!r} ({origins.get(name, DEFAULT)}): {reason}; leave it out"
+            shown = "a text" if flag.kind == "text" else redacted(repr(value))
+            yield f"{dashed(name)}: got {shown} ({origins.get(name, DEFAULT)}): {reason}; leave it out"
 
 
 def idle_flags(config: Group, origins: Origins, *, on_cpu: bool = False) -> Iterator[str]:

@@ -262,7 +262,8 @@ def scored_answers(
             handle = pool.submit(responses_of(prompts[index], answers, is_conversation=data.is_conversation))
             pending[index] = Pending(prompts[index], answers, handle)
         while num_done in pending and (ended is None or pending[num_done].handle.done()):
-            score_pending(pending.values(), scorers, batch_size=num_slots)
+            if scorers:
+                score_pending(pending.values(), scorers, batch_size=num_slots)
             one = pending.pop(num_done)
             (values,), num_done = pool.gather([one.handle]), num_done + 1
             columns = values | one.model_scores

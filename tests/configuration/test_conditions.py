@@ -36,6 +36,7 @@ class MadeUp(Group):
     limit: float = flag(2.0, "Limit", read_if="--rate or --names")
     label: str = flag("none", "Label", excludes="--way quick", read_if="--names")
     shared: int = flag(3, "Of both", needs="--rank 2 or 3")
+    words: str = flag("", "Words", kind="text", excludes="--way quick")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,10 @@ class MadeUp(Group):
         ("--label own", "--label: got 'own' ... needs --names"),
         ("--label own --names a --way quick", "--label: got 'own' ... not go with --way quick; leave it out"),
         ("--label none --way quick", ""),
+        (
+            "--words private --way quick",
+            "--words: got a text (command line): it does not go with --way quick; leave it out",
+        ),
         ("--critic-size 5 --actor-rank 2", "--critic-size ... needs --critic-rank, got --critic-rank 0"),
         ("--critic-size 5 --critic-rank 2", ""),
     ],
