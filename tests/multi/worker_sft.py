@@ -1,6 +1,5 @@
 """Step 1 over ranks: what tests/multi/test_ranks_sft.py compares."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pytest import MonkeyPatch
 from safetensors.torch import load_file
 from stages import current_world, make_run, training_rows, watched_steps, weights
 from support.bare_control import bare_control
-from support.ds_arguments import PARTITIONED_FILE
+from support.ds_arguments import PARTITIONED_FILE, zero_file
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
@@ -155,9 +154,7 @@ def with_hpz(inputs: Path, gather: str, lora: Words) -> dict[str, Any]:
     groups: ranks that each collective gathered weights over. parts: of the trained weights before a step, in how many
     each is cut in the second partition; 0 where it has none.
     """
-    file = inputs / "hpz.json"
-    user = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    dist.on_main(lambda: file.write_text(json.dumps(user)))
+    file = dist.on_main(lambda: zero_file(inputs, stage=3, zero_hpz_partition_size=2))
     words = ("--deepspeed-config", file, "--zero3-gather", gather, *lora)
     sft, state, losses = setup(inputs, 2, words), training.State(), []
     average = MovingAverage(sft.engine.module, decay=0.5)
