@@ -29,7 +29,7 @@ RULES_INTRODUCTION = """
 ## In which order
 
 The command line, files and defaults are merged first. Then these rules are applied, one after the other. They set
-flags that nobody gave; where one changes a value that a file gave, it says so.
+flags that nobody gave; where one replaces a value that was given, a note or the origin says so.
 
 """
 EXCEPTIONS = """
@@ -40,6 +40,7 @@ EXCEPTIONS = """
 - **A flag that was given twice**: the last one counts, and a note says so.
 - **Batches**: `--gradient-accumulation-steps` follows from `--train-batch-size` where both are given, since the rows
   of a step are what learning rates are meant for. `--gradient-accumulation-steps` in a higher place ends that.
+- **`--auto fit`** may replace values of yours to make a run fit; the log names each.
 - **Presets**: other methods than PPO ignore a preset's values for PPO and its critic.
 - **Resuming**: a flag that changes what is learned must have the value of the checkpoint, or the run ends with both.
   [Resume](../guides/resume.md) says which flags may change.

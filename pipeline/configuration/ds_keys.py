@@ -252,6 +252,12 @@ def type_of(key: str, by_deepspeed: Any) -> Any:
     return TYPES.get(key, by_deepspeed)
 
 
+@cache
+def strict(right: Any) -> TypeAdapter[Any]:
+    """Return what checks that a JSON value is of a type, without converting it."""
+    return TypeAdapter(right, config={"strict": True, "allow_inf_nan": False})
+
+
 def expected(value: Any, right: Any) -> str:
     """Return in words what a JSON value should be that is not of the type `right`; an empty text if it is.
 
@@ -259,7 +265,7 @@ def expected(value: Any, right: Any) -> str:
     """
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     try:
-        TypeAdapter(right, config={"strict": True, "allow_inf_nan": False}).validate_json(json.dumps(whole))
+        strict(right).validate_json(json.dumps(whole))
     except ValidationError as error:
         problem = error.errors()[0]
         return WORDS.get(problem["type"]) or problem["msg"].removeprefix("Input should be ").replace("'", "")

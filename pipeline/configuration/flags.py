@@ -162,8 +162,11 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
     errors, notes = [], []
     for word, words in scan(argv):
         if word in names.renamed and len(words) < 2:
-            words, note = names.renewed(word, *words)
+            value, note = names.renewed(word, *words)
             notes.append(note)
+            if not value:
+                continue
+            words = [value]
         name = word if word in names.switches else names.known.get(word or names.positional, word)
         flag = names.switches.get(name) or names.table.get(name)
         if word in names.ignored and len(words) < 2:

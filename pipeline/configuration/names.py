@@ -72,16 +72,22 @@ class Names:
             return f"a flag of other programs without a counterpart here: {self.refused[name]}"
         return f"unknown flag{nearest(name, (*self.known, *more), spell)}"
 
-    def renewed(self, name: str, value: object = True) -> tuple[list[str], str]:
-        """Return the value now of a flag of an earlier version, as words of a command line, and a note that says so."""
-        now = self.renamed[name].get(str(value).lower(), str(value))
-        return [now], f"{dashed(name)} {str(value).lower()} is {dashed(self.known[name])} {now} now"
+    def renewed(self, name: str, value: object = True) -> tuple[str, str]:
+        """Return the value now of a flag of an earlier version, "" for its default; and a note that says so."""
+        flag, now = self.known[name], self.renamed[name].get(str(value).lower(), str(value))
+        note = f"{dashed(name)} {str(value).lower()} is {dashed(flag)} {now} now"
+        return "" if now == self.table[flag].default else now, note
 
     def of_file(self, origin: str, values: Mapping[str, object]) -> tuple[dict[str, object], list[str], list[str]]:
         """Return (values by the flags' own names, error lines, notes) of a YAML file's section."""
         result: dict[str, object] = {}
         errors, notes = [], []
         for name, value in values.items():
+            if name in self.renamed:
+                value, note = self.renewed(name, value)
+                notes.append(f"{origin}: {note}")
+                if not value:
+                    continue
             if name in self.ignored:
                 notes.append(f"{origin}: {name}: {IGNORED}: {self.ignored[name]}")
             elif name not in self.known:
@@ -90,9 +96,6 @@ class Names:
                 errors.append(f"{origin}: {name}: {dashed(own)} is given twice, under two names; give one")
             else:
                 result[own] = value
-                if name in self.renamed:
-                    (result[own],), note = self.renewed(name, value)
-                    notes.append(f"{origin}: {note}")
         return result, errors, notes
 
 

@@ -13,7 +13,7 @@ RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
 TRIED = {
     "resume": "never", "overwrite": False, "keep_checkpoints": 0, "save_steps": 0, "eval_iters": 1, "print_steps": 1,
-    "monitors": "none", "report": False,
+    "monitors": "none", "report": False, "push_to_hub": "",
 }  # fmt: skip
 # Flags of other trainers that no stage has, or not every one, and what to do instead.
 OTHER_TRAINERS = {

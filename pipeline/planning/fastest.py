@@ -105,7 +105,7 @@ def fastest(planner: StagePlanner, resolved: Resolved) -> Candidate | None:
 def ranked(planner: StagePlanner, resolved: Resolved) -> list[Candidate]:
     """Return the settings that fit by the high estimate, the best first, then the faster ones first.
 
-    There are none on a CPU, if a GPU's memory is not known, and if all flags are given.
+    There are none on a CPU, and if a GPU's memory is not known; if all flags are given, there is one without a choice.
 
     - Among times that are alike (ALIKE), the largest micro-batch is best, then the least memory.
     - If times are not known, the first candidate is: the least recomputed, then the most prompts at once.

@@ -28,7 +28,7 @@ from pipeline.planning.fastest import auto_flags, choice_text, micro_batches, ra
 from pipeline.planning.page import StagePlanner
 from pipeline.preparation.plans import MEASURED, stage_planner
 from pipeline.processes import Signals
-from pipeline.run.earlier_runs import chosen_before
+from pipeline.run.earlier_runs import chosen_before, is_finished
 from pipeline.run.evaluations import metrics_of
 
 MEMORY_WORDS = "out of memory"
@@ -53,25 +53,33 @@ class Trial(Job):
 def measured(stage: Stage, resolved: Resolved, request: LaunchRequest, signals: Signals) -> dict[str, str]:
     """Return the environment variable with the flags of the fastest settings that have memory; say what each takes.
 
-    {} where nothing is chosen: the run goes on with its choice of before, there are no two settings, or none has
-    memory.
+    {} where nothing is chosen: the run is finished or goes on with its choice of before, there are no two settings, or
+    none has memory.
 
     Raises:
-        InputError: ranks of other hosts are started by hand. RunError, StoppedRun: see `seconds_of_steps`.
+        InputError: ranks of other hosts are started by hand; see `is_finished`. RunError, StoppedRun: see
+            `seconds_of_steps`.
     """
     if request.launcher == "none" and not request.is_on_one_machine:
         raise errors.InputError("--auto measure: the number of ranks must be known here, and the job start here")
-    slots, folder = ranks_by_host(request), stage.run_folder(resolved.config.run) / "auto_measure"
+    slots, run_dir = ranks_by_host(request), stage.run_folder(resolved.config.run)
     planner, resolved = stage_planner(stage, resolved, this_machine(*slots), {})
-    if chosen_before(stage, resolved) or len(options := to_measure(planner, resolved)) < 2:
+    if is_finished(run_dir, resolved.config, stage, ranks=sum(slots)) or chosen_before(stage, resolved):
+        return {}
+    if len(options := to_measure(planner, resolved)) < 2:
+        say("auto measure: nothing to measure: the flags leave no second setting to try")
         return {}
     times: dict[str, float] = {}
     for flags in options:
         settings, text = Choice(flags, Origin(Kind.PLAN)).of(resolved, sum(slots)), json.dumps(flags)
-        seconds = seconds_of_steps(stage, request, settings, {MEASURED: text}, signals=signals, folder=folder)
+        variables = {MEASURED: text, "WANDB_MODE": "disabled"}  # which a DeepSpeed JSON may switch on
+        folder = run_dir / "auto_measure"
+        seconds = seconds_of_steps(stage, request, settings, variables, signals=signals, folder=folder)
         words = choice_text(settings) or "the defaults"
         say(f"auto measure: {words}: {f'{seconds:.3g} s a step' if seconds else MEMORY_WORDS}")
         times |= {text: seconds} if seconds else {}
+    if not times:
+        say("auto measure: none of them has memory; the run starts as the plan says")
     return {MEASURED: min(times, key=times.__getitem__)} if times else {}
 
 
@@ -129,6 +137,8 @@ def seconds_of_steps(
         raise errors.StoppedRun("stopped while settings were tried; the same command starts again")
     lacks = bool(ended.halved) or MEMORY_WORDS in text or any(line["micro_batch_size"] < size for line in lines)
     if not lacks and ended.code != errors.EXIT_DONE:
-        raise errors.RunError(f"--auto measure: micro-batches of {size}: {text}; its output: {folder / 'output.txt'}")
+        fault = errors.RunError(f"--auto measure: micro-batches of {size}: {text}; its output: {folder / 'output.txt'}")
+        fault.code = ended.code
+        raise fault
     shutil.rmtree(folder, ignore_errors=True)
     return 0.0 if lacks or not lines else fmean(line["step_s"] for line in lines[1:] or lines)

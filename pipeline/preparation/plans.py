@@ -22,7 +22,7 @@ from pipeline.files import GIB, read_object
 from pipeline.launching.target import Target, is_model, parse_target, this_machine, with_constants, with_limit
 from pipeline.planning.fastest import Candidate, choice_text, fastest
 from pipeline.planning.page import StagePlan, StagePlanner, fits, lacking, stage_page, verdict
-from pipeline.planning.remedies import Remedies
+from pipeline.planning.remedies import NOT_ENOUGH, Remedies
 from pipeline.planning.summary import proposals, table
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
@@ -71,7 +71,7 @@ def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     if same := {name: value for name, (value, of) in before.items() if not of.source or target.is_same(of.source)}:
         with suppress(InputError):
             began = Candidate.of(planner, resolved, same)
-            if fits(began.plan, target):
+            if fits(began.plan, target) or resolved.config.run.auto == "measure":  # which has seen that it fits
                 return Choice(same, origin, f"{choice_text(began.resolved)} (as the run began)")
     if (best := fastest(planner, resolved)) is None:
         return Choice()
@@ -92,8 +92,10 @@ def choose_at_start(stage: Stage, planner: StagePlanner, resolved: Resolved) -> 
     settings = choice.of(resolved, planner.target.num_gpus)
     if resolved.config.run.auto != "fit" or fits(planner.memory(settings), planner.target):
         return choice
-    flags = fitting_flags(planner, resolved, settings)
-    return choice_of(Candidate.of(planner, resolved, flags), planner.target)
+    candidate, target = Candidate.of(planner, resolved, fitting_flags(planner, resolved, settings)), planner.target
+    if not fits(candidate.plan, target):
+        raise EnvironmentFault(f"--auto fit: {verdict(candidate.plan, target)} ({target}); {NOT_ENOUGH}")
+    return choice_of(candidate, target)
 
 
 def fitting_flags(planner: StagePlanner, resolved: Resolved, chosen: Resolved) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def supervise(
         check_nobody_left(run_dir)
         if request.is_first_host:
             clear_outcomes(run_dir)
-        is_again = bool(variables)  # which the ranks of a test or of an earlier start had
+        is_again = HALVED in variables or resolved.config.run.auto == "measure"  # ranks of a start before this one
         job = Job(
             run_dir, stage, request, resolved, signals=signals, variables=variables, is_again=is_again, early=early
         )

@@ -4,7 +4,6 @@
 Checkpoints are compared in `pipeline/configuration/resume_rules.py`.
 """
 
-import json
 import logging
 import re
 import shutil
@@ -14,11 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
-from pipeline.configuration.rank_rules import MICRO, cut
+from pipeline.configuration.rank_rules import MICRO, STEPS, cut
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
@@ -26,7 +23,7 @@ from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import fingerprint, is_local, parse_path
 from pipeline.errors import InputError, dashed
 from pipeline.files import digest, has_config, model_fingerprint, read_object, refused_by_disk, write_json
-from pipeline.run.evaluations import Settings, run_settings
+from pipeline.run.evaluations import run_settings
 from pipeline.run.layout import candidates, done_file
 
 log = logging.getLogger(__name__)
@@ -34,7 +31,7 @@ log = logging.getLogger(__name__)
 DONE = {"steps": int, "max_steps": int, "settings": dict, "inputs": dict, "sizes": dict}  # types of a complete record
 RUN_FILES = (
     "checkpoints", "tensorboard", "metrics.jsonl", "metrics.csv", "samples.jsonl", "row_values.jsonl", "rows.json",
-    "done.json", "meaning.json", "plan.json", "report.html", "report.md", "curves",
+    "done.json", "meaning.json", "automatic.yaml", "plan.json", "report.html", "report.md", "curves",
 )  # fmt: skip
 
 
@@ -95,7 +92,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
-    table, settings = flag_table(type(resolved.config)), settings_before(folder.parents[1]) if state else {}
+    table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
     unset = {name: settings[name] for name in table if name in settings and is_left(resolved, name, settings[name][1])}
     hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
@@ -105,7 +102,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
         return {}
     chosen = {name: (value, origin) for name, (value, origin) in unset.items() if origin.kind is Kind.PLAN}
     if MICRO not in chosen:
-        return chosen
+        return {name: one for name, one in chosen.items() if name != STEPS}  # which belong to the micro-batch
     size, _ = chosen[MICRO]
     parts = {name: (value, hardware) for name, value in cut(resolved, size).items()}
     return {**chosen, **parts} if parts else {}
@@ -117,22 +114,6 @@ def is_left(resolved: Resolved, name: str, origin: Origin) -> bool:
         return True
     is_replaced = resolved.config.run.auto != "plan" and origin.replaced is not None
     return is_replaced and origin.replaced == resolved.values[name]
-
-
-def settings_before(run_folder: Path) -> Settings:
-    """Return value and origin of each flag of the last run in a folder; {} where there is none.
-
-    Versions before --auto wrote what --auto-fit and --auto-batch chose as a preset, with a comment of the values that
-    were given for these flags.
-    """
-    settings, file = dict(run_settings(run_folder)), run_folder / "automatic.yaml"
-    if not settings or "auto" in settings or not file.is_file():
-        return settings
-    text = file.read_text(encoding="utf-8")
-    given = json.loads((re.search("^# In place of: (.*)", text, re.MULTILINE) or ["", "{}"])[1])
-    flags = yaml.safe_load(text) or {}
-    hardware = next((origin.source for _, origin in settings.values() if origin.kind is Kind.PLAN), "")
-    return settings | {n: (value, Origin(Kind.PLAN, hardware, given.get(n))) for n, value in flags.items()}
 
 
 def input_contents(config: StageConfig) -> dict[str, Any]:

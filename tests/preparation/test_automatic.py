@@ -19,13 +19,16 @@ from support.tiny_run import make_folder, read_metrics
 from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import flag_words, parse, scan
 from pipeline.configuration.rank_rules import Choice
+from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, RunError
-from pipeline.launching.request import parse_request
+from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.target import GIB, Target
+from pipeline.launching.verdict import Verdict
 from pipeline.planning.page import fits
-from pipeline.preparation.measure import seconds_of_steps, to_measure
+from pipeline.preparation.measure import measured, seconds_of_steps, to_measure
 from pipeline.preparation.plans import MEASURED, choose_at_start, stage_planner
 from pipeline.preparation.stage_job import run_job
+from pipeline.run.entry import read_flags
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT
@@ -84,12 +87,17 @@ def test_the_words_of_before_are_read_and_those_of_now_are_said(tmp_path):
     (tmp_path / "flags.yaml").write_text("auto_batch: true\n")
     for words, value in (
         (["--auto-fit"], "fit"), (["--auto_fit", "true"], "fit"), (["--auto-fit", "any"], "fit"),
-        (["--auto-fit=false"], "plan"), (["--auto-batch"], "measure"), (["--auto-batch", "false"], "plan"),
+        (["--auto-batch"], "measure"), (["--auto-fit", "--auto-batch", "false"], "fit"),
         (["--config", str(tmp_path / "flags.yaml")], "measure"),
     ):  # fmt: skip
         resolved = parse(SFTConfig, ["--data-path", "a.jsonl", *words], section="sft")
         assert resolved.config.run.auto == value and resolved.is_given("auto")
         assert resolved.notes[0] == naming(f"--auto- ... --auto {value} now")
+    (tmp_path / "flags.yaml").write_text("auto_fit: true\nauto_batch: false\n")
+    config = parse(
+        SFTConfig, ["--data-path", "a.jsonl", "--config", str(tmp_path / "flags.yaml")], section="sft"
+    ).config
+    assert config.run.auto == "fit"
     with pytest.raises(InputError, match=naming("--auto: got 'big'")):
         parse(SFTConfig, ["--data-path", "a.jsonl", "--auto-fit", "big"], section="sft")
 
@@ -105,6 +113,33 @@ def test_the_measured_settings_are_the_plans_best_and_other_micro_batches_of_the
     on_gpu = to_measure(planner, resolved)
     assert on_gpu[0] == choose_at_start(SFT, planner, resolved).flags and len(on_gpu) == 3
     assert all(flags[MICRO] * flags[STEPS] == 96 for flags in on_gpu) and len({flags[MICRO] for flags in on_gpu}) > 1
+
+
+@pytest.mark.parametrize("ends_with", [2, 3])
+def test_a_trial_pushes_and_logs_nothing_and_its_error_has_its_own_code(tmp_path, monkeypatch, ends_with):
+    class NoJob:
+        got_stop_signal = False
+
+        def __init__(self, run_dir: Path, stage: Stage, request: LaunchRequest, *given: Any, **named: Any) -> None:
+            config = read_flags(stage, list(request.argv)).config
+            assert config.run.push_to_hub == "" and config.run.monitors == [] and not config.run.report
+            assert named["variables"]["WANDB_MODE"] == "disabled"
+
+        def supervise(self) -> Verdict:
+            return Verdict(ends_with, ["error: no rows"])
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr("pipeline.preparation.measure.Trial", NoJob)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "response": "y"}\n')
+    settings(tmp_path)  # makes the model
+    words = ["--model", str(tmp_path / "125m"), "--data-path", str(tmp_path / "a.jsonl"), "--train-batch-size", "96",
+             "--auto", "measure", "--push-to-hub", "me/model", "--output-dir", str(tmp_path / "out")]  # fmt: skip
+    request, signals = parse_request("single_gpu", ["1", *words]), SimpleNamespace(first=None, second=None)
+    with pytest.raises(RunError, match="--auto measure: .*no rows") as fault:
+        measured(SFT, read_flags(SFT, words), request, signals)
+    assert fault.value.code == ends_with
 
 
 def test_a_port_that_the_ranks_of_a_test_still_hold_is_waited_for(tmp_path, monkeypatch):

@@ -129,5 +129,6 @@ def test_the_plan_still_chooses_so(run: PlannedRun):
     """The same memory, too: on one GPU stage 2 partitions nothing."""
     choice, planned = Choice.of(run), (PLANNED | PLANNED_AGAIN)[run.name]
     later = {} if run.section != "ppo" or run.name in PLANNED_AGAIN else {"release_inference_cache": False}
-    assert choice.flags == planned["flags"] | later | stages_since_then(run)
+    before = {name: value for name, value in planned["flags"].items() if not name.endswith("bucket_size")}
+    assert choice.flags == before | later | stages_since_then(run), "sizes of buckets are constants now"
     assert choice.phases == pytest.approx(planned["phases"], abs=0.001)

@@ -233,16 +233,25 @@ def test_what_fit_changed_is_held_when_a_run_goes_on_with_the_flags_that_it_was_
     assert micro_batch(3, 32, "--auto-fit")["value"] == 16, "also by the words of before"
     assert micro_batch(4, 8, "--auto", "fit")["origin"] == {"kind": "COMMAND_LINE", "source": ""}
     assert micro_batch(5, 32)["value"] == 32
+    alone = (*words[2:], 32)  # without --train-batch-size
+    fitted = run("sft", folder, tmp_path / "alone", *alone, "--auto", "fit", max_steps=2)
+    assert [fitted[name]["value"] for name in CUT] == [16, 2]
+    given = run("sft", folder, tmp_path / "alone", *alone, max_steps=3)
+    assert [given[name]["value"] for name in CUT] == [32, 1], "an accumulation belongs to its micro-batch"
 
 
-@pytest.mark.parametrize("before", [8, 2], ids=["as before", "other rows now"])
-def test_a_run_of_before_goes_on_with_what_was_searched_for_it(folder, tmp_path, monkeypatch, before):
+@pytest.mark.parametrize(
+    ("before", "is_used"), [(8, True), (2, True), (8, False)], ids=["as before", "other rows now", "of another run"]
+)
+def test_a_run_of_before_goes_on_with_what_was_searched_for_it(folder, tmp_path, before, is_used):
     """Versions before --auto wrote it as a preset, and gave it to the ranks as words."""
     rows = ("--per-device-train-batch-size", 8, "--train-batch-size", 8)
     run("sft", folder, tmp_path, *rows)
     run_dir = tmp_path / "runs/sft"
     settings = json.loads((run_dir / "config.json").read_text())
     del settings["auto"]
+    for name, value in {CUT[0]: 4, CUT[1]: 2, "sub_group_size": 1000}.items() if is_used else ():
+        settings[name]["value"] = value
     (run_dir / "config.json").write_text(json.dumps(settings))
     (run_dir / "automatic.yaml").write_text(
         "# Chosen by --auto-fit or --auto-batch; a preset for --preset or --config.\n"
@@ -250,5 +259,5 @@ def test_a_run_of_before_goes_on_with_what_was_searched_for_it(folder, tmp_path,
     )
     for steps in (3, 4):  # the second time by its own record
         settings = run("sft", folder, tmp_path, *rows, "--auto-fit", max_steps=steps)
-        assert [settings[name]["value"] for name in CUT] == ([4, 2] if before == 8 else [8, 1])
-        assert settings["sub_group_size"]["value"] == 1000
+        assert [settings[name]["value"] for name in CUT] == ([4, 2] if before == 8 and is_used else [8, 1])
+        assert (settings["sub_group_size"]["value"] == 1000) == is_used
