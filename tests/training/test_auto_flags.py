@@ -229,15 +229,18 @@ def test_what_fit_changed_is_held_when_a_run_goes_on_with_the_flags_that_it_was_
     origin = {"kind": "PLAN", "source": "1 x GPU, 0.6 GiB each", "replaced": 32}
     assert micro_batch(2, 32, "--auto", "fit") == {"value": 16, "from": f"chosen for {little}", "origin": origin}
     assert not list((tmp_path / "runs/sft").glob("automatic*"))
+    alone = ("--train-batch-size", 0, *words[2:], 32)
+    fitted = run("sft", folder, tmp_path / "alone", *alone, "--auto", "fit", max_steps=2)
+    micro, steps = (fitted[name]["value"] for name in CUT)
+    assert micro * steps == 32 and steps > 1
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.preparation.plans.fits", lambda *_: True)  # where the given batch fits after all
+        given = run("sft", folder, tmp_path / "alone", *alone, max_steps=3)
+    assert [given[name]["value"] for name in CUT] == [32, 1], "an accumulation belongs to its micro-batch"
     monkeypatch.setattr("pipeline.preparation.plans.fitting_flags", lambda *_: {CUT[0]: 4, CUT[1]: 8})  # of today
     assert micro_batch(3, 32, "--auto-fit")["value"] == 16, "also by the words of before"
     assert micro_batch(4, 8, "--auto", "fit")["origin"] == {"kind": "COMMAND_LINE", "source": ""}
     assert micro_batch(5, 32)["value"] == 32
-    alone = (*words[2:], 32)  # without --train-batch-size
-    fitted = run("sft", folder, tmp_path / "alone", *alone, "--auto", "fit", max_steps=2)
-    assert [fitted[name]["value"] for name in CUT] == [16, 2]
-    given = run("sft", folder, tmp_path / "alone", *alone, max_steps=3)
-    assert [given[name]["value"] for name in CUT] == [32, 1], "an accumulation belongs to its micro-batch"
 
 
 @pytest.mark.parametrize(
