@@ -19,6 +19,7 @@ from pipeline.launching.target import Target, parse_target
 from pipeline.run.data_split import leaves_share
 from pipeline.run.earlier_runs import preset_of_run
 from pipeline.run.resolve import with_command_rules
+from rlhf.known_models import known_model
 from rlhf.stages import METHODS, SECTIONS, STAGES, stages_of_method, word_of
 from rlhf.train_config import (
     HOST_FLAGS,
@@ -30,7 +31,6 @@ from rlhf.train_config import (
     flags_of_absent_stages,
     has_sections,
     inherited_flags,
-    known_model,
     launcher_argv,
     split_common,
     split_overrides,

@@ -16,7 +16,8 @@ from pipeline.configuration.flags import load_yaml, parse
 from pipeline.configuration.groups import ONLY_IN_JSON
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.errors import InputError
-from rlhf.train_config import SIZES, TrainConfig
+from rlhf.known_models import SIZES
+from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_dpo.config import DPOConfig

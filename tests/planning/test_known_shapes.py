@@ -14,8 +14,8 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.planning.disk import outputs
 from pipeline.planning.measurement import model_size, shapes
 from pipeline.planning.needs import ModelUse
+from rlhf.known_models import SIZES, model_families
 from rlhf.preflight import main
-from rlhf.train_config import SIZES, model_families
 from website import presets
 
 # Numbers of parameters: of OPT counted from its published weights, of the others as their pages on the hub say.

@@ -8,8 +8,8 @@ from pipeline.configuration.flags import load_yaml, parse
 from pipeline.errors import InputError
 from pipeline.launching.request import parse_request
 from pipeline.preparation.engine_jsons import engine_jsons
+from rlhf.known_models import SIZES, KnownModel, known_model
 from rlhf.stages import STAGES
-from rlhf.train_config import SIZES, KnownModel, known_model
 from rlhf.train_plan import command_of, make_plan
 
 PRESETS = ROOT / "launch" / "presets"

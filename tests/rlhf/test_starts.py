@@ -15,9 +15,9 @@ from support.tiny_run import make_folder
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
 from rlhf import preflight
+from rlhf.known_models import preset_of_size
 from rlhf.starts import start_lines
 from rlhf.train import main
-from rlhf.train_config import preset_of_size
 from rlhf.train_plan import Plan, make_plan
 
 RULE = ("--ppo.reward-function", "length")

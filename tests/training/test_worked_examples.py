@@ -117,7 +117,7 @@ from pipeline.generation.rollouts import Sampling
 from pipeline.generation.session import generate
 from pipeline.model_types import MODEL_TYPES
 from pipeline.planning.measurement import shapes
-from rlhf.train_config import known_model
+from rlhf.known_models import known_model
 
 known = known_model("seed-oss-36b")
 assert known is not None and known.hub_id in shapes() and shapes()[known.hub_id]["model_type"] in MODEL_TYPES
