@@ -52,13 +52,14 @@ H200 = parse_target("1xH200")
 TIMED = timed_runs()
 KEPT = table_lines("plans_202611.jsonl.bz2", "times")
 PYTHIA_WITH_QWEN3 = "PPO, Pythia-1.4B and Qwen3-0.6B, ZeRO-2, checkpointing, 3 samples of 28 prompts, 384 + 576"
-# Phases that are missed by more than 20 %, as benchmarks/reports/times.md says: run, phase -> planned over measured.
+# Phases that are missed by more than 20 %, as benchmarks/reports/times.md says: run, perhaps its GPUs, phase -> planned
+# over measured.
 MISSED = {
     ("PPO, Llama-7B LoRA 64, critic 1B", "score"): 0.77,
     ("PPO, OPT-30B LoRA 64 and 350M, ZeRO-3, checkpointing, micro-batch 4", "generate"): 0.76,
     (PYTHIA_WITH_QWEN3, "score"): 0.75,
     (PYTHIA_WITH_QWEN3, "train"): 0.73,
-    ("SFT, GPT-2-XL, ZeRO-1", "2xH200", "train"): 0.80,  # plans leave the exchange between GPUs out
+    ("SFT, GPT-2-XL, ZeRO-1", "2xH200", "train"): 0.798,  # plans leave the exchange between GPUs out
 }
 
 
@@ -266,7 +267,7 @@ def test_times_are_within_20_percent_of_those_measured(number):
 
 
 def test_the_phases_that_are_missed_are_of_runs_that_are_compared():
-    assert {name for name, _ in MISSED} <= {run.name for run in TIMED}
+    assert {name for name, *_ in MISSED} <= {run.name for run in TIMED}
     assert all(abs(ratio - 1) > 0.2 for ratio in MISSED.values())
 
 
