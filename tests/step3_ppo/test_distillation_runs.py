@@ -102,7 +102,10 @@ REFUSED = {
     "exact in the reward": ({"kl_in_loss": "false"}, "--kl-estimator: got reverse_kl ... --kl-in-loss true"),
     "one response of a prompt": ({"reward_function": "length"}, "--num-samples-per-prompt: got 1 ... method distill"),
     "a second baseline": ({"group_baseline": "true", "num_samples_per_prompt": 2}, "--group-baseline"),
-    "another method": ({"method": "reinforce_pp", "reward_function": "length"}, "teacher (--method distill)"),
+    "another method": (
+        {"method": "reinforce_pp", "reward_function": "length"},
+        "--teacher- ... no teacher ... --method distill",
+    ),
     "too long": ({"max_answer_seq_len": 120}, "--max-prompt-seq-len + --max-answer-seq-len"),
     "k3 as a reward": ({"kl_in_loss": "false", "kl_estimator": "k3"}, "--kl-estimator: got k3 in the reward"),
     "a discount of nothing": ({"gamma": 0.9}, "--gamma: with the KL in the loss"),
