@@ -9,6 +9,7 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import defaults_of, settings_of
@@ -164,6 +165,19 @@ def test_rank_0_says_it_where_hosts_see_other_runs(monkeypatch):
     monkeypatch.setattr(run_module.dist, "on_main", dist.on_main)
     found, _ = with_choice(stage, elsewhere, lambda stage, resolved: Choice(), 1)
     assert found.config.model.lora_learning_rate == OLD_RATE != elsewhere.config.model.lora_learning_rate
+
+
+def test_another_rank_has_the_values_their_origins_and_the_choice_of_rank_0(monkeypatch):
+    """It sees no earlier run; rank 0 alone plans, beside what nobody gave as it has that."""
+    words = f"{GRPO} {RANK['ppo']}"
+    elsewhere, before = read("ppo", words), {"actor_lora_learning_rate": OLD_RATE, "max_answer_seq_len": OLD_LENGTH}
+    save("ppo", words, **before)
+    of_rank_0, plan = read("ppo", words), Choice({"actor_gradient_checkpointing": True}, Origin(Kind.PLAN, "2 x GPU"))
+    answers = iter((not_given(of_rank_0), plan))
+    monkeypatch.setattr(run_module.dist, "on_main", lambda work: next(answers))
+    found, choice = with_choice(stage_of("ppo"), elsewhere, lambda *_: pytest.fail("it plans by itself"), 2)
+    assert choice == plan and found.values == plan.of(of_rank_0, 2).values
+    assert {found.origins[name].kind for name in before} == {Kind.EARLIER_RUN}
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):

@@ -249,6 +249,7 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     found = read_flags(STAGE, words)
     assert found.config.sampling.rollout_batch_size == 32
+    assert not_given(found)[0]["rollout_batch_size"] == 32, "hosts that do not see the checkpoint are told"
     note = naming(f"--rollout-batch-size 32 ... 0 (default) ... {checkpoint}")
     assert with_ranks(found, 2).notes == (note,)
     config = with_ranks(found, 2).config
