@@ -33,6 +33,8 @@ def given(stage: Stage, preset: str, words: str, folder: Path, *, flag: str = "-
         (SFT, "offload_parameters: true", "--zero-stage 1", 4, {"offload_parameters": False}),
         (SFT, "offload: true", "--zero-stage 0", 2, {"offload": False}),
         (SFT, "offload: true", "--optimizer-states 8bit", 2, {"offload": False}),
+        (SFT, "offload: true; offload_parameters: true", "--zero-stage 0", 2,
+         {"offload": False, "offload_parameters": False}),
         (PPO, "offload_reference_model: true", "--actor-quantization int8 --actor-lora-dim 2", 2,
          {"offload_reference_model": False}),
         (PPO, "inference_tp_size: 2", "--rollout-weights streamed", 2, {"inference_tp_size": 1}),
@@ -83,3 +85,10 @@ def test_what_was_given_by_hand_is_refused_by_the_flag_to_change(tmp_path, words
 def test_a_preset_that_contradicts_nothing_stays(tmp_path):
     found = with_ranks(given(SFT, "offload: true", "--lora-dim 2", tmp_path), 2)
     assert found.config.model.zero_stage == 1 and found.config.deepspeed.offload and found.notes == ()
+
+
+def test_each_model_has_the_lowest_stage_that_its_flags_allow(tmp_path):
+    """Quantised weights are not partitioned, and offloaded ones are: no stage suits both."""
+    words = "--actor-quantization int8 --actor-lora-dim 2 --critic-offload-weights cpu"
+    values = with_ranks(given(PPO, "max_answer_seq_len: 64", words, tmp_path), 2).values
+    assert (values["actor_zero_stage"], values["critic_zero_stage"]) == (0, 3)

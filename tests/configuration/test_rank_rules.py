@@ -80,6 +80,13 @@ def test_fewer_ranks_share_a_rollout_than_the_file_of_config_says_too(tmp_path):
     assert resolved.origins["inference_tp_size"].kind is Kind.FILE
 
 
+def test_the_notes_of_all_rules_are_kept(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("inference_tp_size: 8\ntrain_batch_size: 64\nauto_fit: true\n")
+    before, sharing, rows = on(6, "ppo", "--config", str(file), "--reward-model", "r").notes
+    assert before == naming("--auto fit now") and sharing.startswith("--inference-tp-size 2 ") and "66 rows" in rows
+
+
 def test_a_json_that_contradicts_what_follows_is_told_what_that_follows_from(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}')
