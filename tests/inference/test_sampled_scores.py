@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from transformers import LlamaForSequenceClassification as Classifier
 
 from pipeline.errors import InputError
+from pipeline.inference import answer_scores
 from pipeline.inference.answer_scores import prompt_limit
 from pipeline.models.source import ModelSource, num_positions
 from rlhf.rewards.sample import main
@@ -161,6 +162,20 @@ def test_scores_that_are_no_numbers_end_with_2(model, capsys, bpe_folder):
         "--reward-model: broken gives scores that are not finite"
         in sampled(capsys, model, "--reward-model", "broken", code=2)[1]
     )
+
+
+def test_one_score_that_is_no_number_ends_with_2(model, capsys, monkeypatch):
+    """It is the last one of a batch."""
+    whole = answer_scores.score_ids
+
+    def one_broken(*given: Any) -> torch.Tensor:
+        scores = whole(*given)
+        scores[-1] = float("nan")
+        return scores
+
+    monkeypatch.setattr(answer_scores, "score_ids", one_broken)
+    words = ("--reward-model", "first", "--batch-size", 4)
+    assert "--reward-model: first gives scores that are not finite" in sampled(capsys, model, *words, code=2)[1]
 
 
 def test_an_answer_that_a_stop_string_ended_is_scored_with_an_end_token(model, capsys):

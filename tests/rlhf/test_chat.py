@@ -157,6 +157,16 @@ def test_batches_give_the_answers_of_single_prompts(rambling, sampled):
     assert (generate_answers(chat_model, prompts, settings, seed=4) != together) is bool(sampled)
 
 
+def test_a_batch_of_transformers_gives_the_answers_of_sessions(rambling):
+    """The longest prompt is not the first one; two have the token that pads the others."""
+    chat_model = load_chat_model(rambling, dtype=torch.float32)
+    pad = chat_model.vocabulary.pad_id
+    prompts = [[30], [9, pad, pad, 8, 7, 6, 5], [40, 41, pad]]
+    by_session = generate_answers(chat_model, prompts, ReplySettings(max_new_tokens=8), seed=0)
+    penalised = ReplySettings(max_new_tokens=8, repetition_penalty=1.0001)
+    assert generate_answers(chat_model, prompts, penalised, seed=0) == by_session
+
+
 def test_streamed_pieces_join_to_the_text_and_split_no_character(speaking):
     chat_model = load_chat_model(speaking, dtype=torch.float32)
     pieces: list[str] = []
