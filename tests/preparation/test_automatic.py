@@ -17,13 +17,16 @@ from support.messages import naming
 from support.tiny_run import make_folder, read_metrics
 
 from benchmarks.speed.random_models import config_of
+from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import flag_words, parse, scan
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, RunError
 from pipeline.launching.request import LaunchRequest, parse_request
 from pipeline.launching.target import GIB, Target
 from pipeline.launching.verdict import Verdict
+from pipeline.planning.fastest import ranked
 from pipeline.planning.page import fits
 from pipeline.preparation.measure import measured, seconds_of_steps, to_measure
 from pipeline.preparation.plans import MEASURED, choose_at_start, stage_planner
@@ -113,6 +116,45 @@ def test_the_measured_settings_are_the_plans_best_and_other_micro_batches_of_the
     on_gpu = to_measure(planner, resolved)
     assert on_gpu[0] == choose_at_start(SFT, planner, resolved).flags and len(on_gpu) == 3
     assert all(flags[MICRO] * flags[STEPS] == 96 for flags in on_gpu) and len({flags[MICRO] for flags in on_gpu}) > 1
+
+
+def run_that_goes_on(folder: Path, target: Target) -> Any:
+    """The settings of a run with a checkpoint, which began with micro-batches of 2 rows chosen for a target."""
+    settings(folder)  # makes the model
+    words = flag_words({"model": folder / "125m", "train_batch_size": 96, "output_dir": folder / "out/sft"})
+    given = parse(SFTConfig, words, section="sft")
+    checkpoint = SFT.run_folder(given.config.run) / "checkpoints/step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"settings": {}}))
+    write_manifest(checkpoint, 3, {"state.json": manifest_entry(checkpoint / "state.json")})
+    entries = {
+        name: {"value": value, **Origin(Kind.PLAN, str(target)).entry} for name, value in ((MICRO, 2), (STEPS, 48))
+    }
+    (checkpoint.parents[1] / "config.json").write_text(json.dumps(entries))
+    return given
+
+
+def test_a_plan_for_described_gpus_goes_on_with_no_run(tmp_path):
+    here = Target("GPU", 80 * GIB, tb_per_s=2.0, tflops=300.0, described=False)
+    given = run_that_goes_on(tmp_path, here)
+    assert (chosen(given, here).flags[MICRO], chosen(given, here).line) == (2, naming("as the run began"))
+    assert chosen(given, replace(here, described=True)).flags[MICRO] != 2
+
+
+def test_a_run_that_goes_on_measures_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.preparation.measure.to_measure", lambda *_: pytest.fail("it has its choice"))
+    given = run_that_goes_on(tmp_path, Target("CPU", 64 * GIB))
+    signals: Any = SimpleNamespace(first=None, second=None)
+    assert measured(SFT, given, parse_request("single_gpu", ["1"]), signals) == {}
+
+
+def test_other_micro_batches_are_measured_with_all_other_flags_of_the_best(tmp_path, monkeypatch):
+    settings(tmp_path)  # makes the model
+    given = parse(SFTConfig, flag_words({"model": tmp_path / "125m", "train_batch_size": 96}), section="sft")
+    planner, resolved = stage_planner(SFT, given, Target("GPU", 80 * GIB, tb_per_s=2.0, tflops=300.0), {})
+    monkeypatch.setattr("pipeline.preparation.measure.ranked", lambda *of: ranked(*of)[:1])
+    best, *others = ({**flags, MICRO: 0, STEPS: 0} for flags in to_measure(planner, resolved))
+    assert len(best) > 2 and others == [best] * 2
 
 
 @pytest.mark.parametrize("ends_with", [2, 3])

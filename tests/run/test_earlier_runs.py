@@ -8,13 +8,15 @@ from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
+from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resume_rules import batch_sizes, check_same_settings, defaults_of, values_by_rule
 from pipeline.errors import InputError
 from pipeline.files import OURS, check_replaceable
-from pipeline.run.earlier_runs import changed_contents, clear, input_contents, is_finished, write_done
+from pipeline.run.earlier_runs import changed_contents, chosen_before, clear, input_contents, is_finished, write_done
 from step1_sft.config import SFTConfig
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
+from step3_ppo.stage import STAGE as PPO
 
 
 def sft(folder, **changes) -> SFTConfig:
@@ -194,6 +196,16 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_p
     for more in (270, 271, 0):
         assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=more, **flags), SFT, ranks=1)
     assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=100, overwrite="true"), SFT, ranks=1)
+
+
+def test_a_zero_stage_that_a_preset_named_before_counts_as_chosen_for_each_model(tmp_path):
+    resolved = parse(PPOConfig, ["--output-dir", str(tmp_path)], section="ppo")
+    run = PPO.run_folder(resolved.config.run)
+    save_checkpoint(run, resolved.config)
+    preset, plan = Origin(Kind.PRESET, "launch/presets/x.yaml"), Origin(Kind.PLAN, "1 x GPU")
+    origins = {"actor_zero_stage": preset, "critic_zero_stage": preset, "critic_gradient_checkpointing": plan}
+    (run / "config.json").write_text(json.dumps({name: {"value": 1, **one.entry} for name, one in origins.items()}))
+    assert chosen_before(PPO, resolved) == dict.fromkeys(origins, (1, plan))
 
 
 def test_the_checkpoint_that_is_named_is_compared(tmp_path):

@@ -115,6 +115,7 @@ def test_a_mean_of_few_values_says_nothing():
     high = {"objective/kl": 50.0, "completions/truncated_fraction": 1.0}
     assert findings(ppo_lines(4, **high), total_steps=100).keys() == set()
     assert findings(ppo_lines(5, **high), total_steps=100).keys() == {"high_kl", "cut_responses"}
+    assert findings(ppo_lines(1, **{"objective/kl": -1.01}), total_steps=100).keys() == {"negative_kl"}, "but this"
 
 
 def test_an_entropy_that_falls_below_a_tenth_of_the_first_ones():
