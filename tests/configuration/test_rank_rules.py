@@ -10,7 +10,7 @@ from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import load_yaml, parse
 from pipeline.configuration.origins import COMMAND_LINE, DEFAULT, Kind, Origin
-from pipeline.configuration.rank_rules import GENERATED, MICRO, STEPS, Choice, with_ranks
+from pipeline.configuration.rank_rules import EVALUATED, GENERATED, MICRO, STEPS, Choice, evaluated_rows, with_ranks
 from pipeline.configuration.resolved import Resolved
 from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
@@ -72,6 +72,20 @@ def test_a_planner_that_lowers_a_presets_prompts_at_once_leaves_the_rollout_as_i
     assert lower.config.rollout_size(1).responses == resolved.config.rollout_size(1).responses == 8
 
 
+def test_a_planner_that_lowers_given_prompts_at_once_leaves_the_rollout_as_it_is():
+    resolved = on(1, "ppo", "--per-device-generation-batch-size", "8", "--train-batch-size", "64")
+    lower = Choice({GENERATED: 2}, COMMAND_LINE).of(resolved, 1).config
+    assert lower.rollout_size(1).responses == resolved.config.rollout_size(1).responses == 64
+    assert (resolved.config.sampling.generation_batches, lower.sampling.generation_batches) == (8, 32)
+
+
+def test_evaluations_have_the_rows_that_were_given_however_often_a_plan_chooses():
+    resolved = on(1, "sft", "--per-device-eval-batch-size", "4", "--eval-iters", "3")
+    for size in (32, 8):
+        resolved = Choice({EVALUATED: size}, Origin(Kind.PLAN, "a GPU")).of(resolved, 1)
+        assert resolved.config.optimizer.per_device_eval_batch_size == size and evaluated_rows(resolved, 99, 1) == 12
+
+
 def test_fewer_ranks_share_a_rollout_than_the_file_of_config_says_too(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("inference_tp_size: 8\n")
@@ -98,6 +112,17 @@ def test_a_json_that_contradicts_what_follows_is_told_what_that_follows_from(tmp
         resolved.config.engine_jsons(resolved.origins, place)
     wanted = naming("got 3 ... --gradient-accumulation-steps (--train-batch-size 64 on 2 ranks)")
     assert wanted == str(caught.value)
+
+
+def test_a_json_that_contradicts_an_accumulation_changes_no_zero_stage(tmp_path):
+    """The stage is found first: else none would seem to be right, and another flag would be named."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": 3}')
+    resolved = on(2, "sft", "--train-batch-size", "64", "--offload", "true", "--deepspeed-config", str(file))
+    assert resolved.config.model.zero_stage == 1
+    place = Placement(device="cuda", dtype="bf16", ranks=2, run_dir=tmp_path)
+    with pytest.raises(InputError, match=naming("gradient_accumulation_steps: got 3")):
+        resolved.config.engine_jsons(resolved.origins, place)
 
 
 def test_accumulation_that_is_given_by_a_stronger_layer_ends_it(tmp_path):

@@ -19,7 +19,7 @@ from support.tiny_run import make_folder, read_metrics
 from benchmarks.speed.random_models import config_of
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import flag_words, parse, scan
-from pipeline.configuration.origins import Kind, Origin
+from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.configuration.rank_rules import Choice
 from pipeline.configuration.stage import Stage
 from pipeline.errors import EnvironmentFault, InputError, RunError
@@ -139,6 +139,13 @@ def test_a_plan_for_described_gpus_goes_on_with_no_run(tmp_path):
     given = run_that_goes_on(tmp_path, here)
     assert (chosen(given, here).flags[MICRO], chosen(given, here).line) == (2, naming("as the run began"))
     assert chosen(given, replace(here, described=True)).flags[MICRO] != 2
+
+
+def test_a_run_that_goes_on_chooses_anew_where_its_choice_does_not_fit_beside_what_is_given(tmp_path):
+    here = Target("GPU", 80 * GIB, tb_per_s=2.0, tflops=300.0, described=False)
+    given = run_that_goes_on(tmp_path, here)
+    crowded = given.changed({"per_device_eval_batch_size": 100_000}, {"per_device_eval_batch_size": COMMAND_LINE})
+    assert chosen(crowded, here).line == naming("began with other flags")
 
 
 def test_a_run_that_goes_on_measures_nothing(tmp_path, monkeypatch):

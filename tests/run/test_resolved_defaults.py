@@ -171,13 +171,25 @@ def test_another_rank_has_the_values_their_origins_and_the_choice_of_rank_0(monk
     """It sees no earlier run; rank 0 alone plans, beside what nobody gave as it has that."""
     words = f"{GRPO} {RANK['ppo']}"
     elsewhere, before = read("ppo", words), {"actor_lora_learning_rate": OLD_RATE, "max_answer_seq_len": OLD_LENGTH}
-    save("ppo", words, **before)
+    save("ppo", words, **before, old_log_probs="trainer")
     of_rank_0, plan = read("ppo", words), Choice({"actor_gradient_checkpointing": True}, Origin(Kind.PLAN, "2 x GPU"))
     answers = iter((not_given(of_rank_0), plan))
     monkeypatch.setattr(run_module.dist, "on_main", lambda work: next(answers))
     found, choice = with_choice(stage_of("ppo"), elsewhere, lambda *_: pytest.fail("it plans by itself"), 2)
     assert choice == plan and found.values == plan.of(of_rank_0, 2).values
     assert {found.origins[name].kind for name in before} == {Kind.EARLIER_RUN}
+
+
+def test_what_was_searched_before_is_taken_with_auto_fit_or_measure_alone():
+    micro, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    save("sft", "")
+    entry = {"value": 4, "from": "run/automatic.yaml"}
+    Path("run/config.json").write_text(json.dumps({micro: entry, steps: entry}))
+    Path("run/automatic.yaml").write_text(f"{micro}: 4\n{steps}: 4\n")
+    sizes = [getattr(read("sft", f"--auto {way}").config.optimizer, micro) for way in ("fit", "measure", "plan")]
+    assert sizes == [4, 4, 16]
+    given = read("sft", "--auto fit --per-device-train-batch-size 8").config.optimizer
+    assert given.gradient_accumulation_steps == 1, "it belongs to its micro-batch"
 
 
 def test_a_plan_knows_how_many_answers_of_the_last_run_were_unfinished(folder):
