@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from transformers import LlamaForSequenceClassification as Classifier
 
 from pipeline.errors import InputError
-from pipeline.inference import answer_scores
+from pipeline.inference import answer_scores, answers
 from pipeline.inference.answer_scores import prompt_limit
 from pipeline.models.source import ModelSource, num_positions
 from rlhf.rewards.sample import main
@@ -176,6 +176,22 @@ def test_one_score_that_is_no_number_ends_with_2(model, capsys, monkeypatch):
     monkeypatch.setattr(answer_scores, "score_ids", one_broken)
     words = ("--reward-model", "first", "--batch-size", 4)
     assert "--reward-model: first gives scores that are not finite" in sampled(capsys, model, *words, code=2)[1]
+
+
+def test_logits_of_one_answer_that_are_not_finite_end_with_2(model, capsys, monkeypatch):
+    """They come after a token that one of four answers to a prompt has."""
+    rows, _ = sampled(capsys, model)
+    Path("q.jsonl").write_text(json.dumps({"prompt": rows[0]["prompt"]}) + "\n")
+    tokenizer, load = AutoTokenizer.from_pretrained(model), answers.on_devices
+    first, *others = ({*tokenizer(each["text"])["input_ids"][:-1]} for each in rows[0]["answers"])
+
+    def broken(*given: Any) -> Any:
+        made = load(*given)
+        made.get_input_embeddings().weight.data[[*(first - set.union(*others))]] = float("nan")
+        return made
+
+    monkeypatch.setattr(answers, "on_devices", broken)
+    assert "its logits are not finite" in sampled(capsys, model, code=2)[1]
 
 
 def test_an_answer_that_a_stop_string_ended_is_scored_with_an_end_token(model, capsys):
