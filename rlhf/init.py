@@ -88,7 +88,7 @@ def document(plan: "Plan", flags: list[str], train_command: str) -> Iterator[str
         stage, resolved = planned.stage, planned.resolved
         names = Names(stage.config).known
         given_names = {names[name] for name, _ in scan([*common, *overrides[stage.section]]) if name in names}
-        chained = {stage.path_flag(prefix) for prefix in stage.starts(dict(flat_items(resolved.config)))}
+        chained = {stage.path_flag(prefix) for prefix in stage.starts(resolved.values)}
         usual = [name for name in stage.config.usual if name not in chained | {"output_dir"}]
         yield f"\n# {stage.config.__doc__}"
         yield from section_lines(stage.section, resolved.config, usual, given_names, resolved.origins)

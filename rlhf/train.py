@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
-from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import scan, stage_arguments
 from pipeline.configuration.names import without_flag
 from pipeline.configuration.rank_rules import with_ranks
@@ -76,7 +75,7 @@ def missing_inputs(plan: Plan) -> dict[str, PlannedStage]:
     missing: dict[str, PlannedStage] = {}
     of_section = {planned.stage.section: planned for planned in plan.stages.values()}
     for planned in plan.chosen:
-        values = dict(flat_items(planned.resolved.config))
+        values = planned.resolved.values
         for prefix, start in planned.stage.starts(values).items():
             source, flag = of_section.get(start.section), planned.stage.path_flag(prefix)
             if source is None or source in plan.chosen or values[flag] != str(source.model_dir):
@@ -258,7 +257,7 @@ def announce(plan: Plan, bases: Mapping[str, str]) -> None:
     for line in start_lines(plan):
         show(f"note: {line}")
     if {2, 3} <= {*plan.config.step}:
-        read = map(str, dict(flat_items(plan.stages[3].resolved.config)).values())
+        read = map(str, plan.stages[3].resolved.values.values())
         if plan.stages[2].model_dir not in map(Path, read):
             show("note: stage 3 does not read the reward model of stage 2; --step 1 3 trains none")
     for folder, start in bases.items():

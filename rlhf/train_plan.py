@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.flags import TRAIN, check_dashes, parse, read_yaml, scan
 from pipeline.configuration.names import FILE_FLAGS, Names, normalise, without_flag
 from pipeline.configuration.rank_rules import with_ranks
@@ -65,7 +64,7 @@ class PlannedStage:
     @property
     def base(self) -> str:
         """The model that its first trained model starts from."""
-        return str(dict(flat_items(self.resolved.config))[self.stage.path_flag(self.stage.first_prefix)])
+        return str(self.resolved.values[self.stage.path_flag(self.stage.first_prefix)])
 
     def start_of_later(self, typed: Collection[str]) -> str:
         """Return what a later stage starts from: the model folder.

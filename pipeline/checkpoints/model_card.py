@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from pipeline.checkpoints.card_results import results
 from pipeline.checkpoints.cards import card
 from pipeline.checkpoints.shared_names import card_of, code, data_name, licence_of, shareable, shareable_flags
-from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.origins import DEFAULT, Kind
 from pipeline.configuration.resume_rules import values_by_rule
@@ -110,7 +110,7 @@ def identity(path: str, content: str) -> str:
 def setting_rows(run: Run, shared: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield flag, value and origin of settings that bear on the result and that a user, file or preset changed."""
     origins, flags = run.resolved.origins, flag_table(type(run.resolved.config))
-    values = dict(flat_items(run.resolved.config))
+    values = run.resolved.values
     for name, flag in flags.items():
         origin = origins.get(name, DEFAULT)
         counts = flag.on_resume in ("same", "rounding", "output") or name in LENGTHS

@@ -16,7 +16,7 @@ from itertools import accumulate, product
 from math import inf
 from typing import Any, Self
 
-from pipeline.configuration.flag_table import flag_table, flat_items
+from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import flag_words
 from pipeline.configuration.groups import STAGE
 from pipeline.configuration.origins import Kind, Origin
@@ -228,7 +228,7 @@ def planned_size(
 
 def choice_text(resolved: Resolved) -> str:
     """Return the chosen ZeRO stages, and other chosen values that differ from the defaults, as flags."""
-    table, items = flag_table(type(resolved.config)), dict(flat_items(resolved.config))
+    table, items = flag_table(type(resolved.config)), resolved.values
     chosen = {name: items[name] for name, origin in resolved.origins.items() if origin.kind is Kind.PLAN}
     shown = {name: value for name, value in chosen.items() if value != table[name].default or name.endswith(STAGE)}
     return shlex.join(flag_words(shown))
@@ -269,7 +269,7 @@ def prompts_at_once(
     Args:
         sizes: numbers that may be yielded; None: all prompts of a rollout, and halves down to FEWEST_PROMPTS.
     """
-    if GENERATED not in names or dict(flat_items(resolved.config))[BATCHES]:
+    if GENERATED not in names or resolved.values[BATCHES]:
         if sizes is None:
             yield {}
         return

@@ -39,11 +39,16 @@ Choose = Callable[[Stage, Resolved], Choice]
 
 
 class Command(NamedTuple):
-    """A stage of a command, its value of --data-split, and a note on that or ""."""
+    """A stage of a command, its value of --data-split with a note or "", its folder, and settings of the earlier run.
+
+    earlier: those of the run that is finished there or goes on; {} for a new run.
+    """
 
     stage: Stage
     split: str
     note: str
+    folder: Path
+    earlier: Mapping[str, Any]
 
 
 class Planned(NamedTuple):
@@ -60,7 +65,10 @@ def with_command_rules(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved
         InputError: see `data_splits`.
     """
     splits = data_splits(stages)
-    return {stage: applied(COMMAND_RULES, given, Command(stage, *splits[stage])) for stage, given in stages.items()}
+    return {
+        stage: applied(COMMAND_RULES, given, command_of(stage, given, *splits[stage]))
+        for stage, given in stages.items()
+    }
 
 
 def with_choice(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
@@ -98,7 +106,7 @@ def with_earlier_rollout(resolved: Resolved, command: Command) -> Resolved:
     """
     if ROLLOUT not in resolved.origins or says_rollout(resolved):
         return resolved
-    folder, saved = checkpoint_state(folder_of(resolved, command), resolved.config.run.resumes_from)
+    folder, saved = checkpoint_state(command.folder, resolved.config.run.resumes_from)
     is_older = ROLLOUT not in saved.get("layout", {})
     prompts = saved.get("sizes", {}).get(PROMPTS, 0) if is_older or resolved.origins[GENERATED].is_by_hand else 0
     responses = prompts * resolved.config.sampling.num_samples_per_prompt
@@ -117,18 +125,16 @@ def with_lora_rates(resolved: Resolved, command: Command) -> Resolved:
 
 def with_earlier_decisions(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with what the run that resumes has decided where a flag of the stage says `auto`."""
-    saved, config = earlier_settings(folder_of(resolved, command), resolved.config.run.resumes_from), resolved.config
-    earlier = defaults_of(config) | saved if saved else {}
+    config, saved = resolved.config, command.earlier
+    earlier = {**defaults_of(config), **saved} if saved else {}
     return with_decided(resolved, {name: earlier[name] for name in config.auto_flags if name in earlier})
 
 
 def with_earlier_defaults(resolved: Resolved, command: Command) -> Resolved:
     """Return the settings with what the run that resumes has of flags whose default was another one before."""
-    folder, config = folder_of(resolved, command), resolved.config
-    saved = earlier_settings(folder, config.run.resumes_from)
-    values = values_before(config) if saved else {}
-    origins = dict.fromkeys(values, Origin(Kind.EARLIER_RUN, f"auto: as {folder} has it"))
-    return where_unset(resolved, {name: saved.get(name, value) for name, value in values.items()}, origins)
+    values = values_before(resolved.config) if command.earlier else {}
+    origins = dict.fromkeys(values, Origin(Kind.EARLIER_RUN, f"auto: as {command.folder} has it"))
+    return where_unset(resolved, {name: command.earlier.get(name, value) for name, value in values.items()}, origins)
 
 
 def with_earlier_search(resolved: Resolved, command: Command) -> Resolved:
@@ -137,12 +143,11 @@ def with_earlier_search(resolved: Resolved, command: Command) -> Resolved:
     They wrote it as a preset, with a comment of the values that were given for these flags. Other values that are given
     now win over it; a micro-batch and its accumulation win or give way together.
     """
-    folder, run = folder_of(resolved, command), resolved.config.run
-    file = folder / "automatic.yaml"
-    if run.auto == "plan" or not file.is_file() or not earlier_settings(folder, run.resumes_from):
+    file = command.folder / "automatic.yaml"
+    if resolved.config.run.auto == "plan" or not file.is_file() or not command.earlier:
         return resolved
     comment = re.search("^# In place of: (.*)", readable(file).read_text(encoding="utf-8"), re.MULTILINE)
-    given, values, before = json.loads(comment[1]) if comment else {}, resolved.values, run_settings(folder)
+    given, values, before = json.loads(comment[1]) if comment else {}, resolved.values, run_settings(command.folder)
     chosen = {
         name: value
         for name, value in load_yaml(str(file)).items()
@@ -203,9 +208,11 @@ RULES: dict[str, tuple[Rule[Any], ...]] = {
 # --- what the rules are made of ---
 
 
-def folder_of(resolved: Resolved, command: Command) -> Path:
-    """Return the folder of the run."""
-    return command.stage.run_folder(resolved.config.run)
+def command_of(stage: Stage, resolved: Resolved, split: str, note: str) -> Command:
+    """Return what `COMMAND_RULES` know of a stage; it reads the record of the earlier run once for all of them."""
+    run = resolved.config.run
+    folder = stage.run_folder(run)
+    return Command(stage, split, note, folder, earlier_settings(folder, run.resumes_from))
 
 
 def not_given(resolved: Resolved) -> tuple[dict[str, Any], dict[str, Origin]]:

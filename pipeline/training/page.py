@@ -85,7 +85,7 @@ def show_end(run: Run, seconds: float) -> None:
 
 def models_in_words(run: Run, engines: Engines) -> list[str]:
     """Return `actor output/sft: 1,315,758,080 parameters` for each model. A copy of another model has no path."""
-    values, words = dict(flat_items(run.resolved.config)), []
+    values, words = run.resolved.values, []
     paths = {prefix: values[run.stage.path_flag(prefix)] for prefix in run.stage.starts(values)}
     for name, engine in engines.items():
         path = paths.get(f"{name}_", paths.get("", ""))

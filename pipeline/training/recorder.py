@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pipeline.cache_memory import memory_of
-from pipeline.configuration.flag_table import flat_items
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.engine.build import weights_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
@@ -173,7 +172,7 @@ def history_of(run: Run, *, total_steps: int) -> History:
     """Return the history of a run from its files, which end at the step that it resumes from."""
     bound = SAMPLER_ERROR if weights_dtype(run) == torch.float32 else SAMPLER_ERROR_16_BITS
     rate = run.stage.rate_flag(run.resolved.config)
-    frozen = dict(flat_items(run.resolved.config)).get("critic_warmup_steps", 0)
+    frozen = run.resolved.values.get("critic_warmup_steps", 0)
     history = History(total_steps, rate_flag=rate, frozen_steps=frozen, sampler_bound=bound)
     for line in metrics_of(run.folder):
         history.add(line["step"], line)
