@@ -119,8 +119,10 @@ def seconds_of_steps(
     """
     size, run_dir = resolved.config.optimizer.per_device_train_batch_size, folder / "run"
     folders = {"run_dir": run_dir, "output_dir": folder / "model"}
-    tried = flag_words({**TRIED, **resolved.config.probe_overrides, **folders})
-    request = replace(request, argv=(*request.argv, *tried))
+    given, tried = resolved.values, {**TRIED, **resolved.config.probe_overrides, **folders}
+    # A flag that the method does not read, such as one of a critic, is refused even at its default.
+    words = flag_words({name: value for name, value in tried.items() if given.get(name) != value})
+    request = replace(request, argv=(*request.argv, *words))
     shutil.rmtree(folder, ignore_errors=True)
     run_dir.mkdir(parents=True)
     with (folder / "output.txt").open("wb") as output:
@@ -131,7 +133,10 @@ def seconds_of_steps(
             ended = job.supervise()
         finally:
             job.kill()
-    lines, text = training_lines(run_dir), "\n".join(line.removeprefix("error: ") for line in ended.lines)
+    lines = training_lines(run_dir)
+    # Ranks that end before they start print their error themselves.
+    said = ended.lines or (folder / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+    text = "\n".join(line.removeprefix("error: ") for line in said)
     if ended.code == errors.EXIT_STOPPED or job.got_stop_signal:
         shutil.rmtree(folder, ignore_errors=True)
         raise errors.StoppedRun("stopped while settings were tried; the same command starts again")

@@ -36,6 +36,7 @@ from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.config import PPOConfig
+from step3_ppo.stage import STAGE as PPO
 
 MICRO, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
 
@@ -189,6 +190,35 @@ def test_a_trial_pushes_and_logs_nothing_and_its_error_has_its_own_code(tmp_path
     with pytest.raises(RunError, match="--auto measure: .*no rows") as fault:
         measured(SFT, read_flags(SFT, words), request, signals)
     assert fault.value.code == ends_with
+
+
+@pytest.mark.parametrize("method", ["ppo", "grpo", "rloo"])
+def test_the_steps_that_are_tried_update_every_model_that_the_method_has(tmp_path, monkeypatch, method):
+    """Ranks that end before they start write no outcome: their error is the last line of their output."""
+
+    class Refused:
+        got_stop_signal = False
+
+        def __init__(self, run_dir: Path, stage: Stage, request: LaunchRequest, *_: Any, **named: Any) -> None:
+            assert read_flags(stage, list(request.argv)).values["critic_warmup_steps"] == 0
+            named["output"].write(b"a library says something\nerror: no rows\n")
+            named["output"].flush()
+
+        def supervise(self) -> Verdict:
+            return Verdict(2, [])
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr("pipeline.preparation.measure.Trial", Refused)
+    words = ["--method", method, "--actor-model-name-or-path", str(tmp_path / "125m"), "--data-path", "a.jsonl"]
+    words += ["--critic-model-name-or-path", str(tmp_path / "125m"), "--critic-warmup-steps", "3"]
+    words = words if method == "ppo" else [*words[:6], "--reward-function", "length"]
+    signals: Any = SimpleNamespace(first=None, second=None)
+    request = parse_request("single_gpu", ["3", *words])
+    with pytest.raises(RunError, match="--auto measure: micro-batches of .*: no rows; its output: ") as fault:
+        seconds_of_steps(PPO, request, read_flags(PPO, words), {}, signals=signals, folder=tmp_path / "try")
+    assert fault.value.code == 2
 
 
 def test_a_port_that_the_ranks_of_a_test_still_hold_is_waited_for(tmp_path, monkeypatch):
