@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -25,7 +25,11 @@ def ignore(owner: Any, field: str, default: Any, change: Callable[..., None] = s
         values = super(owner, self).model_dump(**options)
         return values | ({field: default} if field in values else {})
 
+    def pairs(self: Any) -> Iterator[tuple[str, Any]]:
+        return ((name, default if name == field else value) for name, value in super(owner, self).__iter__())
+
     change(owner, "__getattribute__", read)
+    change(owner, "__iter__", pairs)
     change(owner, "model_dump", dump)
 
 
