@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed  # noqa: F401  its first import prints a warning, which is no part of a page
 import pytest
 from support.marks import of_tested_torch, rare_but
 from support.source_tree import ROOT
