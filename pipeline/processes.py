@@ -29,6 +29,9 @@ WAITS = "RLHF_WAITS"  # variable of a process that is started early, whose stand
 # Variable of the ranks of `rlhf train`, such as `2/3 340`: the index of the stage among those that run, and the seconds
 # that the later stages took last time, if all are known.
 PIPELINE = "RLHF_PIPELINE"
+# Addresses that threads map as they start, for each core: two pools of one thread a core, each thread with a stack of
+# 8 MiB and an arena of malloc, 128 MiB until it is aligned.
+BYTES_OF_THREADS = 2 * (8 + 128) * 2**20
 REPEAT_S = 2.0  # a signal this soon after the first is a repeat: terminals and schedulers send several
 
 
@@ -214,10 +217,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Let allocations of the body fail with MemoryError beyond `num_bytes` more than are mapped now (Linux only)."""
+    """Let allocations of the body fail with MemoryError beyond `num_bytes` more than are mapped now (Linux only).
+
+    Threads of libraries may start meanwhile, such as those of tokenizers. What they map is allowed beside it: a thread
+    without memory for its own data ends the process with 127.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = psutil.Process().memory_info().vms
-    limits = [limit for limit in (soft, hard, mapped + num_bytes) if limit != resource.RLIM_INFINITY]
+    most = psutil.Process().memory_info().vms + num_bytes + (os.cpu_count() or 1) * BYTES_OF_THREADS
+    limits = [limit for limit in (soft, hard, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield

@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from broken_models import WEIGHTS, adapter, config, template, text, tokenizer
 from input_calls import call, make_inputs, stage_words
 
 from pipeline.data import templates
-from pipeline.processes import memory_limit
+from pipeline.processes import BYTES_OF_THREADS, memory_limit
 
 Plant = Callable[[Path, Path], object]  # (the folder to spoil, the marker that must not appear)
 SECRET = "s3cret-in-another-file"
@@ -277,8 +278,15 @@ def test_foreign_pickles_where_deepspeed_chat_kept_its_cache_are_not_opened(
 
 def test_memory_is_limited_for_a_while() -> None:
     before = resource.getrlimit(resource.RLIMIT_AS)
+    cores = os.cpu_count() or 1
+    with memory_limit(2**20):
+        threads = [threading.Thread(target=bytearray, args=(2**16,)) for _ in range(cores)]
+        for thread in threads:  # as a pool of a library has them, each with a stack and an arena of malloc
+            thread.start()
+        for thread in threads:
+            thread.join()
     with pytest.raises(MemoryError), memory_limit(2**20):
-        bytearray(2**30)
+        bytearray(cores * BYTES_OF_THREADS + 2**30)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert len(bytearray(2**24)) == 2**24
 
