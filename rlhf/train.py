@@ -211,9 +211,9 @@ def run(argv: list[str], prog: str) -> int:
     # Launch scripts use this interpreter, or that of PYTHON, not the `python` of their shell.
     environment = {"PYTHON": sys.executable, **os.environ}
     to_run = [planned for planned in plan.chosen if planned.stage.number not in finished]
-    waits = not (dry_run or plan.config.check or plan.config.deployment_type == "multi_node")
     # The first stage's ranks import torch during the preflight; a stage that is refused writes nothing.
-    starts = [(command_of(one, plan.config), with_position(one, plan, environment)) for one in to_run[:1] if waits]
+    early_stages = [one for one in to_run[:1] if starts_early(one, plan.config, dry_run=dry_run)]
+    starts = [(command_of(one, plan.config), with_position(one, plan, environment)) for one in early_stages]
     with started_early(*starts[0]) if starts else nullcontext() as early:
         code = look_first(plan, to_run, environment["PYTHON"], bases=bases, dry_run=dry_run)
         if dry_run:
@@ -231,6 +231,15 @@ def run(argv: list[str], prog: str) -> int:
     if code == EXIT_DONE:
         show(f"next: {following(plan, argv, prog)}")
     return code
+
+
+def starts_early(planned: PlannedStage, config: TrainConfig, *, dry_run: bool) -> bool:
+    """Return True if the ranks of a stage may be started before its preflight has ended.
+
+    Those of --auto measure are started with flags that their supervisor chooses.
+    """
+    is_other = dry_run or config.check or planned.resolved.config.run.auto == "measure"
+    return not is_other and config.deployment_type != "multi_node"
 
 
 def check_plan(plan: Plan, argv: list[str], prog: str) -> dict[str, str]:

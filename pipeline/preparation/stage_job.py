@@ -11,7 +11,7 @@ from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import values_by_rule
 from pipeline.configuration.run_flags import RESUME
 from pipeline.configuration.stage import Stage
-from pipeline.errors import say
+from pipeline.errors import RunError, say
 from pipeline.launching.hosts import ranks_by_host
 from pipeline.launching.job import Job, start_early, start_here
 from pipeline.launching.ranks import Started, kill_ranks, wait_for_ranks
@@ -38,13 +38,18 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
     # SIGTERM when the `rlhf train` that started this process dies; one started by hand may outlive its shell.
     if is_of_train():
         end_with_parent(os.getppid(), signal.SIGTERM)
-    resolved = read_flags(stage, list(request.argv), sections=sections)
+    # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word. Ranks start
+    # before the flags are read, because a DeepSpeed JSON among these takes an import of deepspeed, of seconds.
+    early = start_early(stage, request) if WAITS in os.environ and may_start_early(request) else {}
+    try:
+        resolved = read_flags(stage, list(request.argv), sections=sections)
+    except RunError:
+        kill_ranks(early)
+        raise
     if resolved.config.run.starts_nothing:
         slots = None if resolved.config.run.target else ranks_by_host(request)
         dry_run_stage(stage, resolved, slots=slots)
         return errors.EXIT_DONE
-    # While `rlhf train` looks at models and data; nothing of the run is touched before it gives its word.
-    early = start_early(stage, request) if WAITS in os.environ and may_start_early(request, resolved) else {}
     if not wait_for_go():
         kill_ranks(early)
         return errors.EXIT_STOPPED
@@ -61,10 +66,9 @@ def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections:
         return supervise(stage, request, resolved, signals, early=early, variables=variables)
 
 
-def may_start_early(request: LaunchRequest, resolved: Resolved) -> bool:
+def may_start_early(request: LaunchRequest) -> bool:
     """Return True if a request alone says what its ranks are started with, and their start leaves no trace."""
-    is_other = request.check or request.enable_each_rank_log or resolved.config.run.auto == "measure"
-    return request.is_on_one_machine and not is_other
+    return request.is_on_one_machine and not (request.check or request.enable_each_rank_log)
 
 
 def supervise(

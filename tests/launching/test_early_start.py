@@ -4,21 +4,26 @@ Ranks and the look are stand-ins but in the last two tests.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import forks
 from support.command_run import run_command
 from support.launch_stub import ROOT, TINY, started, stub_environment, train, write_program
 
-from pipeline.configuration.flags import parse
+from pipeline.errors import InputError
 from pipeline.launching.request import parse_request
+from pipeline.preparation import stage_job
 from pipeline.preparation.stage_job import may_start_early
 from pipeline.processes import WAITS, is_alive
-from step1_sft.config import SFTConfig
+from rlhf.train import starts_early
+from rlhf.train_plan import make_plan
+from step1_sft.stage import STAGE
 
 TWO = ("--step", "1", *TINY, "--deployment-type", "single_node", "--num-gpus", "2")
 
@@ -70,15 +75,32 @@ def test_ranks_that_wait_end_with_a_killed_train(tmp_path):
 
 
 def test_flags_that_are_still_to_be_measured_are_not_started_with():
+    assert may_start_early(parse_request("single_gpu", ["1"]))
     for words, may in (([], True), (["--auto", "fit"], True), (["--auto", "measure"], False)):
-        resolved = parse(SFTConfig, ["--data-path", "a.jsonl", *words], section="sft")
-        assert may_start_early(parse_request("single_gpu", ["1", *words]), resolved) == may
+        plan = make_plan(["--step", "1", *TINY, "--data-path", "a.jsonl", *words], prog="train.py")
+        assert starts_early(plan.chosen[0], plan.config, dry_run=False) == may
 
 
 @pytest.mark.parametrize("words", [("single_gpu", "--enable-each-rank-log", "logs"), ("multi_node",)])
 def test_ranks_of_other_hosts_or_with_files_of_their_own_are_not_started_early(words):
-    resolved = parse(SFTConfig, ["--data-path", "a.jsonl"], section="sft")
-    assert not may_start_early(parse_request(words[0], [*words[1:], "1"]), resolved)
+    assert not may_start_early(parse_request(words[0], [*words[1:], "1"]))
+
+
+def test_ranks_start_before_their_supervisor_reads_flags_and_end_if_these_are_wrong(monkeypatch):
+    """It may take a second: a DeepSpeed JSON among the flags needs an import of deepspeed."""
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def start(*_: object) -> dict[int, subprocess.Popen[bytes]]:
+        ranks.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        return dict(enumerate(ranks))
+
+    monkeypatch.setenv(WAITS, "1")
+    monkeypatch.setattr(stage_job, "start_early", start)
+    request = parse_request("single_gpu", ["1", "--no-such-flag", "1"])
+    with pytest.raises(InputError, match="--no-such-flag"):
+        stage_job.run_job(STAGE, request, SimpleNamespace(first=None, second=None))  # type: ignore[arg-type]
+    (rank,) = ranks
+    assert rank.returncode == -signal.SIGKILL
 
 
 def test_a_rank_without_its_word_ends_before_it_reads_a_flag(tmp_path):
