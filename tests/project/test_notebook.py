@@ -18,10 +18,11 @@ TEXT = FILE.read_text(encoding="utf-8")
 NOTEBOOK = json.loads(TEXT)
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 # Another processor rounds otherwise, and sampled rewards amplify that: what is kept must hold within this much. The
-# demo itself allows 10 nats of KL.
+# demo itself allows 10 nats of KL. The policy must learn the rule and keep its variety on each processor: with AVX2, or
+# another seed, 0.78 to 0.92 of the answers are good and 0.89 to 0.99 distinct.
 TOLERANCE = {
     "perplexity": {"rel": 0.1}, "accuracy": {"abs": 0.1}, "mean score": {"rel": 0.5, "abs": 1.0},
-    "KL": {"abs": 10.0}, "true rule": {"abs": 0.15}, "distinct": {"abs": 0.1},
+    "KL": {"abs": 10.0}, "true rule": {"abs": 0.25}, "distinct": {"abs": 0.2},
 }  # fmt: skip
 
 
@@ -78,7 +79,8 @@ def test_the_cells_run_in_order_and_give_what_is_kept(tmp_path: Path) -> None:
             assert (new := rows(printed(after))).keys() == (old := rows(printed(before))).keys() == TOLERANCE.keys()
             for name, values in old.items():
                 assert new[name] == pytest.approx(values, **TOLERANCE[name]), name
-            assert new["true rule"][1] > new["true rule"][0] + 0.1, "PPO learned the rule"
+            assert new["true rule"][1] > new["true rule"][0] + 0.2, "PPO learned the rule"
+            assert new["distinct"][1] > 0.8, "and not one answer to all prompts"
         elif "answers" in texts:
             assert prompts(printed(after)) == prompts(printed(before)) and len(prompts(printed(after))) == 2
         else:
