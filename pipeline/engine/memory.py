@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.cache_memory import limit_memory
+from pipeline.device import bytes_of_cuda, stored_constants
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.state import masters
 from pipeline.files import GIB
 from pipeline.models.partitions import local_share
-from pipeline.run.device import bytes_of_cuda, stored_constants
 from pipeline.run.run import Run
 
 # Phases of a step, and what each uses besides weights and optimizer.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.device import query_smi
 from pipeline.errors import EnvironmentFault, counted
-from pipeline.run.device import query_smi
 
 PORT_POLL_S = 0.1
 # MiB that an idle GPU may have in use. Idle GPUs report less than 100; a CUDA context takes about 500.

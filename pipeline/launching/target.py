@@ -14,11 +14,11 @@ from typing import Any
 
 from pipeline.configuration.ds_config import EngineDtype
 from pipeline.configuration.flags import load_yaml
+from pipeline.device import DeviceConstants, query_gpu, stored_constants
 from pipeline.errors import EnvironmentFault, InputError, nearest
 from pipeline.files import GIB
 from pipeline.launching.machine import count_gpus
 from pipeline.processes import memory_of_machine
-from pipeline.run.device import DeviceConstants, query_gpu, stored_constants
 
 # Share of a GPU's memory, by its data sheet or driver, that a process can have (measured: 79.1 of an H100's 80 GiB, 139
 # of an H200's 141).

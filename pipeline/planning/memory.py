@@ -10,12 +10,12 @@ from itertools import accumulate
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.ds_config import Json
 from pipeline.configuration.groups import OptimizerStates
+from pipeline.device import bytes_of_cuda
 from pipeline.files import GIB
 from pipeline.launching.target import Target
 from pipeline.planning.measurement import ModelSize, model_size, peak_bytes
 from pipeline.planning.needs import ModelUse, Pass, Rollout, StageNeeds
 from pipeline.planning.states import States, states_of, with_average
-from pipeline.run.device import bytes_of_cuda
 
 # Memory of a process besides its tensors, expected and high, all measured (benchmarks/reports/memory.md and host.md).
 # Unused part of the allocator's blocks, as a share of the tensors. The largest measured is 8.5 % (7B with LoRA, on a

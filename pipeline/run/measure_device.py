@@ -1,7 +1,7 @@
 """Measure the GPU of this machine, and an all-reduce over all ranks: `python -m pipeline.run.measure_device` on each.
 
-`rlhf train --check` starts it under a launcher. The first rank stores its GPU's constants for plans (`device.py`), and
-the all-reduce shows a slow or wrong network before training. On a CPU nothing is stored.
+`rlhf train --check` starts it under a launcher. The first rank stores its GPU's constants for plans
+(`pipeline/device.py`), and the all-reduce shows a slow or wrong network before training. On a CPU nothing is stored.
 """
 
 import sys
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from pipeline import dist
+from pipeline.device import DeviceConstants, constants_file, query_gpu, store_constants, stored_constants
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EnvironmentFault, say, show
 from pipeline.files import GIB
 from pipeline.rendezvous import local_size, read_environment
-from pipeline.run.device import DeviceConstants, constants_file, query_gpu, store_constants, stored_constants
 
 TIMEOUT_S = 60
 ALL_REDUCE_BYTES = {"cuda": GIB, "cpu": GIB // 16}

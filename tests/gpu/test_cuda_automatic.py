@@ -20,8 +20,8 @@ from support.tiny_run import read_metrics
 
 from benchmarks.speed.random_models import make_full_tokenizer, make_model, make_pairs, make_prompts
 from demo.make import make_data
+from pipeline.device import DeviceConstants, store_constants
 from pipeline.files import GIB
-from pipeline.run.device import DeviceConstants, store_constants
 
 pytestmark = pytest.mark.gpu
 SHAPE, TOKENS, ROWS, STEPS = "125m", 2048, 12, 3

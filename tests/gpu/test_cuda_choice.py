@@ -12,7 +12,7 @@ from support.cuda_stage import log_of, note_settings, run_folder, run_stage
 from support.tiny_run import make_folder, opt_config
 from transformers import AutoTokenizer, OPTForCausalLM
 
-from pipeline.run.device import store_constants
+from pipeline.device import store_constants
 from pipeline.run.measure_device import measure, used_bytes
 
 pytestmark = pytest.mark.gpu

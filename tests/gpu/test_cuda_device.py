@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.source_tree import ROOT
 
+from pipeline.device import DeviceConstants, bytes_of_cuda
 from pipeline.files import GIB
 from pipeline.launching.target import DEVICES
-from pipeline.run.device import DeviceConstants, bytes_of_cuda
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, OPTForCausalLM, OPTForSequenceClassifica
 
 from pipeline import cache_memory
 from pipeline.cache_memory import limit_memory, memory_of
+from pipeline.device import bytes_of_cuda, stored_constants
 from pipeline.files import GIB
 from pipeline.out_of_memory import memory_line
-from pipeline.run.device import bytes_of_cuda, stored_constants
 
 pytestmark = pytest.mark.gpu
 ROWS = 128

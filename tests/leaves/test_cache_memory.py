@@ -13,13 +13,13 @@ from support.source_tree import relative, source_files, tree_of
 
 from pipeline import cache_memory
 from pipeline.cache_memory import limit_memory, memory_of
+from pipeline.device import DeviceConstants
 from pipeline.engine import build, zero3
 from pipeline.engine import memory as engine_memory
 from pipeline.errors import EnvironmentFault
 from pipeline.files import GIB
 from pipeline.generation.backends import cached_tokens_that_fit, check_copies_fit, whole_weights_fit
 from pipeline.models import loaded
-from pipeline.run.device import DeviceConstants
 
 GPU = torch.device("cuda", 0)
 

@@ -18,6 +18,7 @@ from benchmarks.speed.planned import (
     time_row,
     timed_runs,
 )  # fmt: skip
+from pipeline.device import DeviceConstants
 from pipeline.launching.target import COPIES, parse_target
 from pipeline.planning.counting import Kernel
 from pipeline.planning.duration import (
@@ -44,7 +45,6 @@ from pipeline.planning.duration import (
 from pipeline.planning.measurement import count_pass
 from pipeline.planning.needs import Pass
 from pipeline.planning.page import run_text, time_text, verdict_lines
-from pipeline.run.device import DeviceConstants
 
 WEIGHTS = 24 * 12 * 2048**2  # of the linear layers of OPT-1.3B
 HEAD = 50_272 * 2048

@@ -13,6 +13,7 @@ from support.tiny_run import make_folder
 from benchmarks.speed.planned import OPT, planner_of, ppo
 from pipeline import hub
 from pipeline.configuration.flags import parse
+from pipeline.device import DeviceConstants
 from pipeline.errors import EnvironmentFault
 from pipeline.files import GIB
 from pipeline.launching import target
@@ -20,7 +21,6 @@ from pipeline.launching.target import Target, parse_target, with_limit
 from pipeline.planning.page import StagePlan, stage_page
 from pipeline.preparation.plans import choose_at_start, stage_planner
 from pipeline.preparation.preflight import look_before_start
-from pipeline.run.device import DeviceConstants
 from rlhf import preflight, train
 from rlhf.stages import stage_of
 from step1_sft.config import SFTConfig

@@ -14,12 +14,12 @@ from support.tiny_run import make_folder, write_lines
 from transformers import AutoTokenizer
 
 from pipeline import hub, processes
+from pipeline.device import DeviceConstants, store_constants
 from pipeline.files import GIB
 from pipeline.launching import target
 from pipeline.launching.request import parse_request
 from pipeline.launching.target import DEVICES, PRODUCTS
 from pipeline.preparation.stage_job import run_job
-from pipeline.run.device import DeviceConstants, store_constants
 from rlhf import preflight, train
 from step1_sft.main import main
 from step1_sft.stage import STAGE as SFT
@@ -271,7 +271,7 @@ def test_constants_measured_on_this_kind_of_device_take_the_place_of_its_data_sh
     for constant in ("LAUNCH_S", "CHECK_S"):  # of the host, for which so small a model waits
         monkeypatch.setattr(f"pipeline.planning.duration.{constant}", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("pipeline.run.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])
+    monkeypatch.setattr("pipeline.device.query_gpu", lambda *fields: ["NVIDIA H200", "570.1"])
 
     def page(target: str) -> dict[str, str]:
         lines = planned("--target", target, "--explain").stdout.replace("\n           ", " ").splitlines()

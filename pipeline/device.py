@@ -1,6 +1,6 @@
 """Store the measured constants of this machine's GPU in the user's cache folder, for plans.
 
-`measure_device.py` measures them and `launching/target.py` reads them. The module imports no torch.
+`run/measure_device.py` measures them and `launching/target.py` reads them. The module imports no torch.
 """
 
 import os

@@ -14,8 +14,7 @@ from support.messages import naming
 from support.two_ranks import run_two_ranks
 
 from pipeline import dist
-from pipeline.run import measure_device
-from pipeline.run.device import (
+from pipeline.device import (
     CONTEXT,
     NCCL,
     DeviceConstants,
@@ -24,6 +23,7 @@ from pipeline.run.device import (
     store_constants,
     stored_constants,
 )
+from pipeline.run import measure_device
 
 CPU = torch.device("cpu")
 ADDED = """
