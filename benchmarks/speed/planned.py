@@ -21,8 +21,8 @@ from benchmarks.speed.random_models import config_of
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.files import GIB
-from pipeline.kernels import fused_layers
 from pipeline.launching.target import parse_target
+from pipeline.models.forward import fused_layers
 from pipeline.planning.memory import MemoryPlan
 from pipeline.planning.page import StagePlanner
 from pipeline.preparation.engine_jsons import engine_jsons

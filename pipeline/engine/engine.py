@@ -18,7 +18,7 @@ from pipeline import dist
 from pipeline.engine.eight_bit import adamw_8bit
 from pipeline.engine.gradient_sketch import GradientSketch
 from pipeline.engine.zero3 import Gather, Zero3Weights, remove_hooks, set_gathering
-from pipeline.kernels.fused_layers import fuse_layers
+from pipeline.models.forward.fused_layers import fuse_layers
 from pipeline.models.partitions import gathered
 from pipeline.tensor_ops import tensor_norms
 

@@ -1,7 +1,8 @@
 """Triton kernels of gates and rotary positions in training, forward and backward, each one pass over memory.
 
-fused_layers.py calls them. Shapes: B rows, S positions, H heads of D channels. All arithmetic is fp32, and results are
-rounded once. The activation of a gate is also rounded before its product, as in torch and in `decode_layers.gated`.
+`models/forward/fused_layers.py` calls them. Shapes: B rows, S positions, H heads of D channels. All arithmetic is fp32,
+and results are rounded once. The activation of a gate is also rounded before its product, as in torch and in
+`decode_layers.gated`.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """A linear map with its LoRA adapter as one function in plain torch, with fewer passes over inputs and outputs.
 
-fused_layers.py calls it. Shapes: T tokens, R the adapter's rank. Separate operations would write the adapter's output,
-scale it, and write its sum with the base's output. Here the matrix products scale and add in place (`addmm_`).
+`models/forward/fused_layers.py` calls it. Shapes: T tokens, R the adapter's rank. Separate operations would write the
+adapter's output, scale it, and write its sum with the base's output. Here the matrix products scale and add in place
+(`addmm_`).
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,8 @@
 """Triton kernels of norms and ReLU in training, forward and backward, each of which reads and writes memory once.
 
-fused_layers.py calls them. Shapes: T tokens, H channels. One kernel computes the gradient of the input and sums the
-gradients of weight and bias, in fp32 and always in the same order. torch reads the gradient three times for these.
+`models/forward/fused_layers.py` calls them. Shapes: T tokens, H channels. One kernel computes the gradient of the input
+and sums the gradients of weight and bias, in fp32 and always in the same order. torch reads the gradient three times
+for these.
 """
 
 from typing import Any

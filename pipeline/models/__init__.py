@@ -1,1 +1,1 @@
-"""Loading, checking and running transformers models: heads, LoRA, tokenizers, packed attention."""
+"""Loading, checking and running transformers models: heads, LoRA, tokenizers, forward passes."""

@@ -27,9 +27,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from pipeline.configuration.flags import load_yaml
 from pipeline.configuration.groups import ModelConfig
 from pipeline.errors import InputError
-from pipeline.kernels.fused_layers import class_in_place
 from pipeline.launching.scripts import launch_file
 from pipeline.models.forward.causal_lm import CausalLM, Comparison
+from pipeline.models.forward.fused_layers import class_in_place
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import DTYPES, base_model, use_gradient_checkpointing, without_dropout
 from pipeline.models.lora import add_lora, keep_norms_in_fp32, linear_names, lora_settings, quantise_to_int8

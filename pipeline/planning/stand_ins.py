@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from pipeline.kernels.fused_layers import GatedMLP, is_large
 from pipeline.kernels.token_statistics import LogitScaling
 from pipeline.models.forward.causal_lm import CausalLM, Comparison, TokenStatistics
+from pipeline.models.forward.fused_layers import GatedMLP, is_large
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 
 COUNTED_ATTENTION = "counted_attention"

@@ -18,7 +18,7 @@ from pipeline.engine import zero3
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.engine.start import partitioned_loading
-from pipeline.kernels import fused_layers
+from pipeline.models.forward import fused_layers
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora

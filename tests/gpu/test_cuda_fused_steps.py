@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 # argv: from how many numbers on layers are fused, the module to run, its flags.
 RUN = """
 import runpy, sys
-from pipeline.kernels import fused_layers
+from pipeline.models.forward import fused_layers
 fused_layers.MIN_ELEMENTS = int(sys.argv.pop(1))
 if fused_layers.MIN_ELEMENTS:
     fused_layers.LoraLinear.plain_adapter = lambda layer: None

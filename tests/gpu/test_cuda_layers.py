@@ -8,12 +8,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from pipeline.kernels import fused_layers
-from pipeline.kernels.fused_layers import LoraLinear, fuse_layers
 from pipeline.kernels.gate_kernels import FusedGate, FusedRotary
 from pipeline.kernels.int8_linear import dequantise_rows, quantise_rows
 from pipeline.kernels.lora_linear import AdaptedLinear, Frozen
 from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
+from pipeline.models.forward import fused_layers
+from pipeline.models.forward.fused_layers import LoraLinear, fuse_layers
 from pipeline.models.loading import use_gradient_checkpointing
 
 pytestmark = pytest.mark.gpu

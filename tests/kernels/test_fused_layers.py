@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from pipeline.kernels import fused_layers, norm_kernels
-from pipeline.kernels.fused_layers import fuse_layers
+from pipeline.kernels import norm_kernels
 from pipeline.kernels.norm_kernels import FusedNorm, FusedReluLinear
+from pipeline.models.forward import fused_layers
+from pipeline.models.forward.fused_layers import fuse_layers
 from pipeline.models.loading import use_gradient_checkpointing
 
 CUDA = torch.device("cuda")

@@ -11,9 +11,10 @@ from support.decode_models import DEVICE, FUSED, llama, with_lora
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
-from pipeline.kernels import fused_layers, gate_kernels
-from pipeline.kernels.fused_layers import fuse_layers, rotate_positions
+from pipeline.kernels import gate_kernels
 from pipeline.kernels.gate_kernels import FusedGate, FusedRotary
+from pipeline.models.forward import fused_layers
+from pipeline.models.forward.fused_layers import fuse_layers, rotate_positions
 
 CUDA = torch.device("cuda")
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

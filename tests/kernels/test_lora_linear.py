@@ -14,10 +14,10 @@ from support.decode_models import FUSED, shaken, with_lora
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pipeline.kernels import fused_layers
-from pipeline.kernels.fused_layers import LoraLinear, fuse_layers
 from pipeline.kernels.int8_linear import Int8Linear
 from pipeline.kernels.lora_linear import AdaptedLinear
+from pipeline.models.forward import fused_layers
+from pipeline.models.forward.fused_layers import LoraLinear, fuse_layers
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import keep_start_adapter, merge_adapter, start_model
 from pipeline.planning.counting import PassCounter

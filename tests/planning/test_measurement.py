@@ -16,10 +16,9 @@ from transformers import (
 )
 
 from pipeline.configuration.groups import ModelConfig
-from pipeline.kernels import fused_layers
-from pipeline.kernels.fused_layers import MIN_ELEMENTS
-from pipeline.models.forward import causal_lm
+from pipeline.models.forward import causal_lm, fused_layers
 from pipeline.models.forward.causal_lm import CausalLM, Comparison
+from pipeline.models.forward.fused_layers import MIN_ELEMENTS
 from pipeline.models.forward.seq2seq_lm import Seq2SeqLM
 from pipeline.models.loading import base_model, use_gradient_checkpointing
 from pipeline.models.lora import add_lora

@@ -1,1 +1,1 @@
-"""Forward passes over padded and packed rows: hidden states of a backbone, log-probabilities of a language model."""
+"""Forward passes over padded and packed rows: hidden states, log-probabilities, fused layers of transformers models."""

@@ -7,7 +7,7 @@ the original does:
 - with inputs of mixed types;
 - with small outputs, except for LoRA layers.
 
-The kernels are in norm_kernels.py and gate_kernels.py; LoRA's function is in lora_linear.py.
+The kernels are in `pipeline/kernels/`: norm_kernels.py and gate_kernels.py; LoRA's function is in lora_linear.py.
 """
 
 import inspect
