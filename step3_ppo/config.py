@@ -12,10 +12,10 @@ from pipeline.configuration.flag_table import Layers, flag
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, Offload, OptimizerConfig
 from pipeline.configuration.origins import Origin
 from pipeline.configuration.resolved import Resolved
+from pipeline.configuration.rollout_size import RolloutSize
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import StageConfig
 from pipeline.errors import InputError
-from pipeline.generation.rollout_size import RolloutSize
 from pipeline.models.paths import read_adapter_config
 from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
 from step3_ppo.flags.generation import check_generation

@@ -13,6 +13,7 @@ from pipeline.configuration.flag_table import flag, flat_items
 from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, Group, ModelConfig, OptimizerConfig
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resolved import Resolved
+from pipeline.configuration.rollout_size import RolloutSize
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.errors import dashed
 
@@ -67,8 +68,8 @@ class StageConfig(Group):
         """LoRA's learning rate over that of all other weights, where nobody gives it; 0: the flag has a default."""
         return 0.0
 
-    def rollout_size(self, ranks: int) -> Any:
-        """Return the `RolloutSize` on so many ranks; None for a stage that samples nothing."""
+    def rollout_size(self, ranks: int) -> RolloutSize | None:
+        """Return the size of a rollout on so many ranks; None for a stage that samples nothing."""
         return None
 
 

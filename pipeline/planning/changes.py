@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.configuration.groups import STAGE
 from pipeline.configuration.rank_rules import BATCHES, EVALUATED, GENERATED, SHARED, divisors
-from pipeline.generation.rollout_size import RolloutSize
+from pipeline.configuration.rollout_size import RolloutSize
 from pipeline.launching.target import Target
 
 Values = Mapping[str, Any]

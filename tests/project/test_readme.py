@@ -14,7 +14,7 @@ from support.worked_examples import copied_project, examples
 
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.flags import load_yaml, parse
-from pipeline.generation.rollout_size import RolloutSize
+from pipeline.configuration.rollout_size import RolloutSize
 from rlhf import chat, compare, init, report, train, train_config
 from rlhf.models import convert, export, merge
 from rlhf.rewards import reward, sample
