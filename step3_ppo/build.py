@@ -10,7 +10,6 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.build import start_engines
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Vocabulary
 from pipeline.models.flops import training_work
 from pipeline.preparation.room import make_room
@@ -21,6 +20,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected
 from step3_ppo.flags.loss_file import load_loss
 from step3_ppo.models.engines import Models, make_models, make_sources
+from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.rollout import (
     Schedule,
     generation_options,

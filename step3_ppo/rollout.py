@@ -27,7 +27,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.experience import FunctionScores, Responses, gather_responses, pack_responses
 
 if TYPE_CHECKING:  # this imports deepspeed, which a plan does not need
-    from pipeline.generation.hybrid_engine import HybridEngine
+    from step3_ppo.models.hybrid_engine import HybridEngine
 
 log = logging.getLogger(__name__)
 

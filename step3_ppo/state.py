@@ -16,7 +16,6 @@ from pipeline.data.cache import StageData
 from pipeline.data.loader import StepLoader
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.moving_average import MovingAverage
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.heartbeat import beat
 from pipeline.models.flops import TrainingWork
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions
@@ -25,6 +24,7 @@ from pipeline.training.steps import Counters
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Collected, Minibatches, Responses, Scores
 from step3_ppo.models.engines import Models
+from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.objectives import Objective, PolicyObjective, StepSize, ValueObjective
 from step3_ppo.rewarding import Rewarded, Terms, reward_responses, rewarded_alike, spreads
 from step3_ppo.rollout import Sampler, Schedule, make_sampling, replace_groups

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.generation.hybrid_engine import HybridEngine
 from step3_ppo.main import main as train
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 
 def shorten(words: Sequence[str]) -> int:

@@ -27,11 +27,11 @@ def measure(run: Any, config: Any) -> None:
 
     from pipeline.engine.build import language_model_engine
     from pipeline.engine.start import start_deepspeed
-    from pipeline.generation.hybrid_engine import HybridEngine
     from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
     from pipeline.models.source import ModelSource
     from pipeline.models.tokenizers import eos_ids
     from step3_ppo.models.engines import make_sources
+    from step3_ppo.models.hybrid_engine import HybridEngine
 
     start_deepspeed()
     tokenizer = make_sources(run, config).tokenizer

@@ -1,4 +1,4 @@
-"""Sampling responses from a policy: sessions of requests, backends, continuous batching, the hybrid engine.
+"""Sampling responses from a policy: sessions of requests, backends, continuous batching, the weights they read.
 
 session.py is the public interface: sources of sessions, requests with their own settings, responses, `generate`.
 backends.py chooses the fastest backend that supports model and device, and logs why a faster one was not possible. All
@@ -14,7 +14,7 @@ It does not overlap in two cases:
 - ranks meet in collectives within a forward pass, which need one order;
 - the backend is static, whose decode step writes a key to free slots too.
 
-Weights (hybrid_engine.py). Tensors that a CUDA graph reads keep their address: they are views of the trained weights if
+Weights (sources.py). Tensors that a CUDA graph reads keep their address: they are views of the trained weights if
 possible, else copies that each `generation()` refreshes in place, under ZeRO-3 a layer at a time. If whole weights do
 not fit next to a few slots, they are streamed (forwards/streaming.py, `--rollout-weights`). Each rank then stores a
 slice of every decoder layer and gathers groups of layers as a forward pass uses them. Streaming ranks run in lockstep:

@@ -1,6 +1,6 @@
 """Sources of a model's weights for generation: its modules, copies of the weights, shards, or streamed layers.
 
-They serve a trained model (`hybrid_engine.py`) and a loaded one (`session_source`).
+They serve a trained model (`step3_ppo/models/hybrid_engine.py`) and a loaded one (`session_source`).
 """
 
 import logging

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Buffers(Protocol):
-    """Memory that stays between rollouts and that other phases do not need (`generation.HybridEngine`)."""
+    """Memory that stays between rollouts and that other phases do not need (`HybridEngine` of stage 3)."""
 
     @property
     def holds_buffers(self) -> bool: ...

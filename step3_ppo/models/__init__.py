@@ -1,1 +1,1 @@
-"""The models of stage 3: what each is (roles.py), their engines, what they need of a device."""
+"""The models of stage 3: what each is (roles.py), their engines, the actor's sampling, what they need of a device."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.checkpoints import checkpoint
 from pipeline.configuration.names import without_flag
 from pipeline.engine.memory import model_memory
-from pipeline.generation.hybrid_engine import HybridEngine
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 FEW = {"per_device_train_batch_size": 4, "max_steps": 1}
 EVERY_STEP = {"eval_interval": 1, "lr_scheduler_type": "constant", "keep_checkpoints": 0}

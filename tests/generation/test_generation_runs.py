@@ -10,8 +10,8 @@ from support.in_process import error_lines, leave_group, undone_afterwards
 from support.messages import naming
 from support.tiny_run import make_folder, read_metrics, write_lines
 
-from pipeline.generation.hybrid_engine import HybridEngine
 from step3_ppo.main import main
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 TOLERANCE = 1e-4
 LORA = {"actor_lora_dim": 2, "actor_lora_module_name": "q_proj", "actor_learning_rate": 1e-2}

@@ -16,11 +16,11 @@ from torch import nn
 from pipeline.cache_memory import memory_of
 from pipeline.engine.memory import optimizer_tensors
 from pipeline.engine.optimizer_offload import optimizer_states_on_host
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import RandomKey, Rollout, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.out_of_memory import memory_line
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 pytestmark = pytest.mark.gpu
 

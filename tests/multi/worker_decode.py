@@ -17,13 +17,13 @@ from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.generation import scheduler
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Rollout, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.partitions import gathered
 from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import step_together
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 FUSED, EAGER = (GenerationOptions(backend=backend) for backend in ("fused", "eager"))
 PROMPTS = random_prompts((3, 5, 1))

@@ -13,10 +13,10 @@ from worker_ppo import setup, tensors_of
 from pipeline.engine.engine import TrainingEngine
 from pipeline.generation import scheduler, sources
 from pipeline.generation.forwards import fused_weights, streaming
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import Rollout, Sampling, Vocabulary
 from pipeline.models.lora import add_lora
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 WHOLE, STREAMED = (replace(FUSED, weights=weights) for weights in ("whole", "streamed"))
 # Of rank 0 and of rank 1: six responses in four slots, two in two.

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from generation.test_hybrid_engine import engine_of
 from support.decode_models import llama, opt
+from support.engines import engine_of
 from support.in_process import group_of_one
 from support.messages import naming
 from transformers import PretrainedConfig

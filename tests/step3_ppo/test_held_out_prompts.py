@@ -10,9 +10,9 @@ import torch
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from step3_ppo.config import PPOConfig
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 
 def config_of(folders, *, samples: int, batch: int = 2, seed: int = 1234, **ppo: Any) -> PPOConfig:

@@ -5,10 +5,10 @@ import torch
 from support.ppo_updates import engine_of, make_experience, make_responses, make_updater, update
 from support.tiny_models import EOS, PAD, random_rows
 
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.loading import load_causal_lm
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 
 def test_sampling_uses_the_trained_weights_and_leaves_the_mode(world, opt):

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = tuple(str(ROOT / folder) for folder in (".", "tests", "tests/faults", "tests/multi"))
 PACKAGES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo", "dpo": "step3_dpo"}
 PRELOADED = [
-    "pipeline.engine.engine", "pipeline.checkpoints.model_folder", "pipeline.generation.hybrid_engine",
+    "pipeline.engine.engine", "pipeline.checkpoints.model_folder", "step3_ppo.models.hybrid_engine",
     "torch.utils.tensorboard", "peft", "transformers.models.opt.modeling_opt",
     *(f"{package}.{name}" for package in PACKAGES.values() for name in ("main", "training")),
     "rlhf.main", "rlhf.train", "support.warm",

@@ -18,7 +18,6 @@ from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
 from pipeline.configuration.groups import OptimizerConfig
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.reward_model import TokenValueModel
 from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halved_as_text, halved_before
@@ -29,6 +28,7 @@ from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo import training as ppo_training
 from step3_ppo.main import main as ppo_main
+from step3_ppo.models.hybrid_engine import HybridEngine
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. "

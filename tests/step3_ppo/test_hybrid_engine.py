@@ -9,23 +9,20 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import EOS, PAD, assert_same, llama, opt, poll_often, random_prompts, shaken_all
-from support.ds_arguments import PARTITIONED, built
+from support.engines import engine_of
 from support.in_process import group_of_one
 from support.messages import naming
 
 from pipeline import dist
-from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import TrainingEngine
-from pipeline.engine.parameter_groups import parameter_groups
 from pipeline.errors import InputError
-from pipeline.generation.hybrid_engine import HybridEngine
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Rollout, Sampling, Vocabulary
-from pipeline.models.forward.causal_lm import CausalLM
 from pipeline.models.lora import add_lora, merged_weight
 from pipeline.models.partitions import gathered
 from pipeline.training.steps import step_together
 from step3_ppo.config import PPOConfig
+from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.rollout import generation_options
 
 FUSED = GenerationOptions(backend="fused")
@@ -44,19 +41,6 @@ def world() -> Iterator[dist.World]:
 @pytest.fixture(autouse=True)
 def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_often(monkeypatch)
-
-
-def engine_of(model: Any, zero_stage: int) -> TrainingEngine:
-    """All parameters of ZeRO-3 are partitioned, and of stage 2 too on one rank."""
-    module = CausalLM(model)
-    partitioned = {"zero_optimization": PARTITIONED["zero_optimization"] | {"overlap_comm": False}}
-    settings = built(
-        user_json=partitioned, zero_stage=zero_stage, dtype="fp32", micro_batch_size=2, gradient_accumulation_steps=1,
-        world_size=1, max_grad_norm=0.0, device=next(model.parameters()).device.type,
-    )  # fmt: skip
-    settings["zero_optimization"]["stage"] = zero_stage
-    groups = parameter_groups(module, ModelConfig(learning_rate=0.05, weight_decay=0.1, lora_learning_rate=0.05))
-    return TrainingEngine(module.train(), groups, settings, betas=(0.9, 0.95), eps=1e-8)
 
 
 def trained(engine: TrainingEngine) -> None:
@@ -183,7 +167,7 @@ def test_the_cache_is_given_back_where_wanted():
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("share", "stays"), [(0.2, False), (0.5, True)])
 def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, share, stays):
-    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (share, 1))
+    monkeypatch.setattr("step3_ppo.models.hybrid_engine.memory_of", lambda device: (share, 1))
     hybrid = hybrid_of(engine_of(opt(), 0))
     first = rollout(hybrid)
     assert (hybrid._generator is not None) == stays
@@ -195,9 +179,9 @@ def test_the_cache_is_given_back_where_an_update_would_lack_memory(monkeypatch, 
 def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays):
     """Before the first update, and later with what the largest took."""
     calls: list[tuple[int, ...]] = []
-    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (7, 9))
+    monkeypatch.setattr("step3_ppo.models.hybrid_engine.memory_of", lambda device: (7, 9))
     monkeypatch.setattr(
-        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: calls.append((*given, taken)) or stays
+        "step3_ppo.models.hybrid_engine.keeps_cache", lambda *given, taken: calls.append((*given, taken)) or stays
     )
     hybrid = hybrid_of(engine_of(opt(), 0))
     for hybrid._update_bytes in (0, 5):
@@ -221,11 +205,9 @@ def test_the_rule_of_the_cache_is_asked_with_what_is_measured(monkeypatch, stays
 )
 def test_what_an_update_takes_is_counted_without_what_it_leaves(monkeypatch, cycles, expected):
     """Bytes as on one GPU: for each rollout, those held when it begins and the most that updates before it held."""
-    monkeypatch.setattr("pipeline.generation.hybrid_engine.memory_of", lambda device: (1, 1))
+    monkeypatch.setattr("step3_ppo.models.hybrid_engine.memory_of", lambda device: (1, 1))
     calls: list[int] = []
-    monkeypatch.setattr(
-        "pipeline.generation.hybrid_engine.keeps_cache", lambda *given, taken: calls.append(taken) or True
-    )
+    monkeypatch.setattr("step3_ppo.models.hybrid_engine.keeps_cache", lambda *given, taken: calls.append(taken) or True)
     hybrid = hybrid_of(engine_of(opt(), 0))
     for held, peaks in cycles:
         hybrid._device = torch.device("cuda")
