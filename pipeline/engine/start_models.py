@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import is_flash_attn_2_available
 
@@ -38,6 +37,7 @@ from pipeline.models.source import (
     has_key_value_cache,
     num_experts,
 )
+from pipeline.models.tokenizers import same_tokens
 from pipeline.models.weight_files import check_plain_lora, warn_if_untested, warn_once
 
 Check = Callable[[], object]
@@ -234,11 +234,6 @@ def check_cache(source: ModelSource, flag: str) -> None:
             f"{flag} {source.path}: {config.model_type} has no cache of keys and values, which stage 3 samples with; "
             "only stage 1 can train it"
         )
-
-
-def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Return whether two tokenizers map text to the same ids."""
-    return bool(first.get_vocab() == second.get_vocab())
 
 
 def check_teacher_tokens(teacher: ModelSource, actor: ModelSource, flag: str) -> None:

@@ -225,3 +225,8 @@ def usable_ids(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
             text = render(tokenizer, [Message(role, "a") for role in roles], roles[-1] == "user")
             rendered.update(encode_text(tokenizer, text))
     return set(tokenizer.get_vocab().values()) - special | named | rendered
+
+
+def same_tokens(first: "PreTrainedTokenizerBase", second: "PreTrainedTokenizerBase") -> bool:
+    """Return whether two tokenizers map text to the same ids."""
+    return bool(first.get_vocab() == second.get_vocab())

@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
-from pipeline.engine.start_models import same_tokens
 from pipeline.models.reward_model import last_token_scores
 from pipeline.models.source import ModelSource
-from pipeline.models.tokenizers import set_template_values, template_values
+from pipeline.models.tokenizers import same_tokens, set_template_values, template_values
 from pipeline.rewards.rows import ScoredRows
 from pipeline.tensor_ops import lengths_to_mask, pad_rows
 

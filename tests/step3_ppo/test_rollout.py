@@ -17,7 +17,6 @@ from pipeline.data.templates import encode_conversation, set_template
 from pipeline.data.turns import Message
 from pipeline.dist import RankGroup, World
 from pipeline.engine.engine import FrozenEngine
-from pipeline.engine.start_models import same_tokens
 from pipeline.errors import Interrupted
 from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.rollouts import GenerationStopped, RandomKey, Sampling, Vocabulary
@@ -27,6 +26,7 @@ from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.models.reward_model import TokenValueModel, load_reward_model
 from pipeline.models.source import ModelSource
+from pipeline.models.tokenizers import same_tokens
 from pipeline.rewards.reward_model import RewardModel
 from pipeline.rewards.rows import WeightedReward
 from pipeline.training.micro_batches import MicroBatch
