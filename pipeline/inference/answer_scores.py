@@ -6,7 +6,7 @@
     -> answers         text, ids and why it ended (`answers.py:ChatModel.answer`)
     -> scores          of reward functions in their workers (`pipeline.rewards.pool`), and of reward models
     -> scored answers  with the weighted sum of the scores (`answer_rows.py:Answer`)
-    -> rows            of a file of JSON lines that a later call completes (`answer_rows.py`, `sample_file.py`)
+    -> rows            of JSON lines (`answer_rows.py`) in a file that a later call completes (`rlhf sample`)
 
 `scored_answers` goes the whole way for the prompts of a data set in one session: sample and reward call it. Chat,
 compare and the evaluation of stage 1 answer a batch of prompts by `answers.py:generate_answers`, and compare scores the

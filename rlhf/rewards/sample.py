@@ -17,7 +17,14 @@ from pipeline.errors import InputError, counted, dashed, say
 from pipeline.files import model_fingerprint
 from pipeline.inference.answer_rows import RowLayout, ScoreSummary, prompt_columns, row_of
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.sample_file import (
+from pipeline.models.paths import check_language_model, check_reward_model, last_part
+from pipeline.rendezvous import num_ranks
+from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
+from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
+from pipeline.rewards.pool import Failure, RewardPool
+from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
+from pipeline.run.entry import command, command_flags
+from rlhf.rewards.sample_file import (
     SampleFile,
     check_output,
     is_joined,
@@ -26,13 +33,6 @@ from pipeline.inference.sample_file import (
     output_held,
     part_of,
 )
-from pipeline.models.paths import check_language_model, check_reward_model, last_part
-from pipeline.rendezvous import num_ranks
-from pipeline.rewards.failures import RESPONSES, FailureWindow, counts_of, num_failed
-from pipeline.rewards.functions import RewardFunction, folder_and_weight, parse_reward_functions
-from pipeline.rewards.pool import Failure, RewardPool
-from pipeline.rewards.worker_flags import WorkerFlags, reward_pool
-from pipeline.run.entry import command, command_flags
 
 if TYPE_CHECKING:
     from pipeline.inference.answer_scores import PromptData

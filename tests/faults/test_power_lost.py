@@ -20,10 +20,10 @@ from support.tiny_run import make_folder, make_tokenizer
 
 from pipeline.data.selection import DataOptions
 from pipeline.data.shards import SHARDS
-from pipeline.inference.sample_file import join_parts, open_samples, part_of
 from pipeline.reporting import page
 from pipeline.run import host_storage
 from pipeline.training.metrics import MetricsWriter
+from rlhf.rewards.sample_file import join_parts, open_samples, part_of
 from step1_sft.metrics import METRICS
 from step3_dpo.main import main as dpo
 from step3_dpo.reference import write_tables

@@ -20,7 +20,7 @@ SHOWN = "a\\x1b[2J\\x9b\\u202e"
 OTHERS = {
     "pipeline/errors.py": "the one place",
     "pipeline/launching/host_agent.py": "JSON to a supervisor",
-    "pipeline/inference/sample_file.py": "rows, as ASCII on a terminal",
+    "rlhf/rewards/sample_file.py": "rows, as ASCII on a terminal",
     "pipeline/preparation/data_page.py": "coloured lines, whose texts are escaped before",
     "pipeline/training/inputs.py": "coloured lines, whose texts are escaped before",
     "pipeline/configuration/flags.py": "help",

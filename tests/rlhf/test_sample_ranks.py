@@ -12,7 +12,7 @@ from support.scripted_model import save, tiny_config
 from transformers import LlamaForCausalLM
 
 from pipeline.errors import EnvironmentFault
-from pipeline.inference import sample_file
+from rlhf.rewards import sample_file
 from rlhf.rewards.sample import main
 
 FLAGS = ("--data", "q.jsonl", "--max-new-tokens", "8", "--dtype", "fp32")

@@ -8,8 +8,8 @@ import pytest
 from support.messages import naming
 
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.inference import sample_file
-from pipeline.inference.sample_file import SampleFile, join_parts, open_samples, output_held, part_of
+from rlhf.rewards import sample_file
+from rlhf.rewards.sample_file import SampleFile, join_parts, open_samples, output_held, part_of
 
 SETTINGS = {"seed": 1, "functions": [("f", 1.0)]}
 
