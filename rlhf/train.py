@@ -24,10 +24,10 @@ from pipeline.launching.scripts import Script, position_in_pipeline, run_script,
 from pipeline.preparation.dry_run import NOTHING_STARTED, show_flags, show_notes, shows_data
 from pipeline.preparation.engine_jsons import engine_jsons
 from pipeline.redact import masked
-from pipeline.reporting.process import Reporter
 from pipeline.run.earlier_runs import is_finished
 from pipeline.run.evaluations import cost, recorded_seconds, verdict
 from pipeline.run.output_checks import check_outputs
+from pipeline.run.reporter import Reporter
 from rlhf.preflight import check_machine, start_preflight
 from rlhf.stages import SECTIONS, stages_of_method
 from rlhf.starts import on_free_gpus, start_lines

@@ -12,7 +12,7 @@ from pipeline.configuration.stage import Stage
 from pipeline.console import wrapped
 from pipeline.errors import show
 from pipeline.rendezvous import own_slots
-from pipeline.reporting.process import Reporter
+from pipeline.run.reporter import Reporter
 
 
 def choose_for_run(stage: Stage, resolved: Resolved) -> Choice:

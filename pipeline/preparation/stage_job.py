@@ -20,10 +20,10 @@ from pipeline.launching.request import LaunchRequest
 from pipeline.out_of_memory import HALVED, batches_in_words, halved_as_text
 from pipeline.preparation.dry_run import dry_run_stage
 from pipeline.processes import WAITS, Signals, end_with_parent, is_of_train, wait_for_go
-from pipeline.reporting.process import Reporter
 from pipeline.run.entry import read_flags
 from pipeline.run.lock import locked
 from pipeline.run.outcome import check_nobody_left, clear_outcomes
+from pipeline.run.reporter import Reporter
 
 
 def run_job(stage: Stage, request: LaunchRequest, signals: Signals, *, sections: Collection[str] = ()) -> int:

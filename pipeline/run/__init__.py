@@ -1,1 +1,1 @@
-"""A run's folder and its life: entry, lock, stop request, outcome and exit code."""
+"""A run's folder and its life: entry, lock, stop request, outcome, exit code and report process."""

@@ -19,9 +19,9 @@ from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, DivergedError, InputError, Interrupted
 from pipeline.heartbeat import beat
 from pipeline.hub import push
-from pipeline.reporting.process import own_reporter
 from pipeline.run.earlier_runs import write_done
 from pipeline.run.host_storage import on_each_storage
+from pipeline.run.reporter import own_reporter
 from pipeline.run.run import Run
 from pipeline.training.halving import Buffers, Halving
 from pipeline.training.metrics import Metric

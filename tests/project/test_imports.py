@@ -22,7 +22,7 @@ TENSOR_MATH = (
 LIGHT = (
     "pipeline.errors", "pipeline.models.paths", "train", "chat", "prompt_eval",
     "rlhf.main", "rlhf.train", "rlhf.chat", "rlhf.compare", "rlhf.models.convert", "rlhf.models.export", "rlhf.report",
-    "rlhf.rewards.reward", "rlhf.rewards.sample", "pipeline.reporting.page", "pipeline.reporting.process",
+    "rlhf.rewards.reward", "rlhf.rewards.sample", "pipeline.reporting.page", "pipeline.run.reporter",
     *(f"pipeline.{package}.{path.stem}" for package in ("configuration", "launching")
       for path in source_files(f"pipeline/{package}") if path.stem != "__init__"),
     "pipeline.preparation.dry_run", "pipeline.preparation.stage_job", "rlhf.preflight", "rlhf.stages",

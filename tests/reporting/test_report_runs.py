@@ -20,7 +20,7 @@ from support.command_run import Command, run_command, run_until
 from support.source_tree import ROOT
 from support.tiny_run import make_folder, read_metrics
 
-from pipeline.reporting.process import SWITCH
+from pipeline.run.reporter import SWITCH
 from rlhf.stages import STAGES
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The report's own process: a run starts it at intervals, and once more when it has ended."""
+"""The starter of the report's own process: a run starts it at intervals, and once more when it has ended."""
 
 import os
 import subprocess

@@ -9,8 +9,8 @@ from support.messages import naming
 from support.recorded_runs import record
 
 from pipeline.launching.job import Job
-from pipeline.reporting import process as process_module
-from pipeline.reporting.process import EVERY_S, SWITCH, Reporter
+from pipeline.run import reporter as reporter_module
+from pipeline.run.reporter import EVERY_S, SWITCH, Reporter
 
 PROGRAM = """
 import sys, time
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for package in (site, site.parent):
         (package / "__init__.py").touch()
     monkeypatch.setattr(
-        process_module, "python_environment", lambda: os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+        reporter_module, "python_environment", lambda: os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     )
     monkeypatch.chdir(tmp_path / "site")  # what -m looks into first
     return record(tmp_path / "output", "sft", steps=1)
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(process_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(reporter_module.time, "monotonic", lambda: now[0])
     return now
 
 
