@@ -12,7 +12,6 @@ from pipeline import dist
 from pipeline.data.batching import IGNORED, Seq2SeqBatch, SFTBatch
 from pipeline.data.loader import to_device
 from pipeline.engine.engine import TrainingEngine
-from pipeline.generation.eager import EagerGenerator
 from pipeline.inference.answer_settings import ReplySettings
 from pipeline.inference.answers import as_chat_model, decode, generate_answers
 from pipeline.models.forward.packed_attention import packed_mask
@@ -70,7 +69,7 @@ def evaluate_answers(
     Returns {} if nothing is held out. A collective: every rank has the same number of batches.
     """
     model = base_model(engine.module.model)
-    chat_model = as_chat_model("", model, tokenizer, make_source=EagerGenerator)  # without a copy of the weights
+    chat_model = as_chat_model("", model, tokenizer, copies_weights=False)
     by_layer = engine.weights is not None and not engine.weights.once
     own_config, model.generation_config = model.generation_config, GenerationConfig()  # else its settings would apply
     pairs = []

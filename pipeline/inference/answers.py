@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Turns
 from pipeline.errors import InputError
+from pipeline.generation.eager import EagerGenerator
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling, Vocabulary
 from pipeline.generation.session import Capacity, Finished, Reason, SessionSource, stopped_length
 from pipeline.generation.sources import session_source
@@ -97,13 +98,14 @@ def as_chat_model(
     path: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    make_source: Callable[[PreTrainedModel, Vocabulary], SessionSource] = session_source,
+    copies_weights: bool = True,
 ) -> ChatModel:
     """Return a model that ends its answers at each id that its tokenizer, template or generation_config names.
 
-    make_source: creates the source of its sessions, when the first answer is requested.
+    copies_weights: False: answers need no copy of the weights beside the model's own.
     """
     vocabulary = Vocabulary.of(tokenizer, model.generation_config)
+    make_source = session_source if copies_weights else EagerGenerator
     return ChatModel(path, model, tokenizer, vocabulary, cache(lambda: make_source(model, vocabulary)))
 
 

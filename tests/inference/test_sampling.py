@@ -1,6 +1,7 @@
 """The sampling of `rlhf sample` by each generation backend, whose requests wait for places in other ways."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM
 from pipeline.generation.generator import Generator
 from pipeline.inference.answer_scores import read_prompts, scored_answers
 from pipeline.inference.answer_settings import SampleSettings
-from pipeline.inference.answers import ChatModel, as_chat_model, load_chat_model
+from pipeline.inference.answers import ChatModel, load_chat_model
 from pipeline.models.source import ModelSource
 from pipeline.rewards.pool import RewardPool
 
@@ -43,9 +44,8 @@ def test_answers_are_those_of_the_eager_backend(forward: str, batch_size: int, p
     )
     file, eager = str(tmp_path / "q.jsonl"), load_chat_model(path, dtype=torch.float32)
     expected = sampled(eager, path, file, 3)
-    other = as_chat_model(
-        path, eager.model, eager.tokenizer, lambda model, vocabulary: Generator(FUNCTIONS[forward](model), vocabulary)
-    )
+    source = Generator(FUNCTIONS[forward](eager.model), eager.vocabulary)
+    other = replace(eager, sessions=lambda: source)
     result = sampled(other, path, file, batch_size)
     assert [number for number, _ in result] == [2, 3, 4, 5, 6]
     for (_, answers), (_, others) in zip(result, expected, strict=True):
