@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from pipeline import dist
-from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.data.batching import balanced_slices
+from pipeline.data.cache import data_fingerprint
 from pipeline.data.loader import sequence_lengths, to_device
 from pipeline.engine.build import compute_dtype, frozen_engine, load_policy
 from pipeline.engine.engine import FrozenEngine

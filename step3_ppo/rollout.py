@@ -18,11 +18,11 @@ from pipeline.errors import EXIT_ENVIRONMENT, EnvironmentFault, InputError, Inte
 from pipeline.generation.options import GenerationOptions
 from pipeline.generation.rollouts import GenerationStopped, Prompt, RandomKey, Sampling
 from pipeline.generation.session import Finished
+from pipeline.preparation.inputs import prepare_stage
 from pipeline.rewards.pool import Value
 from pipeline.rewards.rollout import RolloutScoring, RunFunctions, first_failures
 from pipeline.rewards.worker_flags import reward_pool
 from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_stage
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import FunctionScores, Responses, gather_responses, pack_responses
 

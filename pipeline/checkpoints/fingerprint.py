@@ -1,57 +1,18 @@
 """Run fingerprints: settings, data and start models that a resumed run must share with its checkpoint."""
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from pipeline import dist
-from pipeline.configuration.resume_rules import SAME, batch_sizes, defaults_of, refuse, values_by_rule
+from pipeline.configuration.resume_rules import batch_sizes, defaults_of, values_by_rule
 from pipeline.configuration.stage import StageConfig
-from pipeline.data.cache import COLUMNS_SUFFIX
+from pipeline.data.cache import data_fingerprint
 from pipeline.data.row_kinds import EXTRA
-from pipeline.files import digest, model_fingerprint
-from pipeline.run.earlier_runs import changed_contents, checkpoint_state, data_contents, input_contents
-
-
-def data_fingerprint(rows: Dataset, *, columns: bool = False) -> str:
-    """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order, or their other columns."""
-    files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(COLUMNS_SUFFIX) == columns]
-    return hashlib.sha256("".join(digest(Path(file)) for file in files).encode()).hexdigest()
-
-
-def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset]) -> None:
-    """Raise InputError if neither sources nor training rows are those of the checkpoint to resume from.
-
-    With --force-resume, or if the checkpoint does not name its sources, the differences are logged when it is loaded.
-
-    Args:
-        prepared: the rows to train on; read only if a source has changed.
-    """
-    folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
-    if config.run.force_resume or "inputs" not in saved:
-        return
-    lines = list(changed_contents(config, saved["inputs"], data_contents(config), "the checkpoint"))
-    saved_hashes = saved["fingerprints"].values()
-    if lines and any(data_fingerprint(rows) not in saved_hashes for rows in prepared):
-        refuse(folder, lines, SAME, force=False)
-
-
-def check_models(run_folder: Path, config: StageConfig) -> None:
-    """Raise InputError if start models are not those of the checkpoint to resume from; not with --force-resume.
-
-    As in `check_rows`, some differences are logged only when the checkpoint is loaded.
-    """
-    folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
-    if config.run.force_resume or "inputs" not in saved:
-        return
-    now = {name: model_fingerprint(path) for name, path in config.start_paths.items()}
-    if any(saved["fingerprints"].get(name, content) != content for name, content in now.items()):
-        lines = list(changed_contents(config, saved["inputs"], input_contents(config), "the checkpoint"))
-        refuse(folder, lines, SAME, force=False)
+from pipeline.files import model_fingerprint
+from pipeline.run.earlier_runs import input_contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Check values beyond their types: names of files and folders, and flags that have no effect.
+"""Check values beyond their types: names of files and folders, flags that have no effect, and a too long warm-up.
 
 It reads `kind`, `needs`, `read_if` and `excludes` at each flag's field. A configuration checks what joins more values.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.configuration.flag_table import Flag, flag_table, flat_items
-from pipeline.configuration.groups import Group
+from pipeline.configuration.groups import Group, OptimizerConfig
 from pipeline.configuration.origins import DEFAULT, Origins
-from pipeline.errors import dashed
+from pipeline.errors import counted, dashed
 from pipeline.redact import SECRET, redacted, shown_value
 
 # Control characters, and those that turn the direction of the text after them: a log line could read as another one.
@@ -138,3 +138,10 @@ def states(flag: Flag, condition: str, config: Group) -> Iterator[tuple[str, boo
         for name, value in flat_items(config):
             if meant.replace("-", "_") in (name, table[name].path[-1]):
                 yield f"{dashed(name)} {shown_value(value)}", str(value) in allowed if allowed else bool(value)
+
+
+def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
+    """Return a note if the warm-up is at least as long as the run, else "". total_steps: 0 if not known."""
+    problem = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
+    is_long = 0 < total_steps <= optimizer.num_warmup_steps
+    return f"{problem}, so that its learning rate only rises; give less, or more steps" if is_long else ""

@@ -27,7 +27,7 @@ from pipeline.data.sources import fingerprint, parse_path
 from pipeline.data.spool import Spool
 from pipeline.data.templates import set_template
 from pipeline.errors import EnvironmentFault, InputError
-from pipeline.files import CACHE_TAG, cache_folder, flush
+from pipeline.files import CACHE_TAG, cache_folder, digest, flush
 from pipeline.heartbeat import INTERVAL_S, beat_again
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ def load(file: Path) -> "Dataset":
 
     rows, others = Dataset.from_file(str(file)), file.with_suffix(COLUMNS_SUFFIX)
     return concatenate_datasets([rows, Dataset.from_file(str(others))], axis=1) if others.is_file() else rows
+
+
+def data_fingerprint(rows: "Dataset", *, columns: bool = False) -> str:
+    """Return the SHA-256 of the memory-mapped files of a dataset: its rows in their order, or their other columns."""
+    files = [file["filename"] for file in rows.cache_files if file["filename"].endswith(COLUMNS_SUFFIX) == columns]
+    return hashlib.sha256("".join(digest(Path(file)) for file in files).encode()).hexdigest()
 
 
 @contextmanager

@@ -118,3 +118,13 @@ class Counts:
             Counter({int(length): count for length, count in data["lengths"].items()}),
             data["factors"],
         )
+
+
+def outcomes_line(outcomes: Counter[str], data_split: str, trained: str = "") -> str:
+    """Return the counts of rows as '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
+    parts = [f"{outcomes['to train on']} to train on{trained}", f"{outcomes['held out']} held out"]
+    if outcomes["of other stages"]:
+        parts.append(f"{outcomes['of other stages']} of other stages (--data-split {data_split})")
+    parts += [f"{outcomes[outcome]} {outcome}" for outcome in ("left out", "dropped") if outcomes[outcome]]
+    num_given = outcomes.total() - outcomes["cut"] - outcomes["kept"]
+    return f"{', '.join(parts)}, of {num_given} given" + (f"; {outcomes['cut']} cut" if outcomes["cut"] else "")

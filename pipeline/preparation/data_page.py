@@ -16,9 +16,9 @@ from pipeline.data.loader import sequence_lengths
 from pipeline.data.selection import DataOptions
 from pipeline.errors import is_coloured, show
 from pipeline.models.source import prepare_tokenizer
+from pipeline.preparation.inputs import lines_about, most_tokens
+from pipeline.preparation.preview import length_limit, preview_lines, samples_of
 from pipeline.run.data_split import data_of
-from pipeline.training.inputs import lines_about, most_tokens
-from pipeline.training.preview import length_limit, preview_lines, samples_of
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 

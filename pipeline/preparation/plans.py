@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from pipeline.configuration.flag_checks import warmup_note
 from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
@@ -29,7 +30,6 @@ from pipeline.preparation.preflight import NO_OUTPUTS, sample_sources
 from pipeline.run.earlier_runs import chosen_before
 from pipeline.run.evaluations import memory_peaks, run_flags, unfinished_answers
 from pipeline.run.layout import environment_file
-from pipeline.training.steps import warmup_note
 
 log = logging.getLogger(__name__)
 

@@ -239,7 +239,7 @@ def look_at_all_rows(
 
     Rows are read where flags alone hold none out, and prepared in the cache where sources are not the checkpoint's.
     """
-    from pipeline.checkpoints.fingerprint import check_rows
+    from pipeline.preparation.inputs import check_rows
 
     names = ("data_path", "eval_data_path", "sft_only_data_path")
     paths = [parse_path(text)[0] for options in data for name in names for text in getattr(options, name)]

@@ -7,9 +7,9 @@ from pipeline.data.cache import StageData
 from pipeline.engine.build import start_engines
 from pipeline.engine.start_models import check_start_models
 from pipeline.models.source import ModelSource, prepare_tokenizer
+from pipeline.preparation.inputs import prepare_stage
 from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
-from pipeline.training.inputs import prepare_stage
 
 
 def start_supervised(run: Run, config: SupervisedConfig) -> tuple[ModelSource, PreTrainedTokenizerBase, StageData]:

@@ -118,7 +118,7 @@ class Run:
     stop: request to stop.
     engine_jsons: DeepSpeed JSON of each engine; empty until `pipeline.engine.build` needs one.
     contents: fingerprints of the data (by flag) and models (by name) that the run began with; empty until computed.
-    rows: content of rows.json, on rank 0 once its rows are read (`pipeline/training/inputs.py`).
+    rows: content of rows.json, on rank 0 once its rows are read (`pipeline/preparation/inputs.py`).
     plan: expectations of the plan that chose flags; {} without a plan.
     """
 

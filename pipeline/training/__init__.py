@@ -1,1 +1,1 @@
-"""The parts that the training loops share: inputs, one optimizer step, metrics, and the control of a run."""
+"""The parts that the training loops share: one optimizer step, metrics, and the control of a run."""

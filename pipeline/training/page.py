@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.checkpoints.checkpoint_files import held_line
+from pipeline.configuration.flag_checks import warmup_note
 from pipeline.configuration.flag_table import ZERO_STAGE, flags_of_key, flat_items
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import terminal_width
-from pipeline.data.counts import Counts
+from pipeline.data.counts import Counts, outcomes_line
 from pipeline.engine.build import compute_dtype
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.errors import dashed, is_coloured, printable
@@ -28,9 +29,7 @@ from pipeline.models.partitions import whole_numel
 from pipeline.run.evaluations import cost, verdict
 from pipeline.run.layout import environment_file
 from pipeline.run.run import Run
-from pipeline.training.inputs import outcomes_line
 from pipeline.training.progress import duration
-from pipeline.training.steps import warmup_note
 
 log = logging.getLogger(__name__)
 

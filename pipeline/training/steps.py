@@ -17,7 +17,7 @@ from pipeline import dist
 from pipeline.configuration.groups import OptimizerConfig
 from pipeline.engine.engine import TrainingEngine
 from pipeline.engine.memory import gradient_bytes
-from pipeline.errors import DivergedError, Interrupted, counted, dashed
+from pipeline.errors import DivergedError, Interrupted, dashed
 from pipeline.files import append_json_lines, tolerated
 from pipeline.run.run import Run
 
@@ -89,13 +89,6 @@ def rate_factor(optimizer: OptimizerConfig, *, total_steps: int) -> Callable[[in
         return floor + (1.0 - floor) * float(shape(step))
 
     return factor
-
-
-def warmup_note(optimizer: OptimizerConfig, total_steps: int) -> str:
-    """Return a note if the warm-up is at least as long as the run, else "". total_steps: 0 if not known."""
-    problem = f"--num-warmup-steps {optimizer.num_warmup_steps}: the run has {counted(total_steps, 'step')}"
-    is_long = 0 < total_steps <= optimizer.num_warmup_steps
-    return f"{problem}, so that its learning rate only rises; give less, or more steps" if is_long else ""
 
 
 def step_together(engines: Sequence[TrainingEngine], rate_factor: float, *, loss: Tensor | float) -> bool:

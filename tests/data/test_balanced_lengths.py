@@ -14,7 +14,7 @@ from support.tiny_run import write_lines
 from pipeline.data.cache import cache_key, load_or_build
 from pipeline.data.selection import DataOptions
 from pipeline.errors import InputError
-from pipeline.training.inputs import row_lines
+from pipeline.preparation.inputs import row_lines
 from step3_dpo.rows import RESPONSES
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from support.tiny_run import write_lines
 from pipeline.data.cache import cache_key
 from pipeline.data.selection import DataOptions, mixed_sizes
 from pipeline.errors import InputError
-from pipeline.training.inputs import row_lines
+from pipeline.preparation.inputs import row_lines
 
 COLUMN = {"sft": "ids", "reward": "chosen_ids", "ppo": "prompt_ids"}
 

@@ -17,13 +17,12 @@ from support.messages import naming
 from support.row_options import ROWS, load_rows, write_one_here
 from support.tiny_run import write_lines
 
-from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.configuration.groups import DataConfig
 from pipeline.data import cache, selection, shards, sources
-from pipeline.data.cache import StageData
+from pipeline.data.cache import StageData, data_fingerprint
 from pipeline.data.readers import to_json
 from pipeline.data.selection import DataOptions
-from pipeline.training.inputs import prepare_data
+from pipeline.preparation.inputs import prepare_data
 
 PROMPT_COLUMNS = {"prompt_ids", "prompt_id", "messages", "num_tokens"}
 

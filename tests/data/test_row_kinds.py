@@ -17,7 +17,7 @@ from pipeline.data.row_kinds import PAIRS, PROMPTS, ROW_KINDS, SEQUENCES
 from pipeline.data.selection import options_of, share_of
 from pipeline.data.turns import Message, prompt_hash
 from pipeline.errors import InputError
-from pipeline.training.inputs import prepare_data
+from pipeline.preparation.inputs import prepare_data
 
 
 @pytest.fixture

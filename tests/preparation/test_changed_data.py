@@ -11,10 +11,9 @@ from support.tiny_run import make_folder, write_lines
 from transformers import AutoTokenizer
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
-from pipeline.checkpoints.fingerprint import data_fingerprint
 from pipeline.configuration.flags import parse
 from pipeline.configuration.stage import Stage
-from pipeline.data.cache import load_or_build
+from pipeline.data.cache import data_fingerprint, load_or_build
 from pipeline.errors import InputError
 from pipeline.preparation import preflight
 from pipeline.preparation.preflight import look_before_start
@@ -100,7 +99,7 @@ def test_changed_rows_of_any_stage_are_found(begun, stage, dry_run):
 def test_rows_of_unchanged_sources_are_not_hashed_before_the_start(begun, monkeypatch):
     """A hash reads the whole cache; it is compared when the checkpoint is loaded."""
     plan, hashed = {SFT: begun(SFT)}, list[Any]()
-    monkeypatch.setattr("pipeline.checkpoints.fingerprint.data_fingerprint", hashed.append)
+    monkeypatch.setattr("pipeline.preparation.inputs.data_fingerprint", hashed.append)
     assert look_before_start(plan, dry_run=False) == hashed == []
     change("train.jsonl", note="Read by nobody.")
     with pytest.raises(InputError, match=naming("--data-path ... train.jsonl ... checkpoint")):

@@ -22,7 +22,7 @@ OTHERS = {
     "pipeline/launching/host_agent.py": "JSON to a supervisor",
     "rlhf/rewards/sample_file.py": "rows, as ASCII on a terminal",
     "pipeline/preparation/data_page.py": "coloured lines, whose texts are escaped before",
-    "pipeline/training/inputs.py": "coloured lines, whose texts are escaped before",
+    "pipeline/preparation/inputs.py": "coloured lines, whose texts are escaped before",
     "pipeline/configuration/flags.py": "help",
     "rlhf/train_config.py": "help",
     "rlhf/main.py": "help",

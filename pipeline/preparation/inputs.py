@@ -1,34 +1,34 @@
-"""Load the tokenised rows of a run by its configuration, and log lines about them."""
+"""Load the tokenised rows of a run by its configuration, check that a resume has the same, and log lines about them."""
 
 import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
-from pipeline.checkpoints.fingerprint import check_models, check_rows
 from pipeline.configuration.flag_table import flat_items
+from pipeline.configuration.resume_rules import SAME, refuse
 from pipeline.configuration.stage import StageConfig
 from pipeline.console import WIDTH, terminal_width
-from pipeline.data.cache import StageData, load_or_build
-from pipeline.data.counts import Counts
+from pipeline.data.cache import StageData, data_fingerprint, load_or_build
+from pipeline.data.counts import Counts, outcomes_line
 from pipeline.data.row_kinds import BLOCKS, SAME_TOKENS, RowKind
 from pipeline.data.selection import DataOptions, check_held_out
 from pipeline.errors import dashed, is_coloured
-from pipeline.models.source import num_positions
+from pipeline.files import model_fingerprint
+from pipeline.models.source import ModelSource, num_positions
+from pipeline.preparation.preview import Sample, preview_lines, rows_document, samples_of
 from pipeline.run.data_split import data_of
+from pipeline.run.earlier_runs import changed_contents, checkpoint_state, data_contents, input_contents
 from pipeline.run.logs import file_log
 from pipeline.run.run import Run
-from pipeline.training.preview import Sample, preview_lines, rows_document, samples_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from pipeline.models.source import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ KEPT_SHARE = 0.95  # share of the rows, without those dropped for other reasons,
 
 
 def prepare_stage(
-    run: Run, config: StageConfig, tokenizer: "PreTrainedTokenizerBase", *, seq2seq: bool = False
+    run: Run, config: StageConfig, tokenizer: PreTrainedTokenizerBase, *, seq2seq: bool = False
 ) -> list[StageData]:
     """Return the rows of a stage, and in stage 3 the text of the ptx loss; before weights are read. A collective.
 
@@ -68,6 +68,37 @@ def prepare_stage(
     return built
 
 
+def check_rows(run_folder: Path, config: StageConfig, prepared: Iterable[Dataset]) -> None:
+    """Raise InputError if neither sources nor training rows are those of the checkpoint to resume from.
+
+    With --force-resume, or if the checkpoint does not name its sources, the differences are logged when it is loaded.
+
+    Args:
+        prepared: the rows to train on; read only if a source has changed.
+    """
+    folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
+    if config.run.force_resume or "inputs" not in saved:
+        return
+    lines = list(changed_contents(config, saved["inputs"], data_contents(config), "the checkpoint"))
+    saved_hashes = saved["fingerprints"].values()
+    if lines and any(data_fingerprint(rows) not in saved_hashes for rows in prepared):
+        refuse(folder, lines, SAME, force=False)
+
+
+def check_models(run_folder: Path, config: StageConfig) -> None:
+    """Raise InputError if start models are not those of the checkpoint to resume from; not with --force-resume.
+
+    As in `check_rows`, some differences are logged only when the checkpoint is loaded.
+    """
+    folder, saved = checkpoint_state(run_folder, config.run.resumes_from)
+    if config.run.force_resume or "inputs" not in saved:
+        return
+    now = {name: model_fingerprint(path) for name, path in config.start_paths.items()}
+    if any(saved["fingerprints"].get(name, content) != content for name, content in now.items()):
+        lines = list(changed_contents(config, saved["inputs"], input_contents(config), "the checkpoint"))
+        refuse(folder, lines, SAME, force=False)
+
+
 def show_rows(samples: Sequence[Sample]) -> None:
     """Print samples of rows to stderr, coloured on a terminal, and to the log files."""
     for line in preview_lines(samples, WIDTH, is_coloured=False):
@@ -80,7 +111,7 @@ def show_rows(samples: Sequence[Sample]) -> None:
     )
 
 
-def most_tokens(source: "ModelSource", config: StageConfig) -> int | None:
+def most_tokens(source: ModelSource, config: StageConfig) -> int | None:
     """Return the most tokens of a row (in stage 3: of a prompt) by the model's positions; None without a limit."""
     positions = num_positions(source.config)
     return positions and positions - dict(flat_items(config)).get("max_answer_seq_len", 0)
@@ -93,7 +124,7 @@ def lines_about(options: DataOptions, rows: StageData, most: int | None) -> list
     return [*lines, *warnings, *label_warnings(options.title, rows.train)]
 
 
-def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", most: int | None = None) -> StageData:
+def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> StageData:
     """Tokenise the rows of a data set, or read them from the cache. Rank 0 logs how many were dropped or repaired.
 
     Args:
@@ -112,16 +143,6 @@ def prepare_data(options: DataOptions, tokenizer: "PreTrainedTokenizerBase", mos
         for line in [*warnings, *label_warnings(options.title, built.train)]:
             log.warning("%s", line)
     return built
-
-
-def outcomes_line(outcomes: Counter[str], data_split: str, trained: str = "") -> str:
-    """Return the counts of rows as '64 to train on, 8 held out, 3 dropped, of 75 given; 12 cut'."""
-    parts = [f"{outcomes['to train on']} to train on{trained}", f"{outcomes['held out']} held out"]
-    if outcomes["of other stages"]:
-        parts.append(f"{outcomes['of other stages']} of other stages (--data-split {data_split})")
-    parts += [f"{outcomes[outcome]} {outcome}" for outcome in ("left out", "dropped") if outcomes[outcome]]
-    num_given = outcomes.total() - outcomes["cut"] - outcomes["kept"]
-    return f"{', '.join(parts)}, of {num_given} given" + (f"; {outcomes['cut']} cut" if outcomes["cut"] else "")
 
 
 def row_lines(title: str, counts: Counts, data_split: str, *, num_sequences: int) -> list[str]:

@@ -18,7 +18,7 @@ from pipeline.configuration.groups import DataConfig
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.row_kinds import BLOCKS, PAIRS, PROMPTS, SAME_TOKENS, SEQUENCES
 from pipeline.data.selection import options_of
-from pipeline.training.inputs import most_tokens, prepare_data, row_lines, row_warnings
+from pipeline.preparation.inputs import most_tokens, prepare_data, row_lines, row_warnings
 from rlhf.stages import stage_of
 
 

@@ -12,7 +12,7 @@ from support.tiny_run import write_lines
 
 from pipeline.data.batching import IGNORED, packed_sft_batch, pair_batch, seq2seq_batch
 from pipeline.data.selection import DataOptions
-from pipeline.training.preview import preview_lines, rows_document, samples_of
+from pipeline.preparation.preview import preview_lines, rows_document, samples_of
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 WIDE = 100_000
