@@ -1,12 +1,15 @@
 """Fixtures that several test files share: no download, nothing large."""
 
+import functools
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread for each of pytest's workers
 os.environ["RLHF_REPORT"] = "false"  # of the runs of tests: those of reports turn it on
@@ -14,8 +17,10 @@ os.environ["RLHF_REPORT"] = "false"  # of the runs of tests: those of reports tu
 import pytest
 from support import kernel_mode  # noqa: F401  before the first import of triton
 from support.frozen import freeze
+from support.in_process import group_of_one
 from support.real_tokenizers import load_opt_tokenizer
 from support.tiny_models import NAMES, save_tiny
+from support.tiny_run import make_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -122,6 +127,13 @@ def search_path() -> Iterator[None]:
     sys.path[:] = before
 
 
+@pytest.fixture(scope="module")
+def world() -> Iterator[Any]:
+    """The world of a process group of the test's own process alone."""
+    with group_of_one() as joined:
+        yield joined
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data and tokenizers that RLHF_TEST_DATA names."""
@@ -189,6 +201,21 @@ def tiny_folders(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         for name in NAMES
         for kind in ("", "-reward")
     }
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the folder that `make_folder` creates with these sizes, once for all tests: nothing writes into it."""
+    return functools.cache(lambda **sizes: make_folder(tmp_path_factory.mktemp("tiny-run"), **sizes))
+
+
+@pytest.fixture(scope="module")
+def folder(
+    request: pytest.FixtureRequest, tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The test file's own copy of a tiny folder; the constant FOLDER_SIZES of the file holds its sizes."""
+    own = tmp_path_factory.mktemp("folder")
+    return shutil.copytree(tiny_folder(**getattr(request.module, "FOLDER_SIZES", {})), own, dirs_exist_ok=True)
 
 
 @pytest.fixture(params=NAMES)

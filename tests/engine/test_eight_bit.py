@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
-from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
 from pipeline.engine.eight_bit import BLOCK, moments, restore_moment, scales
@@ -16,6 +15,7 @@ from step1_sft.checks import start_models
 from step1_sft.config import SFTConfig
 from step1_sft.main import main
 
+FOLDER_SIZES = {"num_train": 24, "num_test": 4}
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
 )
@@ -59,11 +59,6 @@ def test_without_bitsandbytes_it_is_one_line_before_data_are_read(monkeypatch):
     checks = start_models(config, {})[0].packages
     with pytest.raises(EnvironmentFault, match="^--optimizer-states 8bit: pip install bitsandbytes"):
         [check() for check in checks]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("eight_bit"), num_train=24, num_test=4)
 
 
 def losses(folder, out, *words: str, steps: int) -> list[float]:

@@ -4,18 +4,14 @@ Tiny: weights 6 x 4 and 4 x 1 (28 numbers, decayed), biases 4 and 1 (5 numbers, 
 lay each group out in a buffer of an even number of elements: 28 + 6.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import run_command
 from support.ds_arguments import PARTITIONED, built
-from support.in_process import group_of_one
 from support.tiny_run import make_folder
 from torch import nn
 
-from pipeline import dist
 from pipeline.configuration.groups import ModelConfig
 from pipeline.engine.engine import FrozenEngine, TrainingEngine
 from pipeline.engine.memory import ModelMemory, Peaks, memory_table, model_memory, optimizer_tensors
@@ -26,15 +22,10 @@ from pipeline.models.loading import load_causal_lm
 from pipeline.models.lora import add_lora
 from pipeline.training.steps import step_together
 
+pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")
 NUMBERS, PADDED = 33, 34
 STAGES = [(0, "fp32"), (0, "bf16"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[dist.World]:
-    with group_of_one() as made:
-        yield made
 
 
 class Tiny(nn.Module):

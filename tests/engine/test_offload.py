@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from support.ds_arguments import PARTITIONED, PARTITIONED_FILE
 from support.in_process import group_of_one, undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
 from pipeline.dist import World
@@ -31,13 +30,10 @@ from step1_sft.stage import STAGE as SFT
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
+FOLDER_SIZES = {"num_train": 24, "num_test": 4}
+
 STATES, WEIGHTS = {"offload_optimizer": "cpu"}, {"offload_weights": "cpu"}
 CASES = {"1": STATES, "2": STATES, "3": STATES, "3 weights": WEIGHTS, "3 both": STATES | WEIGHTS}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("offload"), num_train=24, num_test=4)
 
 
 def train(folder: Path, out: Path, *, code: int = 0, **changes: object) -> None:

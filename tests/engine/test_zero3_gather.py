@@ -1,6 +1,5 @@
 """When ZeRO-3's weights are whole: once a phase, or layer by layer (`pipeline/engine/zero3.py`)."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.ds_arguments import PARTITIONED_FILE, built, refusal
-from support.in_process import group_of_one
 
 from pipeline import dist
 from pipeline.checkpoints.model_folder import adapter_weights, state_dict
@@ -26,15 +24,10 @@ from pipeline.models.source import ModelSource
 from pipeline.training.steps import step_together
 from step3_ppo.models.engines import Models
 
+pytestmark = pytest.mark.usefixtures("world")
 CPU = torch.device("cpu")
 SETTINGS = DeepSpeedConfig(dtype="fp32", deepspeed_config=str(PARTITIONED_FILE))
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with group_of_one() as made:
-        yield made
 
 
 def trained_engine(folder: Any, gather: zero3.Gather, *, lora: bool = False, **zero: int) -> TrainingEngine:

@@ -78,8 +78,12 @@ def call(command: str, words: list[object]) -> Ending:
 
 
 def make_inputs(folder: Path) -> Path:
-    """tiny_run.make_folder with few rows, and `judge`: the scorer as step 2 saves it, with its template."""
-    make_folder(folder, num_train=12, num_test=2)
+    """tiny_run.make_folder with few rows, and `judge`."""
+    return add_judge(make_folder(folder, num_train=12, num_test=2))
+
+
+def add_judge(folder: Path) -> Path:
+    """Save `judge` beside the models of a tiny folder: the scorer as step 2 saves it, with its template."""
     shutil.copytree(folder / "scorer", folder / "judge")
     tokenizer = AutoTokenizer.from_pretrained(folder / "judge")
     set_template(tokenizer, "human_assistant")

@@ -16,17 +16,11 @@ from safetensors.torch import load_file
 from stage_runs import Story, metrics, start
 from support.forks import exit_code
 from support.messages import naming
-from support.tiny_run import make_folder
 
 from step3_dpo import reference
 
 STEPS = 8
 LIMIT = 6  # not the default, and more than a rollout has updates
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("numbers"))
 
 
 def spoiled(call: Callable[..., Any], spoil: Callable[[Any], Any], *, times: int) -> Callable[..., Any]:

@@ -10,17 +10,11 @@ import pytest
 from saved_runs import make_engine, save
 from stage_runs import Story, metrics, run
 from support.messages import naming
-from support.tiny_run import make_folder
 
 from pipeline import files
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.checkpoint_files import find
 from pipeline.errors import EnvironmentFault
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("disk"))
 
 
 def limit_files(size: int) -> None:

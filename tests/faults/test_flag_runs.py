@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from input_calls import call, make_inputs, stage_words
+from input_calls import call, stage_words
 from safetensors.torch import load_file
 from support.messages import naming
 from support.tiny_run import read_metrics
@@ -21,14 +21,10 @@ from pipeline.configuration.names import without_flag
 from pipeline.engine.memory import model_memory
 from step3_ppo.models.hybrid_engine import HybridEngine
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 FEW = {"per_device_train_batch_size": 4, "max_steps": 1}
 EVERY_STEP = {"eval_interval": 1, "lr_scheduler_type": "constant", "keep_checkpoints": 0}
 BEST = {"sft": ("eval_loss", min), "reward": ("eval_accuracy", max)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("flag-runs"))
 
 
 def test_debug_shows_the_traceback(folder: Path, tmp_path: Path) -> None:

@@ -13,16 +13,10 @@ import torch
 from stage_runs import Story, metrics, start
 from support.forks import exit_code
 from support.marks import rare_but
-from support.tiny_run import make_folder
 from transformers import AutoTokenizer
 
 EOS, WORD = 2, 70
 LENGTH = 12  # max_answer_seq_len of forks.PPO
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("generation"))
 
 
 def always_draw(token: int, *, rank: str) -> None:

@@ -2,11 +2,10 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, stage_words, stopped_at_the_models
 from support.messages import naming
 
 from pipeline.checkpoints.checkpoint_files import find
@@ -21,16 +20,12 @@ from pipeline.run.outcome import check_nobody_left, ranks_with_outcome, read_out
 from pipeline.training.metrics import truncate_to_step
 from rlhf.stages import stage_of
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 DEEP = "[" * 100_000
 DONE: dict[str, Any] = {
     "stage": "sft", "steps": 5, "time": 1.0, "max_steps": 5, "num_train_epochs": 1, "settings": {},
     "inputs": {}, "sizes": {},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", ["done.json", "config.json", "metrics.jsonl", "log.txt", "outcome/rank-0.json", "x"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from broken_models import adapter
-from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
 from support.messages import naming
 
@@ -20,14 +20,10 @@ from pipeline.errors import dashed
 from pipeline.processes import time_limit
 from rlhf import init
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 DIGITS = "9" * 20
 LEVELS = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
 BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x]", *LEVELS])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("sizes"))
 
 
 def with_config(**fields: Any) -> Callable[[Path], object]:

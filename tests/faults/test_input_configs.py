@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from input_calls import call, flags, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, flags, stage_words, stopped_at_the_models
 from support.messages import naming
 
 from pipeline.errors import dashed
 from rlhf.stages import STAGES
 from rlhf.train_config import TrainConfig, train_help
 from rlhf.train_plan import why_not_common
+
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 
 YAML, JSON = "c.yaml", "ds.json"
 
@@ -129,11 +131,6 @@ CASES = [
     in_json('{"optimizer": {"type": "Lion"}}', "optimizer.type 'Lion'"),
     in_json('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "bf16 and fp16 ... both", dtype="auto"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("configs"))
 
 
 def test_there_are_sixty() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, stage_words, stopped_at_the_models
 from input_corpus import CASES, STAGES, Case
 from support.marks import slow
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 NUM_CASES = 300
 FLAG = {"prompt_eval": "prompts"}
 
@@ -23,11 +24,6 @@ def one_stage_each() -> list[Any]:
         files.setdefault((case.name, "a stage" if case.command in STAGES else case.command), []).append(case)
     quick = {cases[number % len(cases)] for number, cases in enumerate(files.values())}
     return [case if case in quick else slow((case,)) for case in CASES]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("corpus"))
 
 
 def test_there_are_enough() -> None:

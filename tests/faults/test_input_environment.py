@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, stage_words, stopped_at_the_models
 from support.messages import naming
 
 from pipeline.errors import EnvironmentFault
@@ -13,6 +13,7 @@ from pipeline.launching.scripts import run_script
 from pipeline.processes import time_limit
 from pipeline.run.run import git_commit
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 RANK_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 # The variables, and what the line says.
 WRONG = [
@@ -45,11 +46,6 @@ WRONG = [
     ({"RANK": "\u0663"}, "RANK is '\u0663', expected a number"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set ... RANK, WORLD_SIZE"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("environment"))
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))

@@ -13,7 +13,7 @@ import datasets
 import huggingface_hub
 import pytest
 from broken_models import make
-from input_calls import call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import call, stage_words, stopped_at_the_models
 from support.ds_arguments import built, refusal
 from support.forks import ROOT, environment
 from support.messages import naming
@@ -29,12 +29,8 @@ from pipeline.data.row_kinds import PROMPTS, SEQUENCES, TokenizationOptions
 from pipeline.data.templates import encode_prompt, set_template
 from pipeline.data.turns import Message
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 LIMIT = 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("limits"))
 
 
 @pytest.fixture

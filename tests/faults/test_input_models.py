@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from broken_models import BROKEN, MISSING, WEIGHTS, Broken, config, make, tokenizer
-from input_calls import Ending, call, make_inputs, stage_words, stopped_at_the_models
+from input_calls import Ending, call, stage_words, stopped_at_the_models
 from safetensors.torch import load_file, save_file
 from support.messages import naming
 
@@ -20,12 +20,8 @@ from pipeline.models.loading import load_causal_lm
 from pipeline.models.reward_model import load_reward_model
 from pipeline.models.source import ModelSource
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 FLAG = {"sft": "model_name_or_path", "reward": "model_name_or_path", "chat": "path", "prompt_eval": "models"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("models"))
 
 
 def value_for(command: str, path: object, folder: Path) -> object:

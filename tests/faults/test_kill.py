@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 from stage_runs import Story, chain, kill_and_compare, regroup, stop_and_compare
 from support.marks import rare_but, slow
-from support.tiny_run import make_folder
 
 Work = Callable[[Story, int, int], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("kill-inputs"))
-
-
 @pytest.fixture
-def folder(inputs: Path, tmp_path: Path) -> Path:
-    for path in inputs.iterdir():
+def folder(folder: Path, tmp_path: Path) -> Path:
+    for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     return tmp_path
 

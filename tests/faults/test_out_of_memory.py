@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from input_calls import call, make_inputs, stage_words
+from input_calls import call, stage_words
 from support.messages import naming
 
 from pipeline.heartbeat import beat
@@ -15,17 +15,14 @@ from pipeline.out_of_memory import memory_line
 from step1_sft import training as sft_training
 from step3_ppo import training as ppo_training
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
+
 # As torch 2.11 says it, without the advice that follows.
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 44.69 MiB is "
     "free. Including non-PyTorch memory, this process has 79.05 GiB memory in use. Of the allocated memory 70.00 GiB "
     "is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("memory"))
 
 
 def lacks_device_memory(*_: object, **__: object) -> None:

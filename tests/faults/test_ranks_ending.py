@@ -14,25 +14,19 @@ from pathlib import Path
 import pytest
 from rank_run import ROOT, Ended, RankRun, listening_addresses, start, words
 from support.messages import naming
-from support.tiny_run import make_folder
 
 HOST = socket.gethostname()
 Start = Callable[..., RankRun]
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture
-def run(tmp_path: Path, data: Path) -> Iterator[Start]:
+def run(tmp_path: Path, folder: Path) -> Iterator[Start]:
     """Starts runs of step 1, and leaves none."""
     runs: list[RankRun] = []
 
     def begin(**changes: object) -> RankRun:
-        runs.append(start(1, tmp_path, data, **changes))
+        runs.append(start(1, tmp_path, folder, **changes))
         return runs[-1]
 
     yield begin
@@ -97,9 +91,9 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
-    folder = tmp_path_factory.mktemp("story")
-    job = start(1, folder, data)
+def story(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Story:
+    own = tmp_path_factory.mktemp("story")
+    job = start(1, own, folder)
     try:
         job.wait_for_steps(3)
         listening = listening_addresses([job.pid(0), job.pid(1)])
@@ -107,9 +101,9 @@ def story(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Story:
         second, third = (
             subprocess.run(
                 ["bash", script, "1", *flags], env=os.environ | {"PYTHON": sys.executable},
-                cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+                cwd=own, capture_output=True, text=True, timeout=60, check=False,
             )
-            for flags in (words(1, data), words(1, data, run_dir="third", max_steps=1))
+            for flags in (words(1, folder), words(1, folder, run_dir="third", max_steps=1))
         )  # fmt: skip
         since = time.monotonic()
         job.process.send_signal(signal.SIGTERM)

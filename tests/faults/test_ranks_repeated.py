@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 from rank_run import ROOT, RUN_FOLDERS, Ended, RankRun, environment_of, launch, start, words
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 pytestmark = pytest.mark.faults
 
 NUM_STOPS = 20
 NUM_FAULTS = 10  # of each of the three kinds
 HOST = socket.gethostname()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("data"))
 
 
 def newest_checkpoint(run_dir: Path) -> int:
@@ -42,12 +37,12 @@ def finish(run: RankRun, since: float) -> Ended:
         run.clean_up()
 
 
-def test_stops_at_random_times_of_step_3(tmp_path: Path, data: Path) -> None:
+def test_stops_at_random_times_of_step_3(tmp_path: Path, folder: Path) -> None:
     """One run, stopped 20 times and started again by the same command; a stop loses no step."""
     chance = random.Random(6)
     took = []
     for number in range(NUM_STOPS):
-        run = start(3, tmp_path, data)
+        run = start(3, tmp_path, folder)
         if number % 5:
             run.wait_for_steps(1)
             time.sleep(chance.uniform(0.0, 3.0))
@@ -74,7 +69,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_of_one_rank(tmp_path: Path, data: Path, kind: str) -> None:
+def test_faults_of_one_rank(tmp_path: Path, folder: Path, kind: str) -> None:
     """At random times of random steps, of either rank: named in time, and nothing is left."""
     number, words_of_cause = FAULTS[kind]
     limit_s = 15.0 if kind == "stopped" else 10.0
@@ -82,7 +77,7 @@ def test_faults_of_one_rank(tmp_path: Path, data: Path, kind: str) -> None:
     took = []
     for _ in range(NUM_FAULTS):
         rank, step = chance.choice([0, 1]), chance.choice([1, 2, 3])
-        run = start(step, tmp_path, data, rank_timeout_s=5)
+        run = start(step, tmp_path, folder, rank_timeout_s=5)
         run.wait_for_steps(1)
         time.sleep(chance.uniform(0.0, 2.0))
         since = time.monotonic()
@@ -96,9 +91,9 @@ def test_faults_of_one_rank(tmp_path: Path, data: Path, kind: str) -> None:
     assert max(took) < limit_s
 
 
-def test_a_rank_that_hangs_in_python(tmp_path: Path, data: Path) -> None:
+def test_a_rank_that_hangs_in_python(tmp_path: Path, folder: Path) -> None:
     """Its process is not stopped: the rank that is furthest behind, or was heard of first, is the one."""
-    run = start(1, tmp_path, data, rank_timeout_s=5)
+    run = start(1, tmp_path, folder, rank_timeout_s=5)
     run.wait_for_steps(3)
     since = time.monotonic()
     run.send(1, signal.SIGUSR2)
@@ -107,9 +102,9 @@ def test_a_rank_that_hangs_in_python(tmp_path: Path, data: Path) -> None:
     assert naming("5 s ... phase train") in ended.last_lines.splitlines() and "SIGSTOP" not in ended.last_lines
 
 
-def test_a_rank_without_memory(tmp_path: Path, data: Path) -> None:
+def test_a_rank_without_memory(tmp_path: Path, folder: Path) -> None:
     """The kernel refuses memory: the rank says so, with what it held. A row at a time is no batch to be halved."""
-    run = start(1, tmp_path, data, per_device_train_batch_size=1)
+    run = start(1, tmp_path, folder, per_device_train_batch_size=1)
     run.wait_for_steps(3)
     since = time.monotonic()
     resource.prlimit(run.pid(1), resource.RLIMIT_AS, (2**33, 2**33))
@@ -121,11 +116,11 @@ def test_a_rank_without_memory(tmp_path: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_without_a_supervisor_the_rank_that_fails_says_so(tmp_path: Path, data: Path, rank: int) -> None:
+def test_without_a_supervisor_the_rank_that_fails_says_so(tmp_path: Path, folder: Path, rank: int) -> None:
     """By torchrun: the first error of any rank is printed, and what follows from it is not."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "step1_sft.main",
-        *words(1, data),
+        *words(1, folder),
     ]  # fmt: skip
     run = launch(tmp_path, command, tmp_path / RUN_FOLDERS[1])
     run.wait_for_steps(3)
@@ -151,8 +146,8 @@ def train(folder: Path, data: Path, *more: str) -> RankRun:
     return launch(folder, command, folder / RUN_FOLDERS[1])
 
 
-def test_train_restarts_a_killed_step_from_its_checkpoint(tmp_path: Path, data: Path) -> None:
-    run = train(tmp_path, data, "--max-restarts", "1", "--overwrite", "--sft.save-steps", "5")
+def test_train_restarts_a_killed_step_from_its_checkpoint(tmp_path: Path, folder: Path) -> None:
+    run = train(tmp_path, folder, "--max-restarts", "1", "--overwrite", "--sft.save-steps", "5")
     run.wait_for_steps(12)
     run.send(1, signal.SIGKILL)
     first = run.steps()
@@ -170,9 +165,9 @@ def test_train_restarts_a_killed_step_from_its_checkpoint(tmp_path: Path, data: 
 
 
 @pytest.mark.parametrize("victim", ["train.py", "supervisor"])
-def test_nothing_is_left_where_a_parent_is_killed(tmp_path: Path, data: Path, victim: str) -> None:
+def test_nothing_is_left_where_a_parent_is_killed(tmp_path: Path, folder: Path, victim: str) -> None:
     """kill -9 of train.py or of the supervisor: the ranks save and end."""
-    run = train(tmp_path, data)
+    run = train(tmp_path, folder)
     run.wait_for_steps(3)
     if victim == "train.py":
         run.process.kill()
@@ -192,14 +187,14 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
 
-def test_a_second_run_without_a_launch_script_is_refused(tmp_path: Path, data: Path) -> None:
+def test_a_second_run_without_a_launch_script_is_refused(tmp_path: Path, folder: Path) -> None:
     """By `python -m` and by torchrun; the run that was there goes on."""
-    run = start(1, tmp_path, data)
+    run = start(1, tmp_path, folder)
     run.wait_for_steps(1)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for launcher in ([], torchrun):
-        command = [sys.executable, *launcher, "-m", "step1_sft.main", *words(1, data)]
+        command = [sys.executable, *launcher, "-m", "step1_sft.main", *words(1, folder)]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
         )

@@ -15,11 +15,12 @@ import datasets
 import pytest
 import torch
 from broken_models import WEIGHTS, adapter, config, template, text, tokenizer
-from input_calls import call, make_inputs, stage_words
+from input_calls import call, stage_words
 
 from pipeline.data import templates
 from pipeline.processes import BYTES_OF_THREADS, memory_limit
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 Plant = Callable[[Path, Path], object]  # (the folder to spoil, the marker that must not appear)
 SECRET = "s3cret-in-another-file"
 SLOW_S = 0.3
@@ -223,11 +224,6 @@ ARTIFACTS: dict[str, Artifact] = {
     "weights that are a link": Artifact(linked(WEIGHTS), "chat", "path", 2, "no safetensors file"),
     "tokenizer that is a link": Artifact(linked("tokenizer.json"), "chat", "path", 2, "no tokenizer"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("artifacts"))
 
 
 def test_there_are_twenty_five() -> None:

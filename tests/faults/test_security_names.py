@@ -6,11 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from input_calls import MAINS, call, flags, make_inputs, stage_words, stopped_at_the_models
+from input_calls import MAINS, call, flags, stage_words, stopped_at_the_models
 from support.launch_stub import ROOT, stub_environment
 from support.marks import slow_but
 from support.messages import naming
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 USED = [
     "a; touch X", "$(touch X)", "`touch X`", "a && touch X", "a | touch X", "a > X", "a & touch X", "${HOME}", "$IFS",
     'a"b', "a'b", "a b", " a", "a\\b", "*", "?", "[x]", "{x,y}", "#x", "%s%n", "{0}", "-dash", "--flag", ".hidden",
@@ -44,11 +45,6 @@ REFUSED = [
     "/proc/1/x",
 ]
 FLAGS = ("output_dir", "data_path", "model_name_or_path")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("names"))
 
 
 @pytest.fixture

@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from input_calls import call, make_inputs, stage_words
+from input_calls import call, stage_words
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("offline"))
 
 
 @pytest.fixture

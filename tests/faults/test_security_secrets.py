@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from input_calls import call, make_inputs, stage_words
+from input_calls import call, stage_words
 from support.messages import naming
 
 from pipeline.configuration.resume_rules import check_same_settings
 from pipeline.errors import InputError, dashed
 from pipeline.redact import MASK, masked, redacted
+
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 
 HUB, WANDB, OPENAI = "hf_CANARYcanaryCANARYcanaryCANARY012345", "c" * 20 + "d" * 20, "sk-canaryCANARYcanaryCANARY01"
 ENVIRONMENT = {"HF_TOKEN": HUB, "WANDB_API_KEY": WANDB, "OPENAI_API_KEY": OPENAI, "AWS_SECRET_ACCESS_KEY": "aws-canary"}
@@ -26,11 +28,6 @@ HARMLESS = [
     "output/sk-1",
     "Dahoas/rm-static:0.5",
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_inputs(tmp_path_factory.mktemp("secrets"))
 
 
 def holding(folder: Path, canary: str) -> list[str]:

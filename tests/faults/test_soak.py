@@ -12,15 +12,9 @@ from statistics import median
 import pytest
 from stage_runs import Story, metrics, start
 from support.forks import PACKAGES, exit_code
-from support.tiny_run import make_folder
 
 STEPS = 1000
 WARM_UP = 200  # caches, allocator pools and lazily imported modules are there by then
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("soak"))
 
 
 def resident_bytes(pid: int) -> int:

@@ -6,17 +6,12 @@ from pathlib import Path
 import pytest
 from support.command_run import run_command
 from support.cuda_stage import scale_file
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 pytestmark = pytest.mark.gpu
 
 MODULES = {"sft": "step1_sft", "reward": "step2_reward", "ppo": "step3_ppo"}
 CASES = [(0, "bf16"), (2, "fp16"), (3, "bf16")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("cuda"))
 
 
 def run(stage: str, folder: Path, output: str, **given: object) -> list[dict]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_run import TIMEOUT_S
 from support.forks import environment
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 pytestmark = pytest.mark.gpu
 
@@ -50,11 +50,6 @@ CASES = {
 NAMES = ("loss", "grad_norm", "loss/policy", "loss/value", "actor/grad_norm", "critic/grad_norm", "objective/scores")
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("fused-steps"))
-
-
 def run(case: str, size: int, inputs: Path, folder: Path) -> tuple[list[dict[str, float]], set[str]]:
     """Fused from `size` numbers on: (its steps' numbers, which of KERNELS were compiled for it)."""
     module, flags = CASES[case]
@@ -74,9 +69,9 @@ def run(case: str, size: int, inputs: Path, folder: Path) -> tuple[list[dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_the_same(case, inputs, tmp_path):
-    fused, kernels = run(case, ALWAYS, inputs, tmp_path / "fused")
-    plain, no_kernels = run(case, NEVER, inputs, tmp_path / "plain")
+def test_steps_are_the_same(case, folder, tmp_path):
+    fused, kernels = run(case, ALWAYS, folder, tmp_path / "fused")
+    plain, no_kernels = run(case, NEVER, folder, tmp_path / "plain")
     # A linear layer with an adapter has no kernel with the ReLU after it.
     assert kernels == (KERNELS - {"_relu_gradient"} if "LoRA" in case else KERNELS) and not no_kernels
     assert len(fused) == len(plain) > 1 and len(fused[0]) > 1

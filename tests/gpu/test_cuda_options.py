@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cuda_stage import furthest, log_of, run_stage, scale_file
-from support.tiny_run import make_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf import chat
@@ -22,11 +21,6 @@ pytestmark = [
 LOSSES = ("loss/policy", "loss/value", "objective/kl", "objective/scores", "actor/grad_norm", "critic/grad_norm")
 FP32_TOLERANCE = 1e-4
 BOTH = ("actor", "critic")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("cuda-options"))
 
 
 @pytest.fixture(scope="module")

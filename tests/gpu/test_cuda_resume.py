@@ -6,21 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from stage_runs import kill_and_compare, regroup
-from support.tiny_run import make_folder
 from test_kill import check, tell
 
 EXACT = "--dtype bf16 --deterministic true"
 IN_8_BITS = "--optimizer-states 8bit --critic-zero-stage 1"
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("cuda-kill-inputs"))
-
-
 @pytest.fixture
-def folder(inputs: Path, tmp_path: Path) -> Path:
-    for path in inputs.iterdir():
+def folder(folder: Path, tmp_path: Path) -> Path:
+    for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     return tmp_path
 

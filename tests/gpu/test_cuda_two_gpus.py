@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_stage import furthest, log_of, run_stage
-from support.tiny_run import make_folder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,11 +18,6 @@ LOSSES = {
     "ppo": ("loss/policy", "loss/value", "objective/kl", "objective/scores", "actor/grad_norm", "critic/grad_norm"),
 }
 FP32_TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("two-gpus"))
 
 
 @pytest.fixture(scope="module")

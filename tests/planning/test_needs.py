@@ -2,18 +2,12 @@
 
 from pathlib import Path
 
-import pytest
-from support.tiny_run import make_folder
-
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.needs import needs
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("needs"), num_train=8, num_test=2)
+FOLDER_SIZES = {"num_train": 8, "num_test": 2}
 
 
 def phases(folder: Path, words: str):

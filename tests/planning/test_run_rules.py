@@ -1,7 +1,6 @@
 """What the plan of stage 3 takes from the run's functions: models, schedule, options, backend, copies, the cache."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from support.decode_models import llama, opt
 from support.engines import engine_of
-from support.in_process import group_of_one
 from support.messages import naming
 from transformers import PretrainedConfig
 
@@ -17,7 +15,6 @@ import step3_ppo.models.engines
 import step3_ppo.models.needs
 from benchmarks.speed.planned import LONG_7B, LONG_7B_MEASURED, OPT, planner_of, ppo
 from benchmarks.speed.random_models import config_of
-from pipeline import dist
 from pipeline.cache_memory import keeps_cache
 from pipeline.configuration.flags import parse
 from pipeline.configuration.groups import ModelConfig
@@ -183,12 +180,6 @@ def test_schedule_options_and_backend_of_a_plan_are_those_of_the_run(monkeypatch
     assert replace(planner, cached={}).needs(resolved).rollout.kernels_per_step > 2 * plain.rollout.kernels_per_step
     for cached in forgotten:
         cached.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[dist.World]:
-    with group_of_one() as joined:
-        yield joined
 
 
 MODELS = {"opt": opt, "llama": llama}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.messages import naming
-from support.tiny_run import make_folder, write_lines
+from support.tiny_run import write_lines
 from transformers import AutoTokenizer
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
@@ -20,6 +20,8 @@ from pipeline.preparation.preflight import look_before_start
 from pipeline.run.data_split import data_of
 from pipeline.run.earlier_runs import input_contents
 from rlhf.stages import STAGES
+
+FOLDER_SIZES = {"num_train": 8, "num_test": 4, "num_documents": 8}
 
 SFT, REWARD, PPO, DPO = STAGES
 STARTS = {
@@ -36,15 +38,10 @@ def configuration(stage: Stage, *more: str) -> Any:
     return parse(stage.config, [*words, *more], section=stage.section).config
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("changed"), num_train=8, num_test=4, num_documents=8)
-
-
 @pytest.fixture
-def begun(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Stage], Any]:
+def begun(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Stage], Any]:
     """Leave what a run's checkpoint says of its data, in a folder with the inputs; return its configuration."""
-    for path in inputs.iterdir():
+    for path in folder.iterdir():
         if path.is_dir():
             (tmp_path / path.name).symlink_to(path)
         else:

@@ -18,8 +18,9 @@ import pytest
 from support import forks
 from support.command_run import Ended, run_command
 from support.messages import naming
-from support.tiny_run import make_folder, write_lines
+from support.tiny_run import write_lines
 
+FOLDER_SIZES = {"num_train": 24, "num_test": 4}
 COLOUR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-8]|9[0-7])(?:;[0-9;]*)?m")
 SFT = (
     *("--model-name-or-path", "base", "--data-path", "train.jsonl", "--eval-data-path", "test.jsonl"),
@@ -40,11 +41,6 @@ SFT = (
 STEERS = "[red]x[/red] <script>alert(1)</script> \x1b[31mred\r\x1b[2J"
 SHOWN = r"[red]x[/red] <script>alert(1)</script> \x1b[31mred"
 NOISE = (*("printed", "C on 1", "C on 2", "a warning", "a library's line", "DeepSpeed's line"),)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("logs"), num_train=24, num_test=4)
 
 
 def be_noisy() -> None:

@@ -1,24 +1,15 @@
 """Fixtures of step 3's tests: a process group of one, tiny models, the gradients of each step."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from support.in_process import group_of_one
 from support.ppo_updates import MEAN, STD, gradients
 from support.tiny_models import save_tiny
 from transformers import PreTrainedTokenizerFast
 
-from pipeline import dist
 from pipeline.data.templates import set_template
 from pipeline.training.steps import step_together
 from step3_ppo import updater as updater_module
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[dist.World]:
-    with group_of_one() as made:
-        yield made
 
 
 @pytest.fixture(scope="module", params=["opt", "llama"])

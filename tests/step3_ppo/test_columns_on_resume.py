@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.messages import naming
-from support.tiny_run import make_folder, write_lines
+from support.tiny_run import write_lines
 
 from pipeline.checkpoints import checkpoint
 from pipeline.configuration.flags import parse
@@ -20,6 +20,7 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.stage import STAGE
 from step3_ppo.state import State, checkpoint_content
 
+FOLDER_SIZES = {"num_train": 12}
 CHANGED = "columns of prompts: got content [0-9a-f]{12}, .* content [0-9a-f]{12}"
 
 
@@ -30,11 +31,6 @@ class Answers:
 
     def score(self, rows: ScoredRows) -> torch.Tensor:
         return torch.tensor([float(row.extra["answer"]) for row in rows])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("columns"), num_train=12)
 
 
 @pytest.fixture

@@ -3,17 +3,14 @@
 Every parameter changes between two rollouts; the second is compared with the eager loop on the weights as they are.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.decode_models import EOS, PAD, assert_same, llama, opt, poll_often, random_prompts, shaken_all
 from support.engines import engine_of
-from support.in_process import group_of_one
 from support.messages import naming
 
-from pipeline import dist
 from pipeline.engine.engine import TrainingEngine
 from pipeline.errors import InputError
 from pipeline.generation.options import GenerationOptions
@@ -25,17 +22,12 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.models.hybrid_engine import HybridEngine
 from step3_ppo.rollout import generation_options
 
+pytestmark = pytest.mark.usefixtures("world")
 FUSED = GenerationOptions(backend="fused")
 PROMPTS = random_prompts((3, 1))
 SETTINGS: dict[str, Any] = {"num_samples": 1, "sampling": Sampling(3), "key": RandomKey(3, "rollout")}
 MAKERS = {"opt": opt, "llama": llama}
 CASES = [("opt", 0), ("opt", 1), ("opt", 2), ("opt", 3), ("llama", 3)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[dist.World]:
-    with group_of_one() as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from support.in_process import undone_afterwards
-from support.tiny_run import make_folder
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
@@ -16,10 +15,7 @@ from step3_ppo.main import main
 from step3_ppo.models.needs import models_of, needs, old_log_probs
 from step3_ppo.stage import STAGE
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("log_probs"), num_train=8, num_test=2)
+FOLDER_SIZES = {"num_train": 8, "num_test": 2}
 
 
 def config_of(folder: Path, words: str, ranks: int = 1) -> PPOConfig:

@@ -15,7 +15,7 @@ from support.messages import naming
 from support.pages import blocks
 from support.reward_rows import rows_of
 from support.source_tree import ROOT
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 from pipeline.checkpoints.shared_names import shareable_flags
 from pipeline.configuration.flags import parse
@@ -29,6 +29,7 @@ from step3_ppo.flags.loss_file import load_loss
 from step3_ppo.main import main
 from step3_ppo.objectives import PolicyObjective, StepSize, Sums
 
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 PAGE = (ROOT / "docs" / "guides" / "own_loss.md").read_text(encoding="utf-8")
 CODE = """
 import torch
@@ -189,11 +190,6 @@ def test_a_card_names_the_file_without_its_folder(file: Path) -> None:
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("losses"), num_train=16, num_test=4)
 
 
 def words_of(folder: Path, out: Path, **changes: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
@@ -292,11 +292,6 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
             log_differences(checkpoint, saved, values_by_rule(goes_on, "rounding"), defaults_of(goes_on))
         assert len(caplog.messages) == max(len(told), more)
         assert ("communication_data_type fp32 -> auto" in caplog.text) == bool(more)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("rollout-size"))
 
 
 def trained(folder: Path, out: Path, steps: int, more: str = "") -> int:

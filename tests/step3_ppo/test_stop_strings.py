@@ -8,7 +8,7 @@ import pytest
 from input_calls import Ending, call, stage_words
 from support.marks import slow
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 from transformers import AutoTokenizer
 
 from pipeline.configuration.flags import parse
@@ -16,12 +16,8 @@ from pipeline.configuration.resume_rules import batch_sizes, other_settings, set
 from step3_ppo.config import PPOConfig
 from step3_ppo.rollout import make_sampling, sampling_line
 
+FOLDER_SIZES = {"num_train": 8, "num_test": 4}
 SIZES = {"per_device_train_batch_size": 4, "max_answer_seq_len": 12, "missing_eos_penalty": 4.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("stops"), num_train=8, num_test=4)
 
 
 def run(folder: Path, out: Path, **flags: Any) -> tuple[Ending, Path]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.in_process import error_lines, undone_afterwards
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import parse
@@ -16,13 +16,9 @@ from step3_ppo.main import main
 from step3_ppo.mathematics.estimators import estimate_advantages
 from step3_ppo.stage import STAGE
 
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 STEPS = 4
 OF_A_CRITIC = {"loss/value", "value/clipfrac", "value/explained_variance", "critic/grad_norm", "critic/learning_rate"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("critic-free"), num_train=16, num_test=4)
 
 
 def words(folder: Path, out: Path, **changes: Any) -> list[str]:

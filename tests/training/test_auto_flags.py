@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
-from support.tiny_run import make_folder
 
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.fastest import Candidate
@@ -17,14 +16,10 @@ from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_ppo.main import main as ppo_main
 
+FOLDER_SIZES = {"num_train": 40, "num_test": 24}
 MAINS = {"sft": sft_main, "reward": reward_main, "ppo": ppo_main}
 GPU = Target("GPU", 8 * GIB, tb_per_s=2.0, tflops=300.0, described=False)
 CUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("auto"), num_train=40, num_test=24)
 
 
 def run(stage: str, folder: Path, out: Path, *words: object, max_steps: int = 2) -> dict[str, Any]:

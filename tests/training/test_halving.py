@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from support.ds_arguments import PARTITIONED_FILE
 from support.in_process import undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder
 from transformers import OPTForCausalLM
 
 from pipeline.configuration.groups import OptimizerConfig
@@ -30,6 +29,7 @@ from step3_ppo import training as ppo_training
 from step3_ppo.main import main as ppo_main
 from step3_ppo.models.hybrid_engine import HybridEngine
 
+FOLDER_SIZES = {"num_train": 24, "num_test": 6}
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. "
     "GPU 0 has a total capacity of 79.11 GiB of which 44.69 MiB is free."
@@ -80,11 +80,6 @@ def out_of_memory(
         yield failed
     finally:
         of.forward = true_forward
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("halving"), num_train=24, num_test=6)
 
 
 def run(stage: str, folder: Path, out: Path, micro_batch: int, accumulation: int = 1, **changes: Any) -> int:

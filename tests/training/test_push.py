@@ -8,7 +8,6 @@ import pytest
 from support.hub_server import Hub, hub_server
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder
 
 from pipeline import hub
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT
@@ -18,13 +17,9 @@ from step1_sft.main import main as sft
 from step1_sft.stage import STAGE
 from step3_ppo.main import main as ppo
 
+FOLDER_SIZES = {"num_train": 12, "num_test": 2}
 TOKEN = "hf_CANARYcanaryCANARYcanaryCANARY012345"
 COMMIT = "/api/models/org/tiny/commit/"
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("push"), num_train=12, num_test=2)
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +39,17 @@ def use(served: Hub | None, monkeypatch: pytest.MonkeyPatch, *, token: str = TOK
     monkeypatch.setenv("HF_TOKEN", token)
 
 
-def words(inputs: Path, out: Path, *further: str) -> list[str]:
+def words(folder: Path, out: Path, *further: str) -> list[str]:
     flags = {
-        "data_path": inputs / "train.jsonl", "data_split": "none", "data_output_path": inputs / "cache", "max_steps": 1,
+        "data_path": folder / "train.jsonl", "data_split": "none", "data_output_path": folder / "cache", "max_steps": 1,
         "per_device_train_batch_size": 4, "dtype": "fp32", "monitors": "none", "output_dir": out,
-        "push_to_hub": "org/tiny", "eval_data_path": inputs / "test.jsonl",
+        "push_to_hub": "org/tiny", "eval_data_path": folder / "test.jsonl",
     }  # fmt: skip
     return [*(str(word) for name, value in flags.items() for word in (f"--{name}", value)), *further]
 
 
-def sft_words(inputs: Path, out: Path) -> list[str]:
-    return words(inputs, out, "--model-name-or-path", str(inputs / "base"), "--max-seq-len", "96")
+def sft_words(folder: Path, out: Path) -> list[str]:
+    return words(folder, out, "--model-name-or-path", str(folder / "base"), "--max-seq-len", "96")
 
 
 def run(main, argv: list[str]) -> int:
@@ -66,10 +61,10 @@ def texts_below(folder: Path) -> str:
     return "".join(file.read_text(errors="replace") for file in folder.rglob("*") if file.is_file())
 
 
-def test_the_finished_model_is_uploaded_whole(inputs, tmp_path, monkeypatch, capfd) -> None:
+def test_the_finished_model_is_uploaded_whole(folder, tmp_path, monkeypatch, capfd) -> None:
     with hub_server() as served:
         use(served, monkeypatch)
-        assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_DONE
+        assert run(sft, sft_words(folder, tmp_path / "sft")) == EXIT_DONE
     (created,) = served.created
     assert (created["organization"], created["name"]) == ("org", "tiny")
     assert created.get("visibility") == "private" or created.get("private") is True, "older clients say the latter"
@@ -81,20 +76,20 @@ def test_the_finished_model_is_uploaded_whole(inputs, tmp_path, monkeypatch, cap
     assert TOKEN not in printed + texts_below(tmp_path)
 
 
-def test_of_several_models_the_actor_is_uploaded(inputs, tmp_path, monkeypatch) -> None:
-    start = ("--actor-model-name-or-path", str(inputs / "base"), "--critic-model-name-or-path", str(inputs / "scorer"))
+def test_of_several_models_the_actor_is_uploaded(folder, tmp_path, monkeypatch) -> None:
+    start = ("--actor-model-name-or-path", str(folder / "base"), "--critic-model-name-or-path", str(folder / "scorer"))
     lengths = ("--max-prompt-seq-len", "48", "--max-answer-seq-len", "4")
     with hub_server() as served:
         use(served, monkeypatch)
-        assert run(ppo, words(inputs, tmp_path / "out", *start, *lengths)) == EXIT_DONE
+        assert run(ppo, words(folder, tmp_path / "out", *start, *lengths)) == EXIT_DONE
     assert served.files["model.safetensors"] == (tmp_path / "out/actor/model.safetensors").read_bytes()
 
 
-def test_a_refused_upload_is_one_line_and_leaves_the_model(inputs, tmp_path, monkeypatch, capfd) -> None:
+def test_a_refused_upload_is_one_line_and_leaves_the_model(folder, tmp_path, monkeypatch, capfd) -> None:
     out = tmp_path / "my sft"
     with hub_server(COMMIT) as served:
         use(served, monkeypatch)
-        assert run(sft, sft_words(inputs, out)) == EXIT_ENVIRONMENT
+        assert run(sft, sft_words(folder, out)) == EXIT_ENVIRONMENT
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line == naming("error: --push-to-hub org/tiny ... no right to do this")
     assert line == naming(f"{out}: hf upload org/tiny '{out}' . --private")
@@ -113,24 +108,24 @@ def test_a_refused_upload_is_one_line_and_leaves_the_model(inputs, tmp_path, mon
     ],
 )
 def test_an_upload_that_cannot_be_is_refused_before_the_start(
-    inputs, tmp_path, monkeypatch, capfd, has_server, change, expected
+    folder, tmp_path, monkeypatch, capfd, has_server, change, expected
 ) -> None:
     """By a stage itself before it writes anything, and among all problems of `rlhf train`."""
     with hub_server() as served:
         use(served if has_server else None, monkeypatch, **change)
-        assert run(sft, sft_words(inputs, tmp_path / "sft")) == EXIT_ENVIRONMENT
+        assert run(sft, sft_words(folder, tmp_path / "sft")) == EXIT_ENVIRONMENT
         found = error_lines(capfd.readouterr().err)
         assert found == [naming(f"error: --push-to-hub org/tiny ... {expected}; ... without the flag")]
         assert not list(tmp_path.iterdir()) and served.requests == []
-        config = read_flags(STAGE, sft_words(inputs, tmp_path / "sft")).config
+        config = read_flags(STAGE, sft_words(folder, tmp_path / "sft")).config
         with pytest.raises(Exception, match="^--sft.push-to-hub org/tiny: ") as raised:
             look_before_start({STAGE: config}, dry_run=False, named_by_section=True)
         assert raised.value.code == EXIT_ENVIRONMENT
 
 
 @pytest.mark.parametrize("name", ["a b", "org/name/more", "./sft", "https://hub/org/name"])
-def test_what_is_no_id_is_refused(inputs, tmp_path, capfd, name) -> None:
-    assert run(sft, [*sft_words(inputs, tmp_path / "sft"), "--push-to-hub", name]) == EXIT_INPUT
+def test_what_is_no_id_is_refused(folder, tmp_path, capfd, name) -> None:
+    assert run(sft, [*sft_words(folder, tmp_path / "sft"), "--push-to-hub", name]) == EXIT_INPUT
     assert f"--push-to-hub: got {name!r}" in capfd.readouterr().err
 
 

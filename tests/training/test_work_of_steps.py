@@ -1,24 +1,19 @@
 """The operations of a step that its `mfu` counts, in the stages that train one model."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.in_process import undone_afterwards
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 from pipeline.training.supervised import Supervised
 from step1_sft.main import main as sft_main
 from step2_reward.main import main as reward_main
 from step3_dpo.main import main as dpo_main
 
+FOLDER_SIZES = {"num_train": 8, "num_test": 2}
 MAINS = {"sft": sft_main, "reward": reward_main, "dpo": dpo_main}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("work"), num_train=8, num_test=2)
 
 
 @pytest.mark.slow

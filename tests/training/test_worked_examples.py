@@ -166,16 +166,11 @@ with group_of_one() as world:
 
 
 @pytest.fixture(scope="module")
-def ppo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("ppo"))
-
-
-@pytest.fixture(scope="module")
-def ppo_runs(changed: Path, ppo_folder: Path) -> list[dict]:
+def ppo_runs(changed: Path, folder: Path) -> list[dict]:
     """Runs as before, with the new estimator, objective, loss and backend; all start alike."""
     runs = [("eager", ""), ("eager", "advantage_estimator"), ("eager", "imitation_coef")]
     runs += [("eager", "policy_loss", "unclipped"), ("plain", "")]
-    printed = run(changed, ppo_folder, "-c", PPO, json.dumps(runs), DS_ACCELERATOR="cpu")
+    printed = run(changed, folder, "-c", PPO, json.dumps(runs), DS_ACCELERATOR="cpu")
     return [json.loads(line) for line in printed.splitlines()]
 
 
@@ -197,12 +192,12 @@ def test_the_new_estimator_compares_the_responses_to_one_prompt(ppo_runs: list[d
     assert after["metrics"]["actor/grad_norm"] != pytest.approx(before["metrics"]["actor/grad_norm"], rel=0.01)
 
 
-def test_the_gradient_of_the_new_objective_is_added_to_the_policys(ppo_runs: list[dict], ppo_folder: Path) -> None:
+def test_the_gradient_of_the_new_objective_is_added_to_the_policys(ppo_runs: list[dict], folder: Path) -> None:
     before, _, after, *_ = ppo_runs
     assert after["advantages"] == before["advantages"]
     num_tokens = sum(after["response_lengths"])
     for one in (before, after):
-        model = AutoModelForCausalLM.from_pretrained(ppo_folder / "base").eval()
+        model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
         policy, imitation = torch.zeros(()), torch.zeros(())
         for n, (start, length) in enumerate(zip(one["prompt_lengths"], one["response_lengths"], strict=True)):
             ids = torch.tensor([one["sequences"][n][: start + length]])
