@@ -87,8 +87,11 @@ class Rank:
         return self.group.findings(case)[self.rank]
 
 
+Found = dict[int, list[Rank]]
+
+
 @contextmanager
-def running(worker: str, sizes: Sequence[int], folder: Path, inputs: Path) -> Iterator[dict[int, list[Rank]]]:
+def running(worker: str, sizes: Sequence[int], folder: Path, inputs: Path) -> Iterator[Found]:
     """World size -> rank -> case -> result, for the cases of `tests/multi/<worker>.py`."""
     groups = {size: Group(worker, size, folder / f"world-{size}", inputs) for size in sizes}
     try:

@@ -1,31 +1,11 @@
 """Ranks that share the weights in a rollout, or partition them, sample what the eager loop does on one rank."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-import torch
-from compare import TOLERANCE, apart
-from group import Rank, running
+from compare import TOLERANCE, apart, assert_same_responses
+from group import Found
 from support.marks import slow_but
-from support.tiny_run import make_folder, take_lines
 
-Found = dict[int, list[Rank]]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
-    """World size -> rank -> case -> findings."""
-    folder = tmp_path_factory.mktemp("decode")
-    make_folder(folder)
-    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    with running("worker_decode", (1, 2), folder, folder) as groups:
-        yield groups
-
-
-def assert_same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert mine["responses"] == reference["responses"] and mine["finished"] == reference["finished"]
-    torch.testing.assert_close(mine["log_probs"], reference["log_probs"], rtol=TOLERANCE, atol=TOLERANCE)
+WORKER = "worker_decode"
 
 
 def test_rollouts_are_worth_comparing(found: Found) -> None:
@@ -40,7 +20,7 @@ def test_rollouts_are_worth_comparing(found: Found) -> None:
 def test_ranks_that_share_the_weights_sample_what_one_rank_does(found: Found, name: str) -> None:
     for rank in found[2]:
         for part in ("first", "second"):
-            assert_same(rank[f"shared {name}"][part], found[1][0][f"shared {name}"][part])
+            assert_same_responses(rank[f"shared {name}"][part], found[1][0][f"shared {name}"][part])
 
 
 @pytest.mark.slow
@@ -49,21 +29,21 @@ def test_zero_3_samples_what_one_rank_does(found: Found, case: str) -> None:
     """The weights are gathered whole on each rank, or the parts that ranks share."""
     for rank in found[2]:
         for part in ("first", "second"):
-            assert_same(rank[case][part], found[1][0]["shared llama"][part])
+            assert_same_responses(rank[case][part], found[1][0]["shared llama"][part])
 
 
 @pytest.mark.slow
 def test_ranks_may_draw_different_numbers_of_tokens(found: Found) -> None:
     assert [rank["uneven z3"]["longest"] for rank in found[2]] == [7, 2]
     for rank in found[2]:
-        assert_same(rank["uneven z3"]["second"], found[1][0]["shared opt"]["second"])
+        assert_same_responses(rank["uneven z3"]["second"], found[1][0]["shared opt"]["second"])
 
 
 @pytest.mark.slow
 def test_a_stop_on_one_rank_stops_its_group(found: Found) -> None:
     for rank in found[2]:
         assert rank["stopped"]["stopped"] and rank["stopped"]["asked"] == 3
-        assert_same(rank["stopped"]["next"], found[1][0]["shared opt"]["first"])
+        assert_same_responses(rank["stopped"]["next"], found[1][0]["shared opt"]["first"])
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from stage_runs import Story, metrics, run_well
 from support.marks import rare_but
-from support.tiny_run import make_folder
 
 # Each call appends its rank, its prompt and its values to a file.
 REWARDS = """
@@ -30,8 +29,7 @@ WORDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("ranks-functions"))
+def folder(folder: Path) -> Path:
     (folder / "rewards.py").write_text(REWARDS)
     return folder
 

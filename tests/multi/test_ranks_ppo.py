@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compare import TOLERANCE, apart, numbers_apart
-from group import Rank, running
+from compare import TOLERANCE, apart, every_rank, numbers_apart
+from group import Found
 from support.marks import slow_but
-from support.tiny_run import make_folder, take_lines, write_lines
+from support.tiny_run import take_lines, write_lines
 
 # Of one rank: 2 rows of the 4 of an update. Two ranks have 1 row each then, or 2.
 SHAPES = [
@@ -50,27 +50,19 @@ def some(prompts, completions, completion_ids):
     return [[0.1 * n for n in range(len(ids))] for ids in completion_ids]
 """
 
-Found = dict[int, list[Rank]]
+WORKER = "worker_ppo"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
-    """World size -> rank -> case -> findings."""
-    folder = tmp_path_factory.mktemp("ppo")
-    make_folder(folder)
-    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    rows = map(json.loads, (folder / "few.jsonl").read_text().splitlines())
+def folder(folder: Path) -> Path:
+    """The inputs with a function, and with rows that have a column for it."""
+    rows = map(json.loads, (folder / "train.jsonl").read_text().splitlines()[:20])
     write_lines(folder / "guesses.jsonl", [{**row, "guess": 0.5 + n / 8} for n, row in enumerate(rows)])
     take_lines(folder / "test.jsonl", folder / "seven.jsonl", 7)
     (folder / "rewards.py").write_text(FUNCTION)
     held_out = map(json.loads, (folder / "test.jsonl").read_text().splitlines())
     write_lines(folder / "test.jsonl", [{**row, "guess": 1.0} for row in list(held_out)])
-    with running("worker_ppo", (1, 2), folder, folder) as groups:
-        yield groups
-
-
-def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
-    return [ranks[case] for size in found for ranks in found[size]]
+    return folder
 
 
 def assert_equal_rollouts(mine: dict[str, Any], reference: dict[str, Any]) -> None:

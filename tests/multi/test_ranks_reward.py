@@ -1,41 +1,21 @@
 """Step 2 gives the same losses, gradients and scores however a step is cut: micro-batches, ranks, ZeRO stages."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-from compare import TOLERANCE, apart, numbers_apart
-from group import Rank, running
+from compare import (
+    BF16_TOLERANCE,
+    SHAPES_AND_STAGES,
+    TOLERANCE,
+    apart,
+    assert_equal_steps,
+    assert_exact,
+    every_rank,
+    numbers_apart,
+)
+from group import Found
 from support.marks import slow_but
-from support.tiny_run import make_folder, take_lines
 
-SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
-QUICK = [(1, "m8", 0), (1, "m2", 3), (2, "m4", 1), (2, "m2", 2), (2, "m1", 0), (2, "m2", 3)]
-SHAPES_AND_STAGES = slow_but(QUICK, [(*shape, stage) for shape in SHAPES for stage in range(4)])
 VARIANTS = ["lora", "recomputed", "per token", "centred"]
-BF16_TOLERANCE = 0.05
-
-Found = dict[int, list[Rank]]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
-    """World size -> rank -> case -> findings."""
-    folder = tmp_path_factory.mktemp("reward")
-    make_folder(folder)
-    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    with running("worker_reward", (1, 2), folder, folder) as groups:
-        yield groups
-
-
-def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
-    return [ranks[case] for size in found for ranks in found[size]]
-
-
-def assert_equal_steps(mine: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
-    assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
-    assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+WORKER = "worker_reward"
 
 
 @pytest.mark.few(3)
@@ -44,9 +24,7 @@ def test_equals_transformers(found: Found, stage: int, size: int, micro: str) ->
     exact = found[1][0]["exact"]
     assert exact["rows"] == 8
     for rank in found[size]:
-        case = rank[f"z{stage} {micro}"]
-        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
-        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+        assert_exact(rank[f"z{stage} {micro}"], exact)
 
 
 @pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
@@ -63,8 +41,7 @@ def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
     exact = found[1][0]["exact partial"]
     assert exact["rows"] == 4
     for case in every_rank(found, f"z{stage} partial"):
-        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
-        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+        assert_exact(case, exact)
 
 
 @pytest.mark.parametrize("stage", slow_but([2, 3], range(4)))

@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from compare import TOLERANCE, apart, numbers_apart
-from group import Rank, running
+from compare import (
+    BF16_TOLERANCE,
+    SHAPES_AND_STAGES,
+    TOLERANCE,
+    apart,
+    assert_equal_steps,
+    assert_exact,
+    every_rank,
+    numbers_apart,
+)
+from group import Found, running
 from safetensors.torch import load_file
 from support.marks import slow_but
 from support.model_folders import assert_same_folder
@@ -17,27 +25,8 @@ from pipeline.errors import EXIT_DONE
 from rlhf.models import export
 
 UNPARTITIONED = "z3 unpartitioned"
-SHAPES = [(1, "m8"), (1, "m2"), (1, "m1"), (2, "m4"), (2, "m2"), (2, "m1")]
-QUICK = [(1, "m8", 0), (1, "m2", 3), (2, "m4", 1), (2, "m2", 2), (2, "m1", 0), (2, "m2", 3)]
-SHAPES_AND_STAGES = slow_but(QUICK, [(*shape, stage) for shape in SHAPES for stage in range(4)])
-BF16_TOLERANCE = 0.05
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-Found = dict[int, list[Rank]]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
-    """World size -> rank -> case -> findings."""
-    folder = tmp_path_factory.mktemp("sft")
-    make_folder(folder)
-    take_lines(folder / "train.jsonl", folder / "few.jsonl", 20)
-    with running("worker_sft", (1, 2), folder, folder) as groups:
-        yield groups
-
-
-def every_rank(found: Found, case: str) -> list[dict[str, Any]]:
-    return [ranks[case] for size in found for ranks in found[size]]
+WORKER = "worker_sft"
 
 
 def test_inputs_exist(found: Found) -> None:
@@ -49,9 +38,7 @@ def test_inputs_exist(found: Found) -> None:
 def test_equals_transformers(found: Found, stage: int, size: int, micro: str) -> None:
     exact = found[1][0]["exact"]
     for rank in found[size]:
-        case = rank[f"z{stage} {micro}"]
-        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
-        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+        assert_exact(rank[f"z{stage} {micro}"], exact)
 
 
 @pytest.mark.parametrize(("size", "micro", "stage"), SHAPES_AND_STAGES)
@@ -68,8 +55,7 @@ def test_first_steps_are_equal(found: Found, stage: int, size: int, micro: str) 
 def test_partial_last_step_is_the_exact_mean(found: Found, stage: int) -> None:
     exact = found[1][0]["exact partial"]
     for case in every_rank(found, f"z{stage} partial"):
-        assert numbers_apart(case["losses"][:1], exact["losses"]) < TOLERANCE
-        assert apart(case["gradients"], exact["gradients"]) < TOLERANCE
+        assert_exact(case, exact)
 
 
 def test_an_evaluation_takes_so_many_batches_on_each_rank(found: Found) -> None:
@@ -89,9 +75,7 @@ KINDS = ["z1 offload", "z2 offload", "z3 offload", "z3 offload parameters", "z3 
 def test_offload_and_partitioning_change_nothing(found: Found, case: str) -> None:
     reference = found[1][0]["z0 m2"]
     for mine in every_rank(found, case):
-        assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
-        assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
-        assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+        assert_equal_steps(mine, reference)
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +123,7 @@ def test_lora_is_equal(found: Found, case: str) -> None:
     reference = found[1][0]["z0 lora"]
     assert all("lora_" in name for name in reference["gradients"])
     for mine in every_rank(found, case):
-        assert apart(mine["gradients"], reference["gradients"]) < TOLERANCE
-        assert numbers_apart(mine["losses"], reference["losses"]) < TOLERANCE
-        assert numbers_apart(mine["norms"], reference["norms"]) < TOLERANCE
+        assert_equal_steps(mine, reference)
 
 
 @pytest.mark.few(1)

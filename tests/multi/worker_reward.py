@@ -7,10 +7,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file
-from stages import make_run, training_rows, watched_steps
+from stages import (
+    PARTIAL_STEP,
+    ROWS_PER_STEP,
+    Words,
+    make_run,
+    read_back,
+    supervised_words,
+    training_rows,
+    watched_steps,
+)
 from support.bare_control import bare_control
-from support.ds_arguments import PARTITIONED_FILE
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
@@ -23,14 +30,6 @@ from step2_reward import training
 from step2_reward.config import RewardConfig
 from step2_reward.pair_scores import score_pairs, score_statistics, summary
 
-Words = tuple[object, ...]
-
-ROWS_PER_STEP = 8
-# Adam's first step is rate * g / (|g| + eps). Gradients summed in another order differ by rounding, and weights by
-# at most rate / eps times as much: with this eps by no more than gradients. (With 1e-6 it was 2,000 times as much.)
-RATE = 2e-3
-PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
-
 
 def take_step(reward: training.Reward, step: Step[PairBatch], state: training.State) -> float:
     """One pass of the loop's body; the loss of a pair."""
@@ -42,21 +41,8 @@ def take_step(reward: training.Reward, step: Step[PairBatch], state: training.St
 
 def setup(inputs: Path, micro: int, words: Words = ()) -> training.Reward:
     """Everything of a run at a constant rate."""
-    accumulation = ROWS_PER_STEP // micro // dist.world_size()
-    run = make_run(
-        RewardConfig,
-        "reward",
-        [
-            *("--model-name-or-path", inputs / "base", "--data-path", inputs / "few.jsonl"),
-            *("--eval-data-path", inputs / "test.jsonl", "--per-device-eval-batch-size", 3),
-            *("--data-split", "none", "--data-output-path", inputs / "cache"),
-            *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
-            *("--adam-eps", RATE),
-            *("--deepspeed-config", PARTITIONED_FILE),
-            *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
-            *words,
-        ],
-    )
+    held_out = ("--eval-data-path", inputs / "test.jsonl", "--per-device-eval-batch-size", 3)
+    run = make_run(RewardConfig, "reward", [*supervised_words(inputs, micro), *held_out, *words])
     return replace(training.build(run, run.resolved.config), rate=lambda step: 1.0)
 
 
@@ -109,17 +95,8 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
         score_pairs(reward.engine, reward.held_out(3), reward.run.world.device)
     )
     training.save(reward, state)
-    folder = Path(reward.config.run.output_dir)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    adapter = folder / "adapter" / "adapter_model.safetensors"
-    return {
-        "weights": dict(model.state_dict()),
-        "adapter": load_file(adapter) if adapter.is_file() else {},
-        "problems": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
-        "statistics": [model.config.score_mean, model.config.score_std],
-    }
+    model, found = read_back(AutoModelForSequenceClassification, Path(reward.config.run.output_dir))
+    return found | {"statistics": [model.config.score_mean, model.config.score_std]}
 
 
 def some_held_out(inputs: Path) -> dict[str, Any]:

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero import partition_parameters
 from pytest import MonkeyPatch
-from safetensors.torch import load_file
-from stages import current_world, make_run, training_rows, watched_steps, weights
+from stages import (
+    PARTIAL_STEP,
+    ROWS_PER_STEP,
+    Words,
+    current_world,
+    make_run,
+    read_back,
+    supervised_words,
+    training_rows,
+    watched_steps,
+    weights,
+)
 from support.bare_control import bare_control
-from support.ds_arguments import PARTITIONED_FILE, zero_file
+from support.ds_arguments import zero_file
 from transformers import AutoModelForCausalLM
 
 from pipeline import dist
@@ -25,14 +35,6 @@ from pipeline.rendezvous import num_ranks
 from pipeline.training.steps import note_skipped_step
 from step1_sft import training
 from step1_sft.config import SFTConfig
-
-Words = tuple[object, ...]
-
-ROWS_PER_STEP = 8
-# Adam's first step is rate * g / (|g| + eps). Gradients summed in another order differ by rounding, and weights by
-# at most rate / eps times as much: with this eps by no more than gradients. (With 1e-6 it was 2,000 times as much.)
-RATE = 2e-3
-PARTIAL_STEP = 2  # 20 rows: the third step of an epoch has 4
 
 
 def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) -> float:
@@ -47,20 +49,7 @@ def take_step(sft: training.SFT, step: Step[SFTBatch], state: training.State) ->
 
 def setup(inputs: Path, micro: int, words: Words = ()) -> training.SFT:
     """Everything of a run at a constant rate, with `micro` rows a micro-batch and ROWS_PER_STEP rows a step."""
-    accumulation = ROWS_PER_STEP // micro // dist.world_size()
-    run = make_run(
-        SFTConfig,
-        "sft",
-        [
-            *("--model-name-or-path", inputs / "base", "--data-path", inputs / "few.jsonl"),
-            *("--data-split", "none", "--eval-fraction", 0, "--data-output-path", inputs / "cache"),
-            *("--max-seq-len", 96, "--learning-rate", RATE, "--dtype", "fp32"),
-            *("--adam-eps", RATE),
-            *("--deepspeed-config", PARTITIONED_FILE),
-            *("--per-device-train-batch-size", micro, "--gradient-accumulation-steps", accumulation),
-            *words,
-        ],
-    )
+    run = make_run(SFTConfig, "sft", [*supervised_words(inputs, micro), "--eval-fraction", 0, *words])
     return replace(training.build(run, run.resolved.config), rate=lambda step: 1.0)
 
 
@@ -127,19 +116,11 @@ def saved(inputs: Path, micro: int, words: Words) -> dict[str, Any]:
     state = training.State()
     take_step(sft, sft.loader.step(0), state)
     training.save(sft, state)
-    folder = Path(sft.config.run.output_dir)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    adapter = folder / "adapter" / "adapter_model.safetensors"
+    model, found = read_back(AutoModelForCausalLM, Path(sft.config.run.output_dir))
     ids = torch.arange(3, 43).reshape(2, 20)
     with torch.no_grad():
         logits = model.eval()(ids).logits
-    return {
-        "weights": dict(model.state_dict()),
-        "adapter": load_file(adapter) if adapter.is_file() else {},
-        "problems": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
-        "logits": logits,
-        "trained_logits": live_logits(sft.engine, ids),
-    }
+    return found | {"logits": logits, "trained_logits": live_logits(sft.engine, ids)}
 
 
 @torch.no_grad()
