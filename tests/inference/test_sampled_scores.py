@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.in_process import undone_afterwards
 from support.messages import naming
-from support.scripted_model import save, tiny_config
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from support.scripted_model import ending_model, save, tiny_config
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers import LlamaForSequenceClassification as Classifier
 
 from pipeline.errors import InputError
@@ -47,12 +47,8 @@ def model(bpe_folder, tmp_path, monkeypatch) -> str:
     Path("f.py").write_text(FUNCTIONS)
     tiny_judge(bpe_folder, tmp_path / "first", 1)
     tiny_judge(bpe_folder, tmp_path / "second", 2)
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(tiny_config())
-    torch.nn.init.normal_(made.lm_head.weight, std=0.2)
-    made.lm_head.weight.data[2] *= 6
     with undone_afterwards():
-        yield save(made, bpe_folder, tmp_path / "model")
+        yield ending_model(bpe_folder, tmp_path / "model")
 
 
 def sampled(capsys: pytest.CaptureFixture, model: str, *words: object, code: int = 0) -> Any:

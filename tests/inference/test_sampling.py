@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_models import FUNCTIONS
-from support.scripted_model import save, tiny_config
-from transformers import LlamaForCausalLM
+from support.scripted_model import ending_model
 
 from pipeline.generation.generator import Generator
 from pipeline.inference.answer_scores import read_prompts, scored_answers
@@ -20,11 +19,7 @@ from pipeline.rewards.pool import RewardPool
 
 @pytest.fixture(scope="module")
 def path(bpe_folder, tmp_path_factory) -> str:
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(tiny_config())
-    torch.nn.init.normal_(made.lm_head.weight, std=0.2)
-    made.lm_head.weight.data[2] *= 6  # some answers end, some are cut
-    return save(made, bpe_folder, tmp_path_factory.mktemp("model"))
+    return ending_model(bpe_folder, tmp_path_factory.mktemp("model"))
 
 
 def sampled(chat_model: ChatModel, path: str, file: str, batch_size: int, stop: Sequence[str] = ()) -> list[Any]:

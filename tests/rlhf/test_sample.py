@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.in_process import undone_afterwards
 from support.messages import naming
-from support.scripted_model import save, tiny_config
+from support.scripted_model import ending_model, save, tiny_config
 from support.tiny_t5 import make_t5_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -59,11 +59,7 @@ QUESTIONS = ["one", "two", "three", "one", "four"]  # one of them twice
 @pytest.fixture(scope="module")
 def model(bpe_folder, tmp_path_factory) -> str:
     """A random model of which some answers end and others do not."""
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(tiny_config())
-    torch.nn.init.normal_(made.lm_head.weight, std=0.2)
-    made.lm_head.weight.data[2] *= 6
-    return save(made, bpe_folder, tmp_path_factory.mktemp("model"))
+    return ending_model(bpe_folder, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

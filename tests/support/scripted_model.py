@@ -44,6 +44,15 @@ def random_model(bpe_folder: Path, folder: Path, *, seed: int = 0, vocab_size: i
     return save(model, bpe_folder, folder)
 
 
+def ending_model(bpe_folder: Path, folder: Path) -> str:
+    """Save a random model of which some answers end and others do not."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config())
+    torch.nn.init.normal_(model.lm_head.weight, std=0.2)
+    model.lm_head.weight.data[2] *= 6
+    return save(model, bpe_folder, folder)
+
+
 def scripted_model(bpe_folder: Path, folder: Path, text: str, *, ends: bool = True, num_positions: int = 512) -> str:
     """A folder with a model that answers `text`, then ends, or starts again if `ends` is false.
 
