@@ -15,7 +15,6 @@ from support.command_run import run_command
 from support.families import FACTORS, family_config, save_family
 from support.messages import naming
 from support.tiny_models import padded, random_rows, randomise
-from support.tiny_run import make_folder
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -70,9 +69,8 @@ def save_start_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outputs(folder: Path) -> Path:
     """One step of each stage: SFT with LoRA, and with the adapter alone; the reward model; PPO."""
-    folder = make_folder(tmp_path_factory.mktemp("conventions"))
     start = save_start_model(folder)
     common = {"data_path": folder / "train.jsonl", "data_split": "none", "max_steps": 1, "dtype": "fp32"}
     common |= {"data_output_path": folder / "cache", "enable_tensorboard": "false", "eval_fraction": 0}

@@ -14,6 +14,7 @@ from support.command_run import Ended, run_command, run_until
 from support.marks import slow_but
 from support.messages import naming
 from support.model_folders import assert_same_folder
+from support.run_words import run_words, start_flags
 from support.tiny_run import make_folder, read_metrics
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
@@ -27,61 +28,28 @@ FOLDERS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "a
 # The first run ends here, a second one is interrupted after STOP_AFTER, a third one goes to the end.
 FIRST_END, STOP_AFTER, END = 8, 12, 60
 PPO_END = 32
+PRETRAINING = {
+    "learning_rate": 1e-3, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "zero_stage": 2,
+    "lora_dim": 4, "save_steps": 0,
+}  # fmt: skip
+# EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout.
+PPO = {
+    "unsup_coef": 0.5, "actor_learning_rate": 1e-4, "critic_learning_rate": 1e-4,
+    "per_device_generation_batch_size": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    "ppo_epochs": 2, "kl_target": 0.5, "kl_horizon": 100, "enable_ema": "true", "actor_zero_stage": 2,
+    "critic_zero_stage": 3,
+}  # fmt: skip
 
 
-def words(stage: str, folder: Path, out: str, steps: int) -> list[object]:
-    flags: dict[str, object] = {
-        "data_path": folder / "train.jsonl",
-        "eval_data_path": folder / "test.jsonl",
-        "data_split": "none",
-        "data_output_path": folder / "cache",
-        "lr_scheduler_type": "constant",
-        "num_train_epochs": 100,
-        "max_steps": steps,
-        "dtype": "fp32",
-        "output_dir": out if stage == "ppo" else f"{out}/{stage}",
-        "save_steps": FIRST_END // 2,
-        "keep_checkpoints": 2,
-        "enable_tensorboard": "false",
-        **(ppo_flags(folder) if stage == "ppo" else pretraining_flags(folder)),
-    }
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
-
-
-def pretraining_flags(folder: Path) -> dict[str, object]:
-    return {
-        "model_name_or_path": folder / "base",
-        "max_seq_len": 96,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "zero_stage": 2,
-        "lora_dim": 4,
-        "save_steps": 0,
-    }
-
-
-def ppo_flags(folder: Path) -> dict[str, object]:
-    """EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout."""
-    return {
-        "actor_model_name_or_path": folder / "base",
-        "critic_model_name_or_path": folder / "scorer",
-        "unsupervised_data_path": folder / "text.jsonl",
-        "unsup_coef": 0.5,
-        "max_prompt_seq_len": 48,
-        "max_answer_seq_len": 12,
-        "actor_learning_rate": 1e-4,
-        "critic_learning_rate": 1e-4,
-        "per_device_generation_batch_size": 8,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "ppo_epochs": 2,
-        "kl_target": 0.5,
-        "kl_horizon": 100,
-        "enable_ema": "true",
-        "actor_zero_stage": 2,
-        "critic_zero_stage": 3,
-    }
+def words(stage: str, folder: Path, out: str, steps: int) -> list[str]:
+    flags = start_flags(stage, folder) | {
+        "lr_scheduler_type": "constant", "num_train_epochs": 100, "max_steps": steps,
+        "output_dir": out if stage == "ppo" else f"{out}/{stage}", "save_steps": FIRST_END // 2,
+        "keep_checkpoints": 2, "enable_tensorboard": "false",
+    }  # fmt: skip
+    if stage == "ppo":
+        return run_words(folder, **flags | PPO, unsupervised_data_path=folder / "text.jsonl")
+    return run_words(folder, **flags | PRETRAINING)
 
 
 @dataclass(frozen=True)
@@ -191,9 +159,8 @@ def test_an_export_that_was_stopped_between_two_models_goes_on(
 
 
 @pytest.fixture(scope="module")
-def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def spoilt(folder: Path) -> Story:
     """A finished run of step 1 with two checkpoints."""
-    folder = make_folder(tmp_path_factory.mktemp("spoilt"))
     story = Story("sft", folder, {}, FIRST_END)
     story.ended["whole"] = story.command("whole", FIRST_END, "--save-steps", 4)
     return story

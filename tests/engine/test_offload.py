@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support.ds_arguments import PARTITIONED, PARTITIONED_FILE
 from support.in_process import group_of_one, undone_afterwards
 from support.messages import naming
+from support.run_words import run_words
 
 from pipeline.configuration.flags import parse
 from pipeline.dist import World
@@ -38,13 +39,13 @@ CASES = {"1": STATES, "2": STATES, "3": STATES, "3 weights": WEIGHTS, "3 both": 
 
 def train(folder: Path, out: Path, *, code: int = 0, **changes: object) -> None:
     flags = {
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "adam_eps": 1e-3,
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "output_dir": out, **changes,
+        "enable_tensorboard": "false", "adam_eps": 1e-3, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "output_dir": out,
     }  # fmt: skip
-    main = ppo_main if "actor_model_name_or_path" in flags else reward_main if "reward" in out.name else sft_main
+    is_ppo = "actor_model_name_or_path" in changes
+    main = ppo_main if is_ppo else reward_main if "reward" in out.name else sft_main
     with undone_afterwards():
-        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == code
+        assert main(run_words(folder, **flags | changes)) == code
 
 
 def apart(found: Path, expected: Path) -> float:

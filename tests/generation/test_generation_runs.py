@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 from support.decode_models import poll_often
-from support.in_process import error_lines, leave_group, undone_afterwards
+from support.in_process import error_lines, leave_group
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics, write_lines
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics, write_lines
 
-from step3_ppo.main import main
 from step3_ppo.models.hybrid_engine import HybridEngine
 
+FOLDER_SIZES = {"num_train": 8, "num_test": 2}
 TOLERANCE = 1e-4
 LORA = {"actor_lora_dim": 2, "actor_lora_module_name": "q_proj", "actor_learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """Short prompts: in the interpreter each of their tokens counts."""
     leave_group()  # DeepSpeed keeps that of an earlier file
-    folder = make_folder(tmp_path_factory.mktemp("backends"), num_train=8, num_test=2)
     rows = [{"prompt": f"{n}?", "chosen": "It was calm.", "rejected": "It was bitter."} for n in range(9)]
     write_lines(folder / "train.jsonl", rows[:8])
     write_lines(folder / "one.jsonl", rows[8:])
@@ -46,27 +46,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[HybridEngine]:
 def run(folder: Path, out: Path, **changes: object) -> int:
     """Two rollouts of two prompts with an update on each."""
     flags = {
-        "actor_model_name_or_path": folder / "base",
-        "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl",
-        "eval_data_path": folder / "one.jsonl",
-        "data_split": "none",
-        "data_output_path": folder / "cache",
-        "max_prompt_seq_len": 32,
-        "max_answer_seq_len": 5,
-        "actor_learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-        "per_device_generation_batch_size": 2,
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-        "enable_tensorboard": "false",
-        "dtype": "fp32",
-        "output_dir": out,
-        **changes,
-    }
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    with undone_afterwards():
-        return main(words)
+        "critic_model_name_or_path": folder / "scorer", "eval_data_path": folder / "one.jsonl",
+        "max_prompt_seq_len": 32, "max_answer_seq_len": 5, "critic_learning_rate": 1e-3, "lr_scheduler_type": None,
+        "per_device_generation_batch_size": 2, "per_device_train_batch_size": 2, "max_steps": 2,
+    }  # fmt: skip
+    return run_ppo(ppo_words(folder, out, **flags | changes))
 
 
 def lines(out: Path) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ import pytest
 from support import forks
 from support.ports import free_port
 from support.source_tree import ROOT
-from support.tiny_run import make_folder, read_metrics
+from support.tiny_run import read_metrics
 
 pytestmark = pytest.mark.slow
 FLAGS = (
@@ -20,9 +20,8 @@ TORCHRUN = "torch.distributed.run --nproc_per_node 2 --master_port PORT -m"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """Data and models, and the run of a launch script."""
-    folder = make_folder(tmp_path_factory.mktemp("by-hand"))
     command = ["bash", str(ROOT / "launch/single_node.sh"), "--num-gpus", "2", "1", *FLAGS, "--output-dir", "ours/sft"]
     subprocess.run(command, cwd=folder, env=environment(), timeout=300, check=True)
     return folder

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from support import forks
 from support.source_tree import ROOT
-from support.tiny_run import make_folder
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +62,8 @@ def recorded(folder: Path, *words: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """A folder in which the data are cached."""
-    folder = make_folder(tmp_path_factory.mktemp("processes"))
     recorded(folder)
     return folder
 

@@ -33,8 +33,7 @@ def train(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    folder = make_folder(tmp_path_factory.mktemp("three-steps"))
+def finished(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     return folder, train(folder)
 
 

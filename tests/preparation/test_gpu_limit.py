@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from support.in_process import look_in_process
 from support.messages import naming
 from support.tiny_run import make_folder
 
@@ -21,7 +21,7 @@ from pipeline.launching.target import Target, parse_target, with_limit
 from pipeline.planning.page import StagePlan, stage_page
 from pipeline.preparation.plans import choose_at_start, stage_planner
 from pipeline.preparation.preflight import look_before_start
-from rlhf import preflight, train
+from rlhf import train
 from rlhf.stages import stage_of
 from step1_sft.config import SFTConfig
 from step1_sft.main import main as sft_main
@@ -140,11 +140,7 @@ def test_a_plan_for_a_cpu_has_its_memory(planned):
 def test_train_gives_it_to_each_stage(inputs, monkeypatch, capsys):
     monkeypatch.chdir(inputs)
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
-
-    def here(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=preflight.main(command[-1]))
-
-    monkeypatch.setattr(preflight.subprocess, "run", here)
+    look_in_process(monkeypatch)
     words = "--actor-model base --reward-model base --data-path train.jsonl --target 1xH100-80GB --sft.max-seq-len 96"
     words += " --reward.max-seq-len 96 --ppo.max-prompt-seq-len 64 --ppo.max-answer-seq-len 32"
     words += " --gpu-memory-gib 24 --ppo.gpu-memory-gib 30"

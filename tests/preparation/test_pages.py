@@ -2,16 +2,16 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import deepspeed  # noqa: F401  its first import prints a warning, which is no part of a page
 import pytest
+from support.in_process import look_in_process
 from support.marks import of_tested_torch, rare_but
 from support.source_tree import ROOT
 
 from pipeline import hub
 from pipeline.console import WIDTH
-from rlhf import preflight, train
+from rlhf import train
 
 PAGES = Path(__file__).parent / "pages"
 # Name of a page: the words of `rlhf train`; CARD is a GPU of 24 GB in a machine of 64 GiB.
@@ -39,15 +39,12 @@ QUICK = ("fits", "asked_for")
 def test_a_dry_run_prints_a_page_that_a_person_has_read(name, tmp_path, monkeypatch, capsys):
     """No hub is reached, no device was measured, and bitsandbytes, which is optional, is not there."""
 
-    def here(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=preflight.main(command[-1]))
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
     monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
     monkeypatch.setattr("pipeline.planning.changes.find_spec", lambda name: None)
-    monkeypatch.setattr(preflight.subprocess, "run", here)
+    look_in_process(monkeypatch)
     (tmp_path / "launch").symlink_to(ROOT / "launch")  # the working folder holds no model of an earlier run
     monkeypatch.setattr("rlhf.train_plan.path_from_here", lambda path: str(path.relative_to(ROOT)))
     text = "name: RTX4090\nmemory_gib: 23.6\nhost_memory_gib: 64\n"

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from support.in_process import look_in_process
 from support.messages import naming
 from support.tiny_run import make_folder, write_lines
 from transformers import AutoTokenizer
@@ -20,7 +20,7 @@ from pipeline.launching import target
 from pipeline.launching.request import parse_request
 from pipeline.launching.target import DEVICES, PRODUCTS
 from pipeline.preparation.stage_job import run_job
-from rlhf import preflight, train
+from rlhf import train
 from step1_sft.main import main
 from step1_sft.stage import STAGE as SFT
 from step3_ppo.main import main as ppo_main
@@ -150,11 +150,7 @@ def test_hosts_with_different_numbers_of_gpus_are_planned_as_they_are(
     by_launcher = capsys.readouterr().out
     assert by_launcher == naming(f"plan of sft ... {hardware} ... fp32")
     assert one_line(by_launcher) == naming(batch) and one_line(by_launcher) == naming(largest)
-
-    def here(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=preflight.main(command[-1]))
-
-    monkeypatch.setattr(preflight.subprocess, "run", here)
+    look_in_process(monkeypatch)
     words = ["--actor-model", "base", "--data-path", "train.jsonl", "--output-dir", "out", "--sft.max-seq-len", "96"]
     words += ["--step", "1", "--deployment-type", "multi_node", *hosts, "--per-device-train-batch-size", "3"]
     assert train.main([*words, "--dry-run"]) == 0

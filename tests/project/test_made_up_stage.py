@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from support import forks
 from support.source_tree import ROOT
-from support.tiny_run import make_folder, read_metrics, write_lines
+from support.tiny_run import read_metrics, write_lines
 from support.worked_examples import IGNORED, block, copied_project
 
 PACKAGE = ROOT / "tests/project/step4_labelled"
@@ -36,8 +36,7 @@ def project_with(folder: Path, number: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("labelled"))
+def data(folder: Path) -> Path:
     rows = [{"prompt": f"{n}?", "completion": f"answer {n}", "label": n % 3 > 0} for n in range(24)]
     write_lines(folder / "labelled.jsonl", rows)
     return folder

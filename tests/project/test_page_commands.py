@@ -6,12 +6,11 @@ What other programs answer for is listed here, and the page of each says when it
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.families import family_config
-from support.in_process import undone_afterwards
+from support.in_process import look_in_process, undone_afterwards
 from support.pages import blocks, commands_in
 from support.source_tree import ROOT
 from support.tiny_models import randomise
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.launching.request import parse_request
 from pipeline.preparation.stage_job import run_job
-from rlhf import preflight, train
+from rlhf import train
 from rlhf.stages import SECTIONS, stage_of_step
 from step1_sft.main import main as sft_main
 
@@ -136,11 +135,7 @@ def test_a_command_of_a_page_is_planned(page: Path, words: list[str], hub: Path,
             (hub / name).write_text(content, encoding="utf-8")
     monkeypatch.chdir(hub)
     monkeypatch.setattr("pipeline.preparation.preflight.is_reachable", lambda: False)
-
-    def here(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=preflight.main(command[-1]))
-
-    monkeypatch.setattr(preflight.subprocess, "run", here)
+    look_in_process(monkeypatch)
     before = folders(hub)
     with undone_afterwards():
         code = run(words)

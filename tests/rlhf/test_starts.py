@@ -5,16 +5,15 @@ import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from support.in_process import look_in_process
 from support.launch_stub import TINY, make_model, started, train
 from support.messages import naming
 from support.tiny_run import make_folder
 
 from pipeline.configuration.flag_table import flat_items
 from pipeline.errors import InputError
-from rlhf import preflight
 from rlhf.known_models import preset_of_size
 from rlhf.starts import start_lines
 from rlhf.train import main
@@ -255,11 +254,8 @@ def test_a_run_that_began_with_another_preset_goes_on_with_it(tmp_path, began, e
 
 @pytest.mark.slow
 def test_a_dry_run_notes_a_warm_up_as_long_as_the_run_of_every_stage(tmp_path, monkeypatch, capsys):
-    def here(command: list[str], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(returncode=preflight.main(command[-1]))
-
     make_folder(tmp_path)
-    monkeypatch.setattr(preflight.subprocess, "run", here)
+    look_in_process(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = "--actor-model base --data-path train.jsonl --sft.max-seq-len 64 --reward.max-seq-len 64"
     words += " --ppo.max-prompt-seq-len 64 --ppo.max-answer-seq-len 16 --max-steps 5 --dry-run --num-warmup-steps"

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.command_run import run_command
 from support.ds_arguments import PARTITIONED_FILE
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of, undone_afterwards
 from support.marks import slow_but
 from support.messages import naming
+from support.run_words import run_words
 from support.scripted_model import scripted_model
 from support.tiny_run import make_folder, read_metrics
 from support.tiny_t5 import make_t5_folder
@@ -41,13 +42,11 @@ def test_rouge_is_the_mean_of_the_rows(caplog: pytest.LogCaptureFixture) -> None
 
 
 def words(folder: Path, out: str, **changes: object) -> list[str]:
-    flags: dict[str, object] = {
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "max_seq_len": 64, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 16, "per_device_eval_batch_size": 3, "max_steps": 4, "dtype": "fp32",
-        "output_dir": folder / out / "sft", **changes,
+    flags = {
+        "max_seq_len": 64, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "per_device_train_batch_size": 16,
+        "per_device_eval_batch_size": 3, "max_steps": 4, "output_dir": folder / out / "sft",
     }  # fmt: skip
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return run_words(folder, **flags | changes)
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +145,12 @@ def test_the_package_of_a_metric_is_looked_for_at_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(checks.PACKAGES, "rouge", "no_such_package")
-    with undone_afterwards():
-        assert main(words(folder, "missing", model_name_or_path=folder / "t5", eval_metric="rouge")) == 3
-    (line,) = error_lines(capfd.readouterr().err)
+    given = words(folder, "missing", model_name_or_path=folder / "t5", eval_metric="rouge")
+    line = refusal_of(main, given, capfd, code=3)
     assert line == naming("error: --eval-metric rouge ... no_such_package ... pip install '.[metrics]'")
 
 
 def test_answers_must_fit_into_the_positions(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = folder / "causal" / "base"
-    with undone_afterwards():
-        assert main(words(folder / "causal", "long", model_name_or_path=base, eval_metric="bleu")) == 2
-    (line,) = error_lines(capfd.readouterr().err)
+    line = refusal_of(main, words(folder / "causal", "long", model_name_or_path=base, eval_metric="bleu"), capfd)
     assert line == naming(f"error: --max-seq-len + --eval-max-new-tokens 192 ... {base} ... 128 positions")

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command_run import run_command
 from support.ds_arguments import PARTITIONED_FILE, zero_file
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of, undone_afterwards
 from support.messages import naming
 from support.model_card import read_card, run_example
 from support.row_options import load_rows
+from support.run_words import run_words
 from support.source_tree import ROOT
 from support.tiny_models import randomise
 from support.tiny_run import read_metrics, write_lines
@@ -61,14 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, out: str, **changes: object) -> list[str]:
-    flags: dict[str, object] = {
-        "model_name_or_path": folder / "t5", "data_path": folder / "train.jsonl", "data_split": "none",
-        "eval_data_path": folder / "test.jsonl", "data_output_path": folder / "cache", "max_seq_len": 64,
-        "learning_rate": 3e-3,
-        "per_device_train_batch_size": 8, "lr_scheduler_type": "constant", "max_steps": NUM_STEPS, "dtype": "fp32",
-        "output_dir": folder / out / "sft", **changes,
+    flags = {
+        "model_name_or_path": folder / "t5", "max_seq_len": 64, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 8, "max_steps": NUM_STEPS, "output_dir": folder / out / "sft",
     }  # fmt: skip
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return run_words(folder, **flags | changes)
 
 
 def run(folder: Path, out: str, **changes: object) -> Path:
@@ -315,9 +313,7 @@ def test_a_model_whose_labels_are_not_shifted_as_ours_is_refused(
     fields = json.loads((model / "config.json").read_text())
     del fields["decoder_start_token_id"]
     (model / "config.json").write_text(json.dumps(fields | {"model_type": kind}))
-    with undone_afterwards():
-        assert main(words(folder, "unsuitable", model_name_or_path=model)) == 2
-    (line,) = error_lines(capfd.readouterr().err)
+    line = refusal_of(main, words(folder, "unsuitable", model_name_or_path=model), capfd)
     assert line == naming(f"error: --model-name-or-path {model}: ... {UNSUITABLE[kind]}")
 
 
@@ -335,10 +331,7 @@ def test_what_such_a_model_cannot_do_is_one_line(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "text.jsonl", [{"text": "the old house sees a river"} for _ in range(9)])
     changes, begin = REFUSED[name]
-    with undone_afterwards():
-        assert main(words(folder, "refused", **changes)) == 2
-    (line,) = error_lines(capfd.readouterr().err)
-    assert line.startswith(f"error: {begin}")
+    assert refusal_of(main, words(folder, "refused", **changes), capfd).startswith(f"error: {begin}")
 
 
 def test_fp16_is_refused_where_the_device_has_it(folder: Path, tmp_path: Path) -> None:
@@ -368,9 +361,7 @@ def test_steps_2_and_3_refuse_it_in_one_line(
     stage: Any, flag: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = ["--data-path", str(folder / "train.jsonl"), "--output-dir", str(tmp_path / "out")]
-    with undone_afterwards():
-        assert stage([flag, str(folder / "t5"), *data]) == 2
-    (line,) = error_lines(capfd.readouterr().err)
+    line = refusal_of(stage, [flag, str(folder / "t5"), *data], capfd)
     assert line == naming(f"error: {flag}: {folder / 't5'} ... encoder-decoder ... (t5)")
 
 

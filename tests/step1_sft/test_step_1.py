@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of, undone_afterwards
 from support.messages import naming
 from support.model_card import files_that_name, read_card, rows_of, run_example, sections
+from support.run_words import run_words, start_flags
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,23 +35,12 @@ RUN_FILES = {
 ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib", "eval_bleu", "eval_rougeL"}
 
 
-def words(folder: Path, out: str, batch: int, **changes: object) -> list[object]:
-    flags: dict[str, object] = {
-        "model_name_or_path": folder / "base",
-        "data_path": folder / "train.jsonl",
-        "eval_data_path": folder / "test.jsonl",
-        "data_split": "none",
-        "data_output_path": folder / "cache",
-        "max_seq_len": 96,
-        "learning_rate": 5e-3,
-        "per_device_train_batch_size": batch,
-        "lr_scheduler_type": "constant",
-        "max_steps": NUM_STEPS,
-        "dtype": "fp32",
-        "output_dir": out,
-        **changes,
-    }
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+def words(folder: Path, out: str, batch: int, **changes: object) -> list[str]:
+    flags = start_flags("sft", folder) | {
+        "learning_rate": 5e-3, "per_device_train_batch_size": batch, "lr_scheduler_type": "constant",
+        "max_steps": NUM_STEPS, "output_dir": out,
+    }  # fmt: skip
+    return run_words(folder, **flags | changes)
 
 
 @dataclass(frozen=True)
@@ -66,9 +56,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(folder: Path) -> Trained:
     """The same run by `python -m`, and with the two ranks of a launcher."""
-    folder = make_folder(tmp_path_factory.mktemp("step-1"))
     alone = run_fresh("step1_sft", words(folder, "out1/sft", 8), folder=folder)
     return Trained(
         folder, {1: alone, 2: run_command("step1_sft", words(folder, "out2/sft", 4), folder=folder, ranks=2)}
@@ -250,7 +239,7 @@ def test_the_start_model_is_kept_where_no_step_is_better(
     monkeypatch.chdir(trained.folder)
     ruinous = {"learning_rate": 1.0, "max_steps": 2, "keep_best": "true", "eval_interval": 1}
     with undone_afterwards():
-        assert main(list(map(str, words(trained.folder, "kept/sft", 8, **ruinous)))) == 0
+        assert main(words(trained.folder, "kept/sft", 8, **ruinous)) == 0
     assert capfd.readouterr().err == naming("--keep-best ... step 0 ... eval_loss ... last one differs by more than")
     kept, start = (load_file(trained.folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)
@@ -286,11 +275,8 @@ def test_bad_input_is_one_line_and_exit_2(
 ) -> None:
     changes, named = COMPLAINTS[name]
     monkeypatch.chdir(bad_files)
-    argv = [*map(str, words(bad_files, "bad-out/sft", 4, **changes))]
-    with undone_afterwards():
-        assert main(argv) == 2
-    lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+    line = refusal_of(main, words(bad_files, "bad-out/sft", 4, **changes), capfd)
+    assert line.startswith("error: ") and named in line
     assert not (bad_files / "bad-out" / "sft").exists()
 
 
@@ -301,7 +287,7 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path, monkeypatch, ca
     ruinous = {"learning_rate": 1.0, "keep_best": "true", "eval_interval": 1}
     for steps in (1, 2):
         with undone_afterwards():
-            assert main(list(map(str, words(folder, "kept/sft", 8, **ruinous, max_steps=steps)))) == 0
+            assert main(words(folder, "kept/sft", 8, **ruinous, max_steps=steps)) == 0
         assert capfd.readouterr().err == naming(
             "--keep-best ... step 0 ... eval_loss ... last one differs by no more than"
         )

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_run import Ended, run_command
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of, undone_afterwards
 from support.model_card import files_that_name, read_card, run_example
+from support.run_words import run_words, start_flags
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -27,24 +28,12 @@ MODEL_FILES = {
 ONLY_ELSEWHERE = {"mfu", "gpu_memory_gib", "gpu_reserved_gib", "memory/train_gib"}
 
 
-def words(folder: Path, out: str, batch: int, **changes: object) -> list[object]:
-    flags: dict[str, object] = {
-        "model_name_or_path": folder / "base",
-        "data_path": folder / "train.jsonl",
-        "eval_data_path": folder / "test.jsonl",
-        "data_split": "none",
-        "data_output_path": folder / "cache",
-        "max_seq_len": 96,
-        "learning_rate": 2e-3,
-        "per_device_train_batch_size": batch,
-        "lr_scheduler_type": "constant",
-        "num_train_epochs": 6,
-        "max_steps": NUM_STEPS,
-        "dtype": "fp32",
-        "output_dir": out,
-        **changes,
-    }
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+def words(folder: Path, out: str, batch: int, **changes: object) -> list[str]:
+    flags = start_flags("reward", folder) | {
+        "learning_rate": 2e-3, "per_device_train_batch_size": batch, "lr_scheduler_type": "constant",
+        "num_train_epochs": 6, "max_steps": NUM_STEPS, "output_dir": out,
+    }  # fmt: skip
+    return run_words(folder, **flags | changes)
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ def test_scores_in_transformers_equal_ours(trained: Trained, ranks: int) -> None
 def test_without_held_out_pairs_the_last_step_scores_training_pairs(trained: Trained, tmp_path, monkeypatch) -> None:
     """No checkpoint is due there: the constants of the saved model come from these pairs all the same."""
     monkeypatch.setattr("step2_reward.training.SCORED_PAIRS", 3)
-    argv = [*map(str, words(trained.folder, str(tmp_path / "reward"), 8, max_steps=1, eval_fraction=0))]
+    argv = words(trained.folder, str(tmp_path / "reward"), 8, max_steps=1, eval_fraction=0)
     at = argv.index("--eval_data_path")
     with undone_afterwards():
         assert main([*argv[:at], *argv[at + 2 :]]) == 0
@@ -185,7 +174,5 @@ def test_bad_input_is_one_line_and_exit_2(
 ) -> None:
     changes, named = COMPLAINTS[name]
     monkeypatch.chdir(bad_files)
-    with undone_afterwards():
-        assert main([*map(str, words(bad_files, "bad-out/reward", 4, **changes))]) == 2
-    lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0].startswith("error: ") and named in lines[0], lines
+    line = refusal_of(main, words(bad_files, "bad-out/reward", 4, **changes), capfd)
+    assert line.startswith("error: ") and named in line

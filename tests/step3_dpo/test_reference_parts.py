@@ -38,7 +38,7 @@ def test_a_run_that_is_killed_goes_on_with_what_is_known_of_its_reference(tmp_pa
     """Rows pass one by one, so that no number depends on those beside it."""
     folder = make_folder(tmp_path, num_train=32)
     flags = {"per_device_train_batch_size": 32, "per_device_eval_batch_size": 1, "max_steps": 2}
-    command = [sys.executable, "-c", COMMAND, *map(str, words(folder, "killed", **flags))]
+    command = [sys.executable, "-c", COMMAND, *words(folder, "killed", **flags)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     file = folder / "killed/runs/dpo/reference.safetensors"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of
 from support.messages import naming
 from support.model_card import read_card
 from support.preference_runs import BETA, NUM_STEPS, RATE, pairs_of, response_log_prob, words
@@ -105,23 +105,10 @@ def test_evaluations_begin_at_the_reference(trained: Trained) -> None:
     assert last["eval_margin"] > 0.1 and last["eval_accuracy"] > 0.7 and last["eval_rows"] == 8
     rewards = last["eval_mean_chosen_reward"] - last["eval_mean_rejected_reward"]
     assert rewards == pytest.approx(last["eval_margin"], abs=1e-6)
-    assert abs(first["eval_kl"]) < 1e-5 and last["eval_kl"] == pytest.approx(kl_by_hand(trained), abs=1e-5)
+    assert abs(first["eval_kl"]) < 1e-5
     assert_rows_give_means(trained.run("whole"), "eval_accuracy", "eval_margin")
     unknown, unwritten = numbers_and_metrics(trained.run("whole"), METRICS)
     assert (unknown, unwritten) == (set(), ONLY_ELSEWHERE)
-
-
-def kl_by_hand(trained: Trained) -> float:
-    """The log-ratios of the held-out responses, summed, over their tokens."""
-    folder = trained.folder / "whole/actor"
-    model, reference = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (folder, trained.folder / "base"))
-    ratios = num_tokens = 0.0
-    with torch.no_grad():
-        for *sides, start in pairs_of(trained.folder / "test.jsonl", AutoTokenizer.from_pretrained(folder)):
-            for ids in sides:
-                ratios += (response_log_prob(model, ids, start) - response_log_prob(reference, ids, start)).item()
-                num_tokens += len(ids) - start
-    return ratios / num_tokens
 
 
 def test_the_policy_can_be_loaded_and_shared(trained: Trained) -> None:
@@ -202,10 +189,7 @@ def test_bad_input_is_one_line_and_exit_2(name: str, trained: Trained, tmp_path,
     (tmp_path / "answers.jsonl").write_text('{"prompt": "Who?", "response": "Me."}\n')
     monkeypatch.chdir(tmp_path)
     changes, named = COMPLAINTS[name]
-    with undone_afterwards():
-        assert main([*map(str, words(trained.folder, "bad", **changes))]) == 2
-    lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0] == naming(named), lines
+    assert refusal_of(main, words(trained.folder, "bad", **changes), capfd) == naming(named)
 
 
 @torch.no_grad()

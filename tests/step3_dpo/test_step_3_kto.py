@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of
 from support.messages import naming
 from support.preference_runs import BETA, pairs_of, response_log_prob, words
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics, write_lines
@@ -217,10 +217,8 @@ def test_bad_labels_are_one_line_and_exit_2(name: str, trained: Trained, tmp_pat
     row, named = ROWS[name]
     write_lines(tmp_path / "bad.jsonl", [{"prompt": "Who?", **row}])
     monkeypatch.chdir(tmp_path)
-    with undone_afterwards():
-        assert main([*map(str, kto_words(trained.folder, "bad", data_path="bad.jsonl"))]) == 2
-    lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0] == naming(named) and "bad.jsonl" in lines[0], lines
+    line = refusal_of(main, kto_words(trained.folder, "bad", data_path="bad.jsonl"), capfd)
+    assert line == naming(named) and "bad.jsonl" in line
 
 
 @torch.no_grad()

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import error_lines
 from support.marks import slow_but
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics, save_base
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics, save_base
 from transformers import AutoTokenizer
 
 from benchmarks.speed.planned import planner_of
@@ -18,16 +19,15 @@ from pipeline.configuration.flags import parse
 from pipeline.configuration.resolved import Resolved
 from pipeline.models.forward.causal_lm import COMPARED_BYTES
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.stage import STAGE, starts
 
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 STEPS = 4
 REWARD = "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("distill"), num_train=16, num_test=4)
+def folder(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     save_base(folder / "teacher", tokenizer, seed=3, hidden_size=48, ffn_dim=96, word_embed_proj_dim=48)
     (folder / "rewards.py").write_text(REWARD)
@@ -36,13 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, out: Path, **changes: Any) -> list[str]:
     flags = {
-        "actor_model": folder / "base", "teacher_model": folder / "teacher", "method": "distill",
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "dtype": "fp32", "max_steps": STEPS,
-        "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant", "enable_tensorboard": "false", "ppo_epochs": 2,
-    } | changes  # fmt: skip
-    return [str(word) for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+        "actor_model_name_or_path": None, "actor_model": folder / "base", "teacher_model": folder / "teacher",
+        "method": "distill", "rollout_batch_size": 8, "max_steps": STEPS, "ppo_epochs": 2,
+    }  # fmt: skip
+    return ppo_words(folder, out, **flags | changes)
 
 
 def resolved_of(folder: Path, out: Path, **changes: Any) -> Resolved:
@@ -50,8 +47,7 @@ def resolved_of(folder: Path, out: Path, **changes: Any) -> Resolved:
 
 
 def trained(folder: Path, out: Path, **changes: Any) -> int:
-    with undone_afterwards():
-        return main(words(folder, out, **changes))
+    return run_ppo(words(folder, out, **changes))
 
 
 CASES = {

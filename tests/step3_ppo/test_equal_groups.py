@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.in_process import undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
 from step3_ppo.experience import FunctionScores, Responses
-from step3_ppo.main import main
 from step3_ppo.rollout import Schedule, replace_groups
 from step3_ppo.state import PPO, State
 
+FOLDER_SIZES = {"num_train": 24, "num_test": 2}
 K, PAD = 2, 9
 # Each call appends its step, its prompt and its values to a file.
 FUNCTIONS = """
@@ -123,25 +123,18 @@ def test_an_epoch_visits_each_prompt_once_however_many_are_replaced(further):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("equal"), num_train=24, num_test=2)
+def folder(folder: Path) -> Path:
     (folder / "rewards.py").write_text(FUNCTIONS)
     return folder
 
 
 def trained(folder: Path, out: Path, function: str, **changes: Any) -> int:
     flags = {
-        "actor_model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dtype": "fp32",
-        "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
-        "eval_interval": 0, "eval_fraction": 0, "num_train_epochs": 2, "reward_workers": 1, "method": "grpo",
-        "num_samples_per_prompt": 2, "replace_equal_groups": "true",
-        "reward_function": f"{folder}/rewards.py:{function}",
-    } | changes  # fmt: skip
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    with undone_afterwards():
-        return main(words)
+        "eval_data_path": None, "rollout_batch_size": 8, "gradient_accumulation_steps": 2, "eval_interval": 0,
+        "eval_fraction": 0, "num_train_epochs": 2, "reward_workers": 1, "method": "grpo", "num_samples_per_prompt": 2,
+        "replace_equal_groups": "true", "reward_function": f"{folder}/rewards.py:{function}",
+    }  # fmt: skip
+    return run_ppo(ppo_words(folder, out, **flags | changes))
 
 
 def test_a_run_by_the_calls_of_its_function(folder, tmp_path):

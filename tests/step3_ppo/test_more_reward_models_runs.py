@@ -5,21 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import error_lines
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.stage import STAGE
+
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("several"), num_train=16, num_test=4)
+def folder(folder: Path) -> Path:
     # Another reward model: without constants, and a head of the other sign.
     model = AutoModelForSequenceClassification.from_pretrained(folder / "scorer")
     model.score.weight.data.neg_()
@@ -32,14 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, out: Path, *entries: str, **changes: Any) -> list[str]:
     flags = {
-        "actor_model_name_or_path": folder / "base", "reward_model_name_or_path": folder / "scorer",
-        "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "per_device_generation_batch_size": 8, "per_device_train_batch_size": 4, "ppo_epochs": 2, "dtype": "fp32",
-        "actor_learning_rate": 1e-3, "lr_scheduler_type": "constant", "enable_tensorboard": "false", "max_steps": 4,
-    } | changes  # fmt: skip
-    given = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        "reward_model_name_or_path": folder / "scorer", "critic_model_name_or_path": folder / "scorer",
+        "per_device_generation_batch_size": 8, "ppo_epochs": 2, "max_steps": 4,
+    }  # fmt: skip
+    given = ppo_words(folder, out, **flags | changes)
     return [*given, *(("--more-reward-models", *entries) if entries else ())]
 
 
@@ -47,8 +44,7 @@ def words(folder: Path, out: Path, *entries: str, **changes: Any) -> list[str]:
 def test_a_run_goes_on_exactly_and_is_compared_by_its_models(folder, tmp_path, capsys):
     entry = f"{folder}/other:0.5"
     for name, steps in (("whole", 4), ("parts", 3), ("parts", 4)):
-        with undone_afterwards():
-            assert main(words(folder, tmp_path / name, entry, max_steps=steps)) == 0
+        assert run_ppo(words(folder, tmp_path / name, entry, max_steps=steps)) == 0
     weights = [(tmp_path / name / "actor/model.safetensors").read_bytes() for name in ("whole", "parts")]
     assert weights[0] == weights[1]
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["actor", "critic", "runs"]
@@ -56,8 +52,7 @@ def test_a_run_goes_on_exactly_and_is_compared_by_its_models(folder, tmp_path, c
     state = json.loads((tmp_path / "whole/runs/ppo/checkpoints/step-4/state.json").read_text())
     assert "reward model 2" in " ".join(state["fingerprints"]) or "reward_2 model" in state["fingerprints"]
     capsys.readouterr()
-    with undone_afterwards():
-        assert main(words(folder, tmp_path / "parts", f"{folder}/other:0.25", max_steps=6)) == 2
+    assert run_ppo(words(folder, tmp_path / "parts", f"{folder}/other:0.25", max_steps=6)) == 2
     assert any("--more-reward-models" in line for line in error_lines(capsys.readouterr().err))
 
 
@@ -89,7 +84,6 @@ def test_what_names_no_model_is_refused(given, expected):
 
 
 def test_a_missing_folder_is_named_with_its_flag(folder, tmp_path, capsys):
-    with undone_afterwards():
-        assert main(words(folder, tmp_path, f"{tmp_path}/none:2")) == 2
+    assert run_ppo(words(folder, tmp_path, f"{tmp_path}/none:2")) == 2
     (line,) = error_lines(capsys.readouterr().err)
     assert f"--more-reward-models: {tmp_path}/none: no such folder" in line

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.command_run import run_command
-from support.in_process import undone_afterwards
 from support.messages import naming
 from support.pages import blocks
+from support.ppo_runs import ppo_words, run_ppo
 from support.reward_rows import rows_of
 from support.source_tree import ROOT
 from support.tiny_run import read_metrics
@@ -26,7 +26,6 @@ from step3_ppo.config import PPOConfig
 from step3_ppo.experience import Experience
 from step3_ppo.flags.groups import PPOCoefficients
 from step3_ppo.flags.loss_file import load_loss
-from step3_ppo.main import main
 from step3_ppo.objectives import PolicyObjective, StepSize, Sums
 
 FOLDER_SIZES = {"num_train": 16, "num_test": 4}
@@ -194,19 +193,16 @@ def test_a_card_names_the_file_without_its_folder(file: Path) -> None:
 
 def words_of(folder: Path, out: Path, **changes: Any) -> list[str]:
     flags = {
-        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl", "eval_fraction": 0.25, "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
+        "critic_model_name_or_path": folder / "scorer", "eval_data_path": None, "eval_fraction": 0.25,
         "train_batch_size": 4, "rollout_batch_size": 8, "ppo_epochs": 2, "per_device_train_batch_size": 1,
-        "dtype": "fp32", "actor_learning_rate": 1e-2, "max_steps": 4, "save_steps": 2, "policy_clip": 0.01,
-        "old_log_probs": "trainer", "enable_tensorboard": "false",
-    } | changes  # fmt: skip
-    return [str(word) for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+        "actor_learning_rate": 1e-2, "lr_scheduler_type": None, "max_steps": 4, "save_steps": 2, "policy_clip": 0.01,
+        "old_log_probs": "trainer",
+    }  # fmt: skip
+    return ppo_words(folder, out, **flags | changes)
 
 
 def trained(folder: Path, out: Path, **changes: Any) -> int:
-    with undone_afterwards():
-        return main(words_of(folder, out, **changes))
+    return run_ppo(words_of(folder, out, **changes))
 
 
 def without_times(out: Path) -> list[dict[str, Any]]:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.in_process import undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics
 
 from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
-from step3_ppo.main import main
 
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 FUNCTIONS = """
 import json
 import os
@@ -80,26 +80,16 @@ def unlucky(completions):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("functions"), num_train=16, num_test=4)
+def folder(folder: Path) -> Path:
     (folder / "rewards.py").write_text(FUNCTIONS)
     (folder / "scale.py").write_text("SIGN = 1")
     return folder
 
 
 def trained(folder: Path, out: Path, *functions: str, **changes: Any) -> int:
-    flags = {
-        "actor_model_name_or_path": folder / "base",
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dtype": "fp32",
-        "actor_learning_rate": 1e-3, "max_steps": 3, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
-        "method": "reinforce_pp",
-    } | changes  # fmt: skip
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    with undone_afterwards():
-        entries = (name if name.startswith("{") else f"{folder}/rewards.py:{name}" for name in functions)
-        return main([*words, "--reward-function", *entries])
+    flags = {"rollout_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3, "method": "reinforce_pp"}
+    entries = (name if name.startswith("{") else f"{folder}/rewards.py:{name}" for name in functions)
+    return run_ppo([*ppo_words(folder, out, **flags | changes), "--reward-function", *entries])
 
 
 def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import error_lines
 from support.messages import naming
+from support.ppo_runs import ppo_words, run_ppo
 from support.tiny_run import read_metrics
 
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
@@ -26,7 +27,6 @@ from pipeline.run.entry import read_flags
 from pipeline.run.resolve import not_given
 from rlhf.train_config import as_override
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.rollout import generation_options, make_schedule
 from step3_ppo.stage import STAGE
 
@@ -210,8 +210,7 @@ def test_every_flag_that_an_error_of_a_stage_proposes_can_be_typed(words, right)
 
 def test_a_command_that_gives_a_wrong_size_ends_with_2_and_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with undone_afterwards():
-        assert main(["--rollout-batch-size", "17"]) == 2
+    assert run_ppo(["--rollout-batch-size", "17"]) == 2
     (line,) = error_lines(capsys.readouterr().err)
     assert line == naming("error: --rollout-batch-size ... 17 ... step's 16 rows")
 
@@ -295,15 +294,11 @@ def test_the_same_command_resumes_without_a_word_of_other_settings(tmp_path, cap
 
 
 def trained(folder: Path, out: Path, steps: int, more: str = "") -> int:
-    flags = {
-        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl", "eval_fraction": 0.0, "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 6,
-        "per_device_train_batch_size": 4, "dtype": "fp32", "actor_learning_rate": 1e-3, "max_steps": steps,
-        "lr_scheduler_type": "constant", "enable_tensorboard": "false", "save_steps": 3, "keep_checkpoints": 9,
-    }  # fmt: skip
-    with undone_afterwards():
-        return main([*(str(word) for name, value in flags.items() for word in (f"--{name}", value)), *more.split()])
+    words = ppo_words(
+        folder, out, critic_model_name_or_path=folder / "scorer", eval_data_path=None, eval_fraction=0.0,
+        max_answer_seq_len=6, max_steps=steps, save_steps=3, keep_checkpoints=9,
+    )  # fmt: skip
+    return run_ppo([*words, *more.split()])
 
 
 def losses(out: Path) -> list[float]:

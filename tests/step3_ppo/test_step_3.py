@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from support.command_run import Ended, files_of, run_command
 from support.ds_arguments import zero_file
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import refusal_of, undone_afterwards
 from support.messages import naming
 from support.model_card import files_that_name, read_card, run_example
+from support.run_words import run_words, start_flags
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -50,35 +51,16 @@ ONLY_ELSEWHERE = {
 }
 
 
-def words(folder: Path, out: str, ranks: int, **changes: object) -> list[object]:
+def words(folder: Path, out: str, ranks: int, **changes: object) -> list[str]:
     """Two epochs of two updates on each rollout of 8 prompts."""
-    flags: dict[str, object] = {
-        "actor_model_name_or_path": folder / "base",
-        "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl",
-        "eval_data_path": folder / "test.jsonl",
-        "data_split": "none",
-        "data_output_path": folder / "cache",
-        "unsupervised_data_path": folder / "text.jsonl",
-        "unsup_coef": 0.5,
-        "max_prompt_seq_len": 48,
-        "max_answer_seq_len": 12,
-        "actor_learning_rate": 5e-4,
-        "critic_learning_rate": 5e-4,
-        "per_device_generation_batch_size": 8 // ranks,
-        "per_device_train_batch_size": 2 // ranks,
-        "gradient_accumulation_steps": 2,
-        "ppo_epochs": 2,
-        "kl_target": 0.5,
-        "kl_horizon": 100,
-        "enable_ema": "true",
-        "lr_scheduler_type": "constant",
-        "max_steps": NUM_STEPS,
-        "dtype": "fp32",
-        "output_dir": out,
-        **changes,
-    }
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+    flags = start_flags("ppo", folder) | {
+        "unsupervised_data_path": folder / "text.jsonl", "unsup_coef": 0.5,
+        "actor_learning_rate": 5e-4, "critic_learning_rate": 5e-4, "lr_scheduler_type": "constant",
+        "per_device_generation_batch_size": 8 // ranks, "per_device_train_batch_size": 2 // ranks,
+        "gradient_accumulation_steps": 2, "ppo_epochs": 2, "kl_target": 0.5, "kl_horizon": 100,
+        "enable_ema": "true", "max_steps": NUM_STEPS, "output_dir": out,
+    }  # fmt: skip
+    return run_words(folder, **flags | changes)
 
 
 @dataclass(frozen=True)
@@ -94,9 +76,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(folder: Path) -> Trained:
     """The same run by `python -m` at stage 0 and by torchrun with two ranks at stage 3, as large models have it."""
-    folder = make_folder(tmp_path_factory.mktemp("step-3"))
     ended, partitioned = {}, {"deepspeed_config": zero_file(folder, stage3_max_reuse_distance=0)}
     for ranks, zero in ((1, {}), (2, ZERO_3 | partitioned)):
         command = words(folder, f"out{ranks}", ranks, **zero)
@@ -203,7 +184,7 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
         (tmp_path / "padded" / name).write_bytes((trained.folder / "base" / name).read_bytes())
     changes = {"actor_model_name_or_path": tmp_path / "padded", "max_steps": 1, "enable_ema": "false"}
     with undone_afterwards():
-        assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 0
+        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
     assert num_tokens < 4096
     samples = [json.loads(line) for line in (tmp_path / "out/runs/ppo/samples.jsonl").read_text().splitlines()]
     assert any(sample["response"] for sample in samples)
@@ -213,7 +194,7 @@ def test_a_rollout_whose_policy_has_moved_far_is_followed_by_the_next_one(traine
     """Of the four steps on each rollout the first has no KL: its policy is the one that sampled."""
     changes = {"approx_kl_stop": 1e-9, "max_steps": 4, "enable_ema": "false"}
     with undone_afterwards():
-        assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 0
+        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
     runs = (trained.run(1), tmp_path / "out/runs/ppo")
     first_steps = [[line["step"] for line in training_lines(run) if "objective/kl" in line] for run in runs]
     assert first_steps == [[1, 5], [1, 3]]
@@ -232,7 +213,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, mon
     monkeypatch.setattr("step3_ppo.build.make_models", None)
     changes = {**flags, "critic_warmup_steps": steps, "enable_ema": "false"}
     with undone_afterwards():
-        assert main([str(word) for word in words(trained.folder, str(tmp_path / "out"), 1, **changes)]) == 2
+        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 2
     said = naming(f"--critic-warmup-steps ... {steps} ... {steps} steps")
     assert capsys.readouterr().err == said
 
@@ -293,7 +274,5 @@ def test_bad_input_is_one_line_and_exit_2(
 ) -> None:
     changes, named = COMPLAINTS[name]
     monkeypatch.chdir(bad_files)
-    with undone_afterwards():
-        assert main([*map(str, words(bad_files, "bad-out", 1, **changes))]) == 2
-    lines = error_lines(capfd.readouterr().err)
-    assert len(lines) == 1 and lines[0].startswith("error: ") and lines[0] == naming(named), lines
+    line = refusal_of(main, words(bad_files, "bad-out", 1, **changes), capfd)
+    assert line.startswith("error: ") and line == naming(named)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.in_process import error_lines, undone_afterwards
+from support.in_process import error_lines
+from support.ppo_runs import ppo_words, run_ppo
 from support.tiny_run import read_metrics
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.flags import parse
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.mathematics.estimators import estimate_advantages
 from step3_ppo.stage import STAGE
 
@@ -23,19 +23,14 @@ OF_A_CRITIC = {"loss/value", "value/clipfrac", "value/explained_variance", "crit
 
 def words(folder: Path, out: Path, **changes: Any) -> list[str]:
     flags = {
-        "actor_model_name_or_path": folder / "base", "reward_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "per_device_generation_batch_size": 8, "per_device_train_batch_size": 4, "ppo_epochs": 2, "dtype": "fp32",
-        "actor_learning_rate": 1e-3, "max_steps": STEPS, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
-        "method": "reinforce_pp",
-    } | changes  # fmt: skip
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        "reward_model_name_or_path": folder / "scorer", "per_device_generation_batch_size": 8, "ppo_epochs": 2,
+        "max_steps": STEPS, "method": "reinforce_pp",
+    }  # fmt: skip
+    return ppo_words(folder, out, **flags | changes)
 
 
 def trained(folder: Path, out: Path, **changes: Any) -> int:
-    with undone_afterwards():
-        return main(words(folder, out, **changes))
+    return run_ppo(words(folder, out, **changes))
 
 
 @pytest.mark.few(1)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from support.command_run import files_of, run_command
-from support.in_process import undone_afterwards
 from support.messages import naming
-from support.tiny_run import make_folder, read_metrics
+from support.ppo_runs import ppo_words, run_ppo
+from support.tiny_run import read_metrics
 
 from benchmarks.speed.planned import planner_of
 from pipeline import dist
@@ -24,33 +24,26 @@ from pipeline.run.earlier_runs import is_finished
 from pipeline.run.entry import read_flags
 from pipeline.run.resolve import not_given, with_choice
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.stage import STAGE
 
+FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 KL = {"objective/kl", "objective/kl_k3", "objective/kl_coef"}
 REWARD = "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("reference"), num_train=16, num_test=4)
-    (folder / "rewards.py").write_text(
-        "def fifth(completions):\n    return [len(text) % 5 / 4 for text in completions]\n"
-    )
+def folder(folder: Path) -> Path:
+    (folder / "rewards.py").write_text(REWARD)
     return folder
 
 
 def words(folder: Path, out: Path, **changes: Any) -> list[str]:
     flags = {
-        "actor_model_name_or_path": folder / "base", "reward_function": f"{folder}/rewards.py:fifth",
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "output_dir": out, "max_prompt_seq_len": 48, "max_answer_seq_len": 8,
-        "rollout_batch_size": 8, "per_device_train_batch_size": 4, "dtype": "fp32", "num_samples_per_prompt": 4,
-        "actor_learning_rate": 1e-3, "max_steps": STEPS, "lr_scheduler_type": "constant", "enable_tensorboard": "false",
-        "method": "grpo",
-    } | changes  # fmt: skip
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        "reward_function": f"{folder}/rewards.py:fifth", "rollout_batch_size": 8, "num_samples_per_prompt": 4,
+        "max_steps": STEPS, "method": "grpo",
+    }  # fmt: skip
+    return ppo_words(folder, out, **flags | changes)
 
 
 def resolved_of(folder: Path, out: Path, **changes: Any) -> Resolved:
@@ -104,8 +97,7 @@ def test_its_offload_is_named_where_there_is_none(folder, tmp_path):
 
 
 def trained(folder: Path, out: Path, **changes: Any) -> int:
-    with undone_afterwards():
-        return main(words(folder, out, **changes))
+    return run_ppo(words(folder, out, **changes))
 
 
 def made_older(checkpoint: Path) -> None:

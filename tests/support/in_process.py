@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed
 
 
@@ -48,6 +50,25 @@ def group_of_one() -> Iterator[Any]:
         leave_group()
         os.environ.clear()
         os.environ.update(before)
+
+
+def look_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `rlhf train` look at models and data in this process, not in one of its own."""
+    from rlhf import preflight
+
+    def here(command: list[str], **_: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=preflight.main(command[-1]))
+
+    monkeypatch.setattr(preflight.subprocess, "run", here)
+
+
+def refusal_of(main: Callable[[list[str]], int], words: list[str], captured: Any, *, code: int = 2) -> str:
+    """Return the only line that a user reads of a command that ends with `code`; captured: capsys or capfd."""
+    with undone_afterwards():
+        actual = main(words)
+    lines = error_lines(captured.readouterr().err)
+    assert (actual, len(lines)) == (code, 1), (actual, lines)
+    return lines[0]
 
 
 def error_lines(stderr: str) -> list[str]:

@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.run_words import run_words
 
 NUM_STEPS, BETA, RATE = 5, 0.5, 2e-3
 
 
-def words(folder: Path, out: str, **changes: object) -> list[object]:
-    flags: dict[str, object] = {
-        "model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "beta": BETA,
-        "eval_data_path": folder / "test.jsonl", "data_output_path": folder / "cache", "max_seq_len": 96,
+def words(folder: Path, out: str, **changes: object) -> list[str]:
+    flags = {
+        "model_name_or_path": folder / "base", "data_split": None, "beta": BETA, "max_seq_len": 96,
         "learning_rate": RATE, "lr_scheduler_type": "constant", "num_train_epochs": 9, "max_steps": NUM_STEPS,
-        "dtype": "fp32", "max_grad_norm": 0, "adam_beta2": 0.9, "output_dir": f"{out}/actor", **changes,
+        "max_grad_norm": 0, "adam_beta2": 0.9, "output_dir": f"{out}/actor",
     }  # fmt: skip
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+    return run_words(folder, **flags | changes)
 
 
 def pairs_of(file: Path, tokenizer: Any) -> list[tuple[list[int], list[int], int]]:

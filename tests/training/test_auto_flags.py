@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.in_process import undone_afterwards
+from support.run_words import run_words, start_flags
 
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.fastest import Candidate
@@ -24,25 +25,12 @@ CUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 def run(stage: str, folder: Path, out: Path, *words: object, max_steps: int = 2) -> dict[str, Any]:
     """A run of two steps of 8 rows in this process; its flags."""
-    flags = {
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "eval_iters": 1,
-        "output_dir": out if stage == "ppo" else out / stage, "max_steps": max_steps, "train_batch_size": 8,
+    flags = start_flags(stage, folder) | {
+        "enable_tensorboard": "false", "eval_iters": 1, "output_dir": out if stage == "ppo" else out / stage,
+        "max_steps": max_steps, "train_batch_size": 8,
     }  # fmt: skip
-    if stage == "ppo":
-        flags |= {
-            "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-            "max_prompt_seq_len": 48, "max_answer_seq_len": 12,
-        }  # fmt: skip
-    else:
-        flags |= {"model_name_or_path": folder / "base", "max_seq_len": 96}
     with undone_afterwards():
-        assert (
-            MAINS[stage](
-                [str(word) for pair in flags.items() for word in (f"--{pair[0]}", pair[1])] + list(map(str, words))
-            )
-            == 0
-        )
+        assert MAINS[stage]([*run_words(folder, **flags), *map(str, words)]) == 0
     return json.loads((out / "runs" / stage / "config.json").read_text())
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.ds_arguments import PARTITIONED_FILE
 from support.in_process import undone_afterwards
 from support.messages import naming
+from support.run_words import run_words, start_flags
 from transformers import OPTForCausalLM
 
 from pipeline.configuration.groups import OptimizerConfig
@@ -84,23 +85,14 @@ def out_of_memory(
 
 def run(stage: str, folder: Path, out: Path, micro_batch: int, accumulation: int = 1, **changes: Any) -> int:
     """A run of a few steps in this process; its exit code."""
-    flags = {
-        "data_path": folder / "train.jsonl", "eval_data_path": folder / "test.jsonl", "data_split": "none",
-        "data_output_path": folder / "cache", "dtype": "fp32", "enable_tensorboard": "false", "adam_eps": 1e-3,
-        "output_dir": out if stage == "ppo" else out / stage, "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": accumulation,
+    flags = start_flags(stage, folder) | {
+        "enable_tensorboard": "false", "adam_eps": 1e-3, "output_dir": out if stage == "ppo" else out / stage,
+        "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": accumulation,
     }  # fmt: skip
-    if stage == "ppo":
-        flags |= PPO | {
-            "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-            "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "actor_learning_rate": 1e-3,
-            "critic_learning_rate": 1e-3,
-        }  # fmt: skip
-    else:
-        flags |= {"model_name_or_path": folder / "base", "max_seq_len": 96, "learning_rate": 1e-3, "max_steps": 3}
-    words = [str(word) for name, value in (flags | changes).items() for word in (f"--{name}", value)]
+    rates = {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
+    flags |= PPO | rates if stage == "ppo" else {"learning_rate": 1e-3, "max_steps": 3}
     with undone_afterwards():
-        return MAINS[stage](words)
+        return MAINS[stage](run_words(folder, **flags | changes))
 
 
 def metrics(out: Path, stage: str, name: str) -> list[Any]:

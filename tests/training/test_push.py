@@ -8,6 +8,7 @@ import pytest
 from support.hub_server import Hub, hub_server
 from support.in_process import error_lines, undone_afterwards
 from support.messages import naming
+from support.run_words import run_words
 
 from pipeline import hub
 from pipeline.errors import EXIT_DONE, EXIT_ENVIRONMENT, EXIT_INPUT
@@ -41,11 +42,10 @@ def use(served: Hub | None, monkeypatch: pytest.MonkeyPatch, *, token: str = TOK
 
 def words(folder: Path, out: Path, *further: str) -> list[str]:
     flags = {
-        "data_path": folder / "train.jsonl", "data_split": "none", "data_output_path": folder / "cache", "max_steps": 1,
-        "per_device_train_batch_size": 4, "dtype": "fp32", "monitors": "none", "output_dir": out,
-        "push_to_hub": "org/tiny", "eval_data_path": folder / "test.jsonl",
+        "max_steps": 1, "per_device_train_batch_size": 4, "monitors": "none", "output_dir": out,
+        "push_to_hub": "org/tiny",
     }  # fmt: skip
-    return [*(str(word) for name, value in flags.items() for word in (f"--{name}", value)), *further]
+    return [*run_words(folder, **flags), *further]
 
 
 def sft_words(folder: Path, out: Path) -> list[str]:

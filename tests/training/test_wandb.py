@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from support.command_run import run_command
-from support.tiny_run import make_folder
 
 pytest.importorskip("wandb", reason="the wandb package is not installed (requirements/trackers.txt)")
 
@@ -18,9 +17,8 @@ BLOCK, FIRST, LAST = 32768, (1, 2), (1, 4)  # of LevelDB's log format, in which 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(folder: Path) -> Path:
     """A run of two steps, continued to four, in `out/`; and its metrics."""
-    folder = make_folder(tmp_path_factory.mktemp("wandb"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.delenv("WANDB_PROJECT", raising=False)
