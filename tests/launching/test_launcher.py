@@ -13,8 +13,8 @@ import pytest
 from support.launch_stub import ROOT, TINY, started, stub_environment, train
 from support.marks import slow
 from support.messages import naming
+from support.saved_state import write_state
 
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.errors import EnvironmentFault, InputError
 from pipeline.launching.machine import check_device_count, count_gpus, device_kind
 from pipeline.run.layout import lock_file
@@ -146,10 +146,8 @@ def test_a_later_step_of_other_settings_is_refused_before_an_earlier_one_starts(
     """Its finished run is to take more steps, or it has a checkpoint; the dry run finds the same."""
     assert train(finished, *TINY, "--step", "2", STUB_OUTCOMES="0").returncode == 0
     folder = finished / "output/runs/reward/checkpoints/step-10"
-    folder.mkdir(parents=True)
     done = json.loads((finished / "output/runs/reward/done.json").read_text())
-    (folder / "state.json").write_text(json.dumps({"settings": done["settings"], "sizes": done["sizes"]}))
-    write_manifest(folder, 10, {"state.json": manifest_entry(folder / "state.json")})
+    write_state(folder, {"settings": done["settings"], "sizes": done["sizes"]})
     words = ("--step", "1", "2", "--overwrite", "--reward.overwrite", "false", "--reward.learning-rate", "0.5")
     for more in (("--reward.max-steps", "20"), ("--reward.max-steps", "20", "--dry-run")):
         refused = train(finished, *TINY, *words, *more, STUB_OUTCOMES="0")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from support.launch_stub import ROOT, started, stub_environment, write_program
 from support.messages import naming
+from support.saved_state import write_state
 from support.tiny_run import make_folder, read_metrics
 
 from benchmarks.speed.random_models import config_of
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import flag_words, parse, scan
 from pipeline.configuration.origins import COMMAND_LINE, Kind, Origin
 from pipeline.configuration.rank_rules import Choice
@@ -125,9 +125,7 @@ def run_that_goes_on(folder: Path, target: Target) -> Any:
     words = flag_words({"model": folder / "125m", "train_batch_size": 96, "output_dir": folder / "out/sft"})
     given = parse(SFTConfig, words, section="sft")
     checkpoint = SFT.run_folder(given.config.run) / "checkpoints/step-3"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"settings": {}}))
-    write_manifest(checkpoint, 3, {"state.json": manifest_entry(checkpoint / "state.json")})
+    write_state(checkpoint, {"settings": {}})
     entries = {
         name: {"value": value, **Origin(Kind.PLAN, str(target)).entry} for name, value in ((MICRO, 2), (STEPS, 48))
     }

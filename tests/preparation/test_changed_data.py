@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from support.messages import naming
+from support.saved_state import write_state
 from support.tiny_run import write_lines
 from transformers import AutoTokenizer
 
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.stage import Stage
 from pipeline.data.cache import data_fingerprint, load_or_build
@@ -53,10 +53,7 @@ def begun(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         config, tokenizer = configuration(stage), AutoTokenizer.from_pretrained("base")
         hashes = [data_fingerprint(load_or_build(options, tokenizer).train) for options in data_of(stage, config)]
         state = {"inputs": input_contents(config), "fingerprints": dict(enumerate(hashes))}
-        folder = stage.run_folder(config.run) / "checkpoints/step-3"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps(state))
-        write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
+        write_state(stage.run_folder(config.run) / "checkpoints/step-3", state)
         return config
 
     return begin

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from support.messages import naming
 from support.ppo_runs import ppo_words, run_ppo
+from support.saved_state import write_state
 from support.tiny_run import read_metrics
-
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 
 FOLDER_SIZES = {"num_train": 16, "num_test": 4}
 FUNCTIONS = """
@@ -240,10 +239,7 @@ def test_a_resumed_run_keeps_to_the_modules_beside_its_file(folder, tmp_path, ca
         saved = tmp_path / "runs/ppo/checkpoints/step-1"
         state = json.loads((saved / "state.json").read_text())
         del state["columns"]["scale.py of reward function length"]
-        (saved / "state.json").write_text(json.dumps(state))
-        write_manifest(
-            saved, 1, {one.name: manifest_entry(one) for one in saved.iterdir() if "manifest" not in one.name}
-        )
+        write_state(saved, state)
         assert trained(folder, tmp_path, "length", max_steps=2) == 0
     finally:
         (folder / "scale.py").write_text("SIGN = 1")

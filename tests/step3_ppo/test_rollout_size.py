@@ -5,16 +5,15 @@ import logging
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.in_process import error_lines
 from support.messages import naming
 from support.ppo_runs import ppo_words, run_ppo
+from support.saved_state import write_state
 from support.tiny_run import read_metrics
 
 from pipeline.checkpoints.checkpoint import PACKAGES, log_differences
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import Choice, with_ranks
 from pipeline.configuration.resolved import Resolved
@@ -228,13 +227,6 @@ def made_older(checkpoint: Path, *, prompts: int | None = None) -> None:
     file = checkpoint.parents[1] / "config.json"
     if file.is_file():
         file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "rollout_batch" not in k}))
-
-
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
-    write_manifest(checkpoint, state["step"], {file.name: manifest_entry(file) for file in files})
 
 
 def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp_path):

@@ -8,11 +8,11 @@ import pytest
 from support.command_run import files_of, run_command
 from support.messages import naming
 from support.ppo_runs import ppo_words, run_ppo
+from support.saved_state import write_state
 from support.tiny_run import read_metrics
 
 from benchmarks.speed.planned import planner_of
 from pipeline import dist
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flag_checks import idle_flags
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import Choice
@@ -104,21 +104,17 @@ def made_older(checkpoint: Path) -> None:
     """Leave out of a checkpoint what a version without the flag did not write."""
     state = json.loads((checkpoint / "state.json").read_text())
     del state["settings"]["log_kl"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    files = [file for file in checkpoint.iterdir() if file.name != "manifest.json"]
-    write_manifest(checkpoint, state["step"], {file.name: manifest_entry(file) for file in files})
+    write_state(checkpoint, state)
 
 
 def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp_path, monkeypatch):
     config = resolved_of(folder, tmp_path).config
     checkpoint = STAGE.run_folder(config.run) / "checkpoints/step-1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     settings = values_by_rule(config, "same")
-    state = {"step": 1, "settings": settings, "sizes": batch_sizes(config, 1), "layout": {"rollout_batch_size": 8}}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    sizes, layout = batch_sizes(config, 1), {"rollout_batch_size": 8}
+    write_state(checkpoint, {"step": 1, "settings": settings, "sizes": sizes, "layout": layout})
+    (checkpoint.parents[1] / "env.json").write_text(json.dumps({"stage": "ppo", "versions": {}}))
     (checkpoint.parents[1] / "run.lock").touch()
-    write_manifest(checkpoint, 1, {"state.json": manifest_entry(checkpoint / "state.json")})
     given = words(folder, tmp_path)
     assert not read_flags(STAGE, given).config.ppo.log_kl
     made_older(checkpoint)
