@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from support.ds_arguments import built, refusal
-from support.messages import naming
+from support.ds_arguments import built
+from support.messages import naming, refusal
 
 from pipeline.configuration.ds_config import Placement, frozen_json
 from pipeline.configuration.ds_keys import REFUSED, check_keys

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.ds_arguments import built, refusal
-from support.messages import naming
+from support.ds_arguments import built
+from support.messages import naming, refusal
 
 from pipeline.configuration.ds_config import Placement
 from pipeline.configuration.ds_json import flags_from_json, merge_user_json, read_user_json

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
-from support.messages import naming
+from support.messages import naming, refusal
 
 from pipeline.configuration.flag_table import flag, flag_table, flat_items
 from pipeline.configuration.flags import parse, read_yaml, scan
@@ -70,9 +70,7 @@ def one(*words: str):
 
 
 def errors_of(*words: str, config_class: type[Group] = One) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        parse(config_class, list(words), section="sft", sections=SECTIONS)
-    return str(caught.value).splitlines()
+    return refusal(parse, config_class, list(words), section="sft", sections=SECTIONS)
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

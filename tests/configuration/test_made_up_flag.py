@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from support.messages import naming
+from support.messages import naming, refusal
 from support.worked_examples import examples
 
 from pipeline.configuration.flag_checks import idle_flags
@@ -63,9 +63,7 @@ def parsed(*words: str) -> Resolved:
 
 
 def errors_of(*words: str) -> list[str]:
-    with pytest.raises(InputError) as refused:
-        parsed(*words)
-    return str(refused.value).splitlines()
+    return refusal(parsed, *words)
 
 
 def test_it_is_in_help_and_reference():

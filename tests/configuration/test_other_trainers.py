@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from support.messages import naming
+from support.messages import naming, refusal
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.names import normalise
-from pipeline.errors import InputError, dashed
+from pipeline.errors import dashed
 from rlhf.chat import ChatConfig
 from rlhf.main import run_subcommand
 from rlhf.rewards.sample import SampleConfig
@@ -44,16 +44,12 @@ vllm_mode warmup_ratio
 
 def answers(stage, *words: str) -> list[str]:
     """The error lines of a stage by itself."""
-    with pytest.raises(InputError) as error:
-        parse(stage.config, list(words), section=stage.section)
-    return str(error.value).splitlines()
+    return refusal(parse, stage.config, list(words), section=stage.section)
 
 
 def refused(*words: str) -> list[str]:
     """The error lines of `rlhf train`."""
-    with pytest.raises(InputError) as error:
-        make_plan(["--actor-model", "tiny", *words], prog="train.py")
-    return str(error.value).splitlines()
+    return refusal(make_plan, ["--actor-model", "tiny", *words], prog="train.py")
 
 
 @pytest.mark.parametrize("name", OURS)

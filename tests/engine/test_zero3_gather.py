@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.ds_arguments import PARTITIONED_FILE, built, refusal
+from support.ds_arguments import PARTITIONED_FILE, built
+from support.messages import refusal
 
 from pipeline import dist
 from pipeline.checkpoints.model_folder import adapter_weights, state_dict

@@ -14,9 +14,9 @@ import huggingface_hub
 import pytest
 from broken_models import make
 from input_calls import call, stage_words, stopped_at_the_models
-from support.ds_arguments import built, refusal
+from support.ds_arguments import built
 from support.forks import ROOT, environment
-from support.messages import naming
+from support.messages import naming, refusal
 from support.tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 from support.launch_stub import ROOT, TINY, make_model, notes, started, train
 from support.marks import slow_but
-from support.messages import naming
+from support.messages import naming, refusal
 
 from pipeline.configuration.flag_table import flat_items
-from pipeline.errors import InputError, dashed
+from pipeline.errors import dashed
 from pipeline.launching.request import parse_request
 from rlhf.train_plan import make_plan
 
@@ -76,9 +76,7 @@ def planned(*words: str) -> dict[str, dict[str, object]]:
 
 
 def refused(*words: str) -> list[str]:
-    with pytest.raises(InputError) as error:
-        planned(*words)
-    return str(error.value).splitlines()
+    return refusal(planned, *words)
 
 
 def test_a_flag_without_a_section_is_for_all_stages(tmp_path, monkeypatch):

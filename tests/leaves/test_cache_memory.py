@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ds_arguments import refusal
-from support.messages import naming
+from support.messages import naming, refusal
 from support.source_tree import relative, source_files, tree_of
 
 from pipeline import cache_memory

@@ -1,6 +1,5 @@
 """What would end a later stage is found before the first one starts, in the dry run too: models, rows, room."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,12 +11,12 @@ import huggingface_hub
 import pytest
 from support.families import save_family
 from support.launch_stub import ROOT
-from support.messages import naming
+from support.messages import naming, refusal
+from support.saved_state import write_state
 from support.tiny_run import make_folder, make_tokenizer, save_base, write_lines
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline import hub
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import values_by_rule
@@ -90,9 +89,7 @@ def configs(**changed: str) -> dict[Stage, Any]:
 
 
 def problems(error: type[Exception] = InputError, *, dry_run: bool = True, **changed: str) -> list[str]:
-    with pytest.raises(error) as refused:
-        look_before_start(configs(**changed), dry_run=dry_run, named_by_section=True)
-    return str(refused.value).splitlines()
+    return refusal(look_before_start, configs(**changed), error=error, dry_run=dry_run, named_by_section=True)
 
 
 def test_a_plan_that_can_run_has_no_problem_and_nothing_is_written(inputs):
@@ -337,10 +334,7 @@ def test_a_dry_run_finds_what_the_checkpoint_would_refuse(tmp_path):
     words = f"--model-name-or-path base --data-path train.jsonl --max-seq-len 96 --run-dir {tmp_path} {SPLIT}"
     resolved = parse(SFTConfig, words.split(), section="sft")
     settings = values_by_rule(resolved.config, "same") | {"seed": 7}
-    folder = tmp_path / "checkpoints/step-3"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"settings": settings, "sizes": {}}))
-    write_manifest(folder, 3, {"state.json": manifest_entry(folder / "state.json")})
+    write_state(tmp_path / "checkpoints/step-3", {"settings": settings, "sizes": {}})
     with pytest.raises(InputError, match=naming("--seed ... 1234 ... checkpoint ... 7")):
         dry_run_stage(SFT, resolved, slots=None)
 

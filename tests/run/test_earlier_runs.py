@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.messages import naming
+from support.messages import naming, refusal
+from support.saved_state import write_state
 
-from pipeline.checkpoints.checkpoint_files import manifest_entry, write_manifest
 from pipeline.configuration.flags import parse
 from pipeline.configuration.origins import Kind, Origin
 from pipeline.configuration.resume_rules import batch_sizes, check_same_settings, defaults_of, values_by_rule
@@ -46,9 +46,7 @@ def finish(folder, *, steps=5, with_model=True, **changes):
 
 
 def differences(run, config, *, ranks=1) -> list[str]:
-    with pytest.raises(InputError) as refused:
-        is_finished(run, config, SFT, ranks=ranks)
-    return str(refused.value).splitlines()
+    return refusal(is_finished, run, config, SFT, ranks=ranks)
 
 
 def test_a_folder_of_other_files_is_never_replaced(tmp_path):
@@ -152,11 +150,8 @@ def test_of_several_sources_the_changed_one_is_named(tmp_path):
 def save_checkpoint(run, config, step=3, *, settings=None) -> Path:
     """What a checkpoint of that run says of it, as far as it is read before a start."""
     folder = run / "checkpoints" / f"step-{step}"
-    folder.mkdir(parents=True)
     settings = values_by_rule(config, "same") | (settings or {})
-    state = {"step": step, "settings": settings, "sizes": batch_sizes(config, 1)}
-    (folder / "state.json").write_text(json.dumps(state))
-    write_manifest(folder, step, {"state.json": manifest_entry(folder / "state.json")})
+    write_state(folder, {"step": step, "settings": settings, "sizes": batch_sizes(config, 1)})
     return folder
 
 

@@ -5,13 +5,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-
 from pipeline.configuration.ds_config import EngineDtype, Placement, training_json
 from pipeline.configuration.groups import DeepSpeedConfig, ModelConfig, OptimizerConfig, OptimizerStates
 from pipeline.configuration.origins import Origin
 from pipeline.configuration.resolved import Resolved
-from pipeline.errors import InputError
 from step1_sft.config import SFTConfig
 
 # A DeepSpeed JSON under which ZeRO stage 3 partitions all weights, also the small ones of a tiny model.
@@ -61,9 +58,3 @@ def built(
             settings = DeepSpeedConfig.model_validate(settings.model_dump() | {"deepspeed_config": str(file)})
         config = SFTConfig(model=ModelConfig(zero_stage=zero_stage, **model), optimizer=optimizer, deepspeed=settings)
         return training_json(Resolved(config, origins or {}), config.model, place)
-
-
-def refusal(call, *args, **kwargs) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value).splitlines()

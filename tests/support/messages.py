@@ -1,6 +1,12 @@
 """Compare a message with the parts of it that a user needs, whatever words stand between them."""
 
 import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline.errors import InputError
 
 
 class naming(str):
@@ -41,3 +47,10 @@ def whole(part: str) -> str:
     behind = r"(?![\w-]|[.,]\d)" if re.search(r"\w$", part) else ""
     behind += r"(?!/\w|\.\w)" if "/" in part else ""
     return before + re.sub(r"[][.^$*+?{}|()\\]", r"\\\g<0>", part) + behind
+
+
+def refusal(call: Callable[..., object], *args: object, error: type[Exception] = InputError, **named: Any) -> list[str]:
+    """Return the lines of the error that a call raises."""
+    with pytest.raises(error) as caught:
+        call(*args, **named)
+    return str(caught.value).splitlines()
