@@ -174,9 +174,7 @@ def spoil(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage", ["one byte", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no manifest", "cut short"))]
-)
+@pytest.mark.parametrize("damage", slow_but(["one byte"], ["one byte", "no manifest", "cut short"]))
 def test_a_damaged_checkpoint_is_passed_over(spoilt: Story, damage: str) -> None:
     out = damage.replace(" ", "-")
     shutil.copytree(spoilt.folder / "whole", spoilt.folder / out)

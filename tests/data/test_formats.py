@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 from support.messages import naming
+from support.row_options import read
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.data.counts import Counts, Origin
 from pipeline.data.formats import read_records
-from pipeline.data.readers import Row
 from pipeline.data.selection import parse_column_map
 from pipeline.data.sources import read_rows
 from pipeline.data.turns import Message, is_transcript, parse_transcript, prompt_hash, turns_to_json
@@ -26,12 +26,6 @@ def user(text: str) -> Message:
 
 def assistant(text: str) -> Message:
     return Message("assistant", text)
-
-
-def read(*values: dict, **options):
-    counts = Counts()
-    rows = [Row(value, Origin("f", number), None) for number, value in enumerate(values, 1)]
-    return list(read_records(rows, counts, **options)), counts
 
 
 def one(values: dict, **options):

@@ -1,15 +1,9 @@
 """Single responses: what a label says of them, and responses that are lists of one message."""
 
-from pipeline.data.counts import Counts, Origin
-from pipeline.data.formats import Record, read_records
-from pipeline.data.readers import Row
+from support.row_options import read
+
+from pipeline.data.formats import Record
 from pipeline.data.turns import Message
-
-
-def read(*values: dict, **options) -> tuple[list[Record], Counts]:
-    counts = Counts()
-    rows = [Row(value, Origin("f", number), None) for number, value in enumerate(values, 1)]
-    return list(read_records(rows, counts, **options)), counts
 
 
 def one(values: dict, **options) -> Record:

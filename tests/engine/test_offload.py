@@ -14,9 +14,9 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from safetensors.torch import load_file, save_file
 from support.ds_arguments import PARTITIONED, PARTITIONED_FILE
-from support.in_process import group_of_one, undone_afterwards
+from support.in_process import group_of_one
 from support.messages import naming
-from support.run_words import run_words
+from support.run_words import run_stage, run_words
 
 from pipeline.configuration.flags import parse
 from pipeline.dist import World
@@ -26,10 +26,7 @@ from pipeline.planning import disk, page
 from pipeline.preparation.room import make_room
 from pipeline.run.run import Run
 from step1_sft.config import SFTConfig
-from step1_sft.main import main as sft_main
 from step1_sft.stage import STAGE as SFT
-from step2_reward.main import main as reward_main
-from step3_ppo.main import main as ppo_main
 
 FOLDER_SIZES = {"num_train": 24, "num_test": 4}
 
@@ -42,10 +39,8 @@ def train(folder: Path, out: Path, *, code: int = 0, **changes: object) -> None:
         "enable_tensorboard": "false", "adam_eps": 1e-3, "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2, "output_dir": out,
     }  # fmt: skip
-    is_ppo = "actor_model_name_or_path" in changes
-    main = ppo_main if is_ppo else reward_main if "reward" in out.name else sft_main
-    with undone_afterwards():
-        assert main(run_words(folder, **flags | changes)) == code
+    stage = "ppo" if "actor_model_name_or_path" in changes else "reward" if "reward" in out.name else "sft"
+    assert run_stage(stage, run_words(folder, **flags | changes)) == code
 
 
 def apart(found: Path, expected: Path) -> float:

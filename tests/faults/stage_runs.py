@@ -18,6 +18,7 @@ from typing import Any
 
 from support import forks
 from support.ports import free_port
+from support.run_words import run_words, start_flags
 
 MODELS = {"sft": ("sft",), "reward": ("reward",), "ppo": ("actor", "critic", "actor_ema"), "dpo": ("dpo",)}
 LOSSES = ("loss/policy", "loss/value", "loss/ptx", "policy/approx_kl", "actor/grad_norm", "critic/grad_norm")
@@ -44,32 +45,17 @@ class Story:
     method: str = "ppo"
 
     def words(self, out: str) -> list[str]:
-        flags: dict[str, object] = {
-            "data_path": self.folder / "train.jsonl",
-            "eval_data_path": self.folder / "test.jsonl",
-            "data_split": "none",
-            "data_output_path": self.folder / "cache",
-            "num_train_epochs": 100,
-            "max_steps": self.steps,
-            "dtype": "fp32",
+        flags = start_flags(self.stage, self.folder) | {
+            "num_train_epochs": 100, "max_steps": self.steps, "save_steps": 1, "eval_interval": 3, "eval_iters": 2,
             "output_dir": self.folder / out if self.stage == "ppo" else self.folder / out / self.stage,
-            "save_steps": 1,
-            "eval_interval": 3,
-            "eval_iters": 2,
-        }
+        }  # fmt: skip
         flags |= {"ppo": PPO, "dpo": PREFERENCES}.get(self.stage, PRETRAINING)
         if self.stage == "ppo":
-            flags |= {
-                "actor_model_name_or_path": self.folder / "base",
-                "critic_model_name_or_path": self.folder / "scorer",
-                "unsupervised_data_path": self.folder / "text.jsonl",
-            }
-        else:
-            flags["model_name_or_path"] = self.folder / "base"
+            flags["unsupervised_data_path"] = self.folder / "text.jsonl"
         if self.method != "ppo":
             flags = {name: value for name, value in flags.items() if not name.startswith("critic_")}
             flags |= {"method": self.method, "reward_function": f"{self.folder}/rewards.py:length"}
-        return [str(word) for name, value in flags.items() for word in (f"--{name}", value)] + list(map(str, self.more))
+        return [*run_words(self.folder, **flags), *map(str, self.more)]
 
     def run_dir(self, out: str) -> Path:
         return self.folder / out / "runs" / self.stage
@@ -79,7 +65,6 @@ class Story:
 
 
 PRETRAINING = {
-    "max_seq_len": 96,
     "learning_rate": 1e-3,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -92,8 +77,6 @@ PREFERENCES = {name: value for name, value in PRETRAINING.items() if name != "ke
 # LoRA, EMA, ptx, an adaptive KL coefficient, and two epochs of two updates on each rollout.
 PPO = {
     "unsup_coef": 0.5,
-    "max_prompt_seq_len": 48,
-    "max_answer_seq_len": 12,
     "actor_learning_rate": 1e-3,
     "critic_learning_rate": 1e-3,
     "per_device_generation_batch_size": 8,

@@ -16,7 +16,7 @@ from support.marks import rare_but
 from transformers import AutoTokenizer
 
 EOS, WORD = 2, 70
-LENGTH = 12  # max_answer_seq_len of forks.PPO
+LENGTH = 12  # max_answer_seq_len of start_flags
 
 
 def always_draw(token: int, *, rank: str) -> None:

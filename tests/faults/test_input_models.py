@@ -144,8 +144,7 @@ VOCABULARIES: dict[str, tuple[Broken, str, bool]] = {
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_a_tokenizer_and_its_model(name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, says, fits = VOCABULARIES[name]
-    path = tmp_path / "model"
-    shutil.copytree(folder / "base", path)
+    path = shutil.copytree(folder / "base", tmp_path / "model")
     broken.change(path)
     with stopped_at_the_models(monkeypatch):
         ending = call("sft", stage_words("sft", folder, tmp_path / "out", model_name_or_path=path))
@@ -174,8 +173,7 @@ def test_step_3_and_a_scorer_with_another_tokenizer(
     flag: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A critic reads the actor's ids; a reward model is given text."""
-    path = tmp_path / "scorer"
-    shutil.copytree(folder / "scorer", path)
+    path = shutil.copytree(folder / "scorer", tmp_path / "scorer")
     other_tokens(path)
     with stopped_at_the_models(monkeypatch):
         ending = call("ppo", stage_words("ppo", folder, tmp_path / "out", **{flag: path}))
@@ -187,8 +185,7 @@ def test_step_3_and_a_scorer_with_another_tokenizer(
 
 def test_prompt_eval_takes_models_of_other_vocabularies(folder: Path, tmp_path: Path) -> None:
     """DeepSpeed-Chat's prompt_eval decodes both models' answers with one tokenizer (its issue 280)."""
-    path = tmp_path / "other"
-    shutil.copytree(folder / "base", path)
+    path = shutil.copytree(folder / "base", tmp_path / "other")
     other_tokens(path)
     ending = call("prompt_eval", stage_words("prompt_eval", folder, tmp_path, model=[folder / "base", path]))
     assert ending.code == 0, ending.stderr
@@ -222,8 +219,7 @@ def test_a_reward_model_without_one_score_that_can_be_normalised(
 ) -> None:
     """Before rows are read, and before transformers prints a table of weights that do not fit."""
     change, says = SCORERS[name]
-    path = tmp_path / "judge"
-    shutil.copytree(folder / "judge", path)
+    path = shutil.copytree(folder / "judge", tmp_path / "judge")
     change(path)
     flags = {"critic": "critic_model_name_or_path", "reward": "reward_model_name_or_path", "reward_eval": "model"}
     command_name = "ppo" if command in ("critic", "reward") else command
@@ -235,8 +231,7 @@ def test_a_reward_model_without_one_score_that_can_be_normalised(
 
 
 def test_a_classifier_of_two_labels_is_no_start_of_a_reward_model(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "classifier"
-    shutil.copytree(folder / "scorer", path)
+    path = shutil.copytree(folder / "scorer", tmp_path / "classifier")
     config(id2label=MISSING, label2id=MISSING)(path)
     ending = call("reward", stage_words("reward", folder, tmp_path / "out", model_name_or_path=path))
     assert "its head has 2 labels" in refusal(ending)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stage_runs import Story, metrics, run
+from support.marks import slow_but
 from support.messages import naming
 from support.tiny_run import make_folder
 
@@ -24,9 +25,7 @@ SAME = ("--eval-interval", "0", "--keep-checkpoints", "2")
 PLAIN = ("--lora-dim", "0", "--lr-scheduler-type", "constant")
 SUPERVISED = (*PLAIN, "--keep-best", "false")
 
-EACH_STAGE = pytest.mark.parametrize(
-    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("reward", "ppo", "dpo"))]
-)
+EACH_STAGE = pytest.mark.parametrize("stage", slow_but(["sft"], ["sft", "reward", "ppo", "dpo"]))
 
 
 def story_of(stage: str, folder: Path, steps: int, *changes: object) -> Story:

@@ -290,8 +290,7 @@ def test_memory_is_limited_for_a_while() -> None:
 @pytest.mark.faults
 def test_a_slow_template_ends_in_time(folder: Path, tmp_path: Path) -> None:
     """With the real limit, and from the user's view: seconds, one line."""
-    spoilt = tmp_path / "spoilt"
-    shutil.copytree(folder / "base", spoilt)
+    spoilt = shutil.copytree(folder / "base", tmp_path / "spoilt")
     template(ENDLESS)(spoilt)
     start = time.monotonic()
     assert call("chat", stage_words("chat", folder, tmp_path, model=spoilt)).code == 2

@@ -10,17 +10,11 @@ from pathlib import Path
 
 import pytest
 from support.messages import naming
+from support.reward_functions import FORMS, as_messages
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.answers import exact_match, final_number, math_answer, regex_match, right_number
 from pipeline.rewards.box.reasoning import RUN_ANSWERS, prompt_lines, reasoning_gym
-
-
-def as_messages(text):
-    return [{"role": "assistant", "content": text}]
-
-
-FORMS = pytest.mark.parametrize("form", [str, as_messages])
 
 
 @pytest.fixture

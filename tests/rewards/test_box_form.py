@@ -5,17 +5,12 @@ import sys
 
 import pytest
 from support.messages import naming
+from support.reward_functions import FORMS, as_messages
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.form import format_match, language, language_identifier, length, overlong, repetition, tags
 from pipeline.rewards.box.texts import text_of
 
-
-def as_messages(text):
-    return [{"role": "assistant", "content": text}]
-
-
-FORMS = pytest.mark.parametrize("form", [str, as_messages])
 RIGHT = "<think>\nHm.\n</think>\n<answer>4</answer>"
 
 

@@ -2,17 +2,12 @@
 
 import pytest
 from support.messages import naming
+from support.reward_functions import FORMS
 
 from pipeline.errors import InputError
 from pipeline.rewards.box.instructions import CHECKS, instructions
 from pipeline.rewards.box.table import BOX
 
-
-def as_messages(text):
-    return [{"role": "assistant", "content": text}]
-
-
-FORMS = pytest.mark.parametrize("form", [str, as_messages])
 JSON = '{"a": [1, 2]}'
 # name -> [(settings, texts that follow it, texts that do not)]
 CASES = {

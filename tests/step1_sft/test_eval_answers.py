@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.command_run import run_command
 from support.ds_arguments import PARTITIONED_FILE
-from support.in_process import refusal_of, undone_afterwards
+from support.in_process import refusal_of
 from support.marks import slow_but
 from support.messages import naming
-from support.run_words import run_words
+from support.run_words import run_stage, run_words
 from support.scripted_model import scripted_model
 from support.tiny_run import make_folder, read_metrics
 from support.tiny_t5 import make_t5_folder
@@ -96,8 +96,7 @@ def test_a_run_logs_the_metric_of_all_held_out_rows(folder: Path, kind: str, ran
         eval_metric="bleu", learning_rate=1e-2, max_steps=25, per_device_train_batch_size=16 // ranks,
     )  # fmt: skip
     if ranks == 1:
-        with undone_afterwards():
-            assert main(flags) == 0
+        assert run_stage("sft", flags) == 0
     else:
         cut = ["--zero-stage", "3", "--zero3-gather", "layers", "--deepspeed-config", str(PARTITIONED_FILE)]
         ended = run_command("step1_sft", [*flags, *cut], folder=inputs, ranks=ranks)
@@ -122,8 +121,7 @@ def test_an_answer_ends_at_an_id_that_generation_config_alone_names(
         folder / "causal", "ends", model_name_or_path=base, eval_metric="bleu", eval_max_new_tokens=16, max_steps=1,
         learning_rate=1e-9,
     )  # fmt: skip
-    with undone_afterwards():
-        assert main(flags) == 0
+    assert run_stage("sft", flags) == 0
     expected, _ = expected_pairs(Path(base), folder / "causal" / "test.jsonl", causal=True, limit=16)
     assert found[-7:] == expected and set(expected) == {"Hé!"}
 
@@ -135,8 +133,7 @@ def test_a_toy_translation_is_learned(tmp_path: Path) -> None:
         made, "learned", model_name_or_path=made / "t5", eval_metric="bleu", eval_interval=150, eval_max_new_tokens=16,
         max_steps=300, per_device_train_batch_size=32, per_device_eval_batch_size=40, learning_rate=2e-3,
     )  # fmt: skip
-    with undone_afterwards():
-        assert main(flags) == 0
+    assert run_stage("sft", flags) == 0
     first, middle, last = logged(made / "learned" / "sft", "eval_bleu")
     assert first < 5 and first < middle < last and last > 50
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command_run import run_command
 from support.ds_arguments import PARTITIONED_FILE, zero_file
-from support.in_process import refusal_of, undone_afterwards
+from support.in_process import refusal_of
 from support.messages import naming
 from support.model_card import read_card, run_example
 from support.row_options import load_rows
-from support.run_words import run_words
+from support.run_words import run_stage, run_words
 from support.source_tree import ROOT
 from support.tiny_models import randomise
 from support.tiny_run import read_metrics, write_lines
@@ -71,8 +71,7 @@ def words(folder: Path, out: str, **changes: object) -> list[str]:
 
 def run(folder: Path, out: str, **changes: object) -> Path:
     """A run in this process; returns the model's folder."""
-    with undone_afterwards():
-        assert main(words(folder, out, **changes)) == 0
+    assert run_stage("sft", words(folder, out, **changes)) == 0
     return folder / out / "sft"
 
 
@@ -149,8 +148,7 @@ def test_zero_3_on_any_ranks_follows_zero_0_on_one(folder: Path, name: str, rank
     two = folder / f"{name}-{ranks}" / "sft"
     flags = words(folder, f"{name}-{ranks}", **model, **cut, per_device_train_batch_size=8 // ranks)
     if ranks == 1:
-        with undone_afterwards():
-            assert main(flags) == 0
+        assert run_stage("sft", flags) == 0
     else:
         ended = run_command("step1_sft", flags, folder=folder, ranks=ranks)
         assert ended.code == 0 and "untested" not in ended.stderr, ended.stderr
@@ -210,14 +208,11 @@ def test_the_preset_starts_on_a_small_model(folder: Path) -> None:
     preset = ["--preset", str(ROOT / "launch" / "presets" / "t5-3b.yaml")]
     whole, halves = folder / "preset" / "sft", folder / "preset-halves" / "sft"
     for model, steps in ((whole, 3), (halves, 2), (halves, 3)):
-        given = {
-            "model_name_or_path": folder / "t5", "data_path": folder / "train.jsonl", "dtype": "fp32",
-            "eval_data_path": folder / "test.jsonl", "data_output_path": folder / "cache", "output_dir": model,
-            "max_steps": steps, "lr_scheduler_type": "constant", "num_warmup_steps": 0, "train_batch_size": 16,
-            "eval_max_new_tokens": 4,
+        flags = {
+            "model_name_or_path": folder / "t5", "data_split": None, "output_dir": model, "max_steps": steps,
+            "lr_scheduler_type": "constant", "num_warmup_steps": 0, "train_batch_size": 16, "eval_max_new_tokens": 4,
         }  # fmt: skip
-        with undone_afterwards():
-            assert main([*preset, *(str(word) for pair in given.items() for word in (f"--{pair[0]}", pair[1]))]) == 0
+        assert run_stage("sft", [*preset, *run_words(folder, **flags)]) == 0
     assert losses(whole) == losses(halves) and apart(whole, halves) == 0.0
     settings = json.loads((whole.parent / "runs" / "sft" / "config.json").read_text())
     names = "offload offload_parameters stage3_max_live_parameters sub_group_size"

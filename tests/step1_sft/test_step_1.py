@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_run import Ended, files_of, run_command, run_fresh
-from support.in_process import refusal_of, undone_afterwards
+from support.in_process import refusal_of
 from support.messages import naming
 from support.model_card import files_that_name, read_card, rows_of, run_example, sections
-from support.run_words import run_words, start_flags
+from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -238,8 +238,7 @@ def test_the_start_model_is_kept_where_no_step_is_better(
 ) -> None:
     monkeypatch.chdir(trained.folder)
     ruinous = {"learning_rate": 1.0, "max_steps": 2, "keep_best": "true", "eval_interval": 1}
-    with undone_afterwards():
-        assert main(words(trained.folder, "kept/sft", 8, **ruinous)) == 0
+    assert run_stage("sft", words(trained.folder, "kept/sft", 8, **ruinous)) == 0
     assert capfd.readouterr().err == naming("--keep-best ... step 0 ... eval_loss ... last one differs by more than")
     kept, start = (load_file(trained.folder / name / "model.safetensors") for name in ("kept/sft", "base"))
     assert all(torch.equal(kept[name], start[name]) for name in start)
@@ -286,8 +285,7 @@ def test_a_run_that_goes_on_knows_its_best_model(tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(folder)
     ruinous = {"learning_rate": 1.0, "keep_best": "true", "eval_interval": 1}
     for steps in (1, 2):
-        with undone_afterwards():
-            assert main(words(folder, "kept/sft", 8, **ruinous, max_steps=steps)) == 0
+        assert run_stage("sft", words(folder, "kept/sft", 8, **ruinous, max_steps=steps)) == 0
         assert capfd.readouterr().err == naming(
             "--keep-best ... step 0 ... eval_loss ... last one differs by no more than"
         )

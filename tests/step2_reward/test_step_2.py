@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.command_run import Ended, run_command
-from support.in_process import refusal_of, undone_afterwards
+from support.in_process import refusal_of
 from support.model_card import files_that_name, read_card, run_example
-from support.run_words import run_words, start_flags
+from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -138,8 +138,7 @@ def test_without_held_out_pairs_the_last_step_scores_training_pairs(trained: Tra
     monkeypatch.setattr("step2_reward.training.SCORED_PAIRS", 3)
     argv = words(trained.folder, str(tmp_path / "reward"), 8, max_steps=1, eval_fraction=0)
     at = argv.index("--eval_data_path")
-    with undone_afterwards():
-        assert main([*argv[:at], *argv[at + 2 :]]) == 0
+    assert run_stage("reward", [*argv[:at], *argv[at + 2 :]]) == 0
     saved = json.loads((tmp_path / "reward/config.json").read_text())
     assert saved["score_pairs"] == "3 training pairs" and saved["score_std"] != 1.0
 

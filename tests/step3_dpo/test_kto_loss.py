@@ -10,11 +10,9 @@ import pytest
 import torch
 from datasets import Dataset
 from support.messages import naming
+from support.row_options import read
 
 from pipeline.configuration.groups import ModelConfig
-from pipeline.data.counts import Counts, Origin
-from pipeline.data.formats import Record, read_records
-from pipeline.data.readers import Row
 from pipeline.data.row_kinds import SAME_TOKENS, TokenizationOptions
 from pipeline.data.templates import set_template
 from step3_dpo.batches import Mismatched, Mismatches, partners_of
@@ -133,12 +131,6 @@ def test_the_order_of_the_rows_of_a_step_changes_no_mismatch(order):
     assert len(texts) == 6 and all(text == texts[0] and len(text) == 5 for text in texts)
     steps = Mismatches.of(rows, rows, **settings | {"rows_per_step": 2}).epochs
     assert sorted(steps[0].partners.tolist()) == [0, 1, 2, 3, 4] and steps[0].partners.tolist() != texts
-
-
-def read(*values: dict) -> tuple[list[Record], Counts]:
-    counts = Counts()
-    rows = [Row(value, Origin("f", number), None) for number, value in enumerate(values, 1)]
-    return list(read_records(rows, counts)), counts
 
 
 def test_rows_are_labelled_responses_and_both_sides_of_pairs(bpe_tokenizer):

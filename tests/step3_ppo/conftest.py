@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from support.ppo_updates import MEAN, STD, gradients
-from support.tiny_models import save_tiny
-from transformers import PreTrainedTokenizerFast
+from support.tiny_models import give_template, save_tiny
 
-from pipeline.data.templates import set_template
 from pipeline.training.steps import step_together
 from step3_ppo import updater as updater_module
 
@@ -41,8 +39,5 @@ def trained_folders(bpe_folder, tmp_path_factory):
     parent = tmp_path_factory.mktemp("ppo")
     actor = save_tiny("opt", bpe_folder, parent / "sft")
     reward = save_tiny("opt", bpe_folder, parent / "reward", reward=True, score_mean=MEAN, score_std=STD)
-    for folder in (actor, reward):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        set_template(tokenizer, "auto")
-        tokenizer.save_pretrained(folder)
+    give_template(actor, reward)
     return SimpleNamespace(actor=actor, reward=reward)

@@ -11,10 +11,9 @@ from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import TEMPERATURE, weights
 from support.reward_rows import rows_of
-from support.tiny_models import save_tiny
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from support.tiny_models import give_template, save_tiny
+from transformers import AutoModelForCausalLM
 
-from pipeline.data.templates import set_template
 from pipeline.rewards.rows import WeightedReward
 from step3_ppo.experience import Collected, Scores
 from step3_ppo.flags.groups import PPOCoefficients
@@ -31,9 +30,7 @@ def teacher(bpe_folder, tmp_path_factory) -> str:
     folder = save_tiny(
         "llama", bpe_folder, tmp_path_factory.mktemp("teacher") / "model", seed=8, hidden_size=48, vocab_size=416
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    set_template(tokenizer, "auto")
-    tokenizer.save_pretrained(folder)
+    give_template(folder)
     return folder
 
 

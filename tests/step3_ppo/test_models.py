@@ -203,8 +203,7 @@ def test_a_package_that_the_reward_model_lacks_is_named_with_its_flag(trained_fo
 
 
 def test_a_stored_reward_model_names_its_flag(trained_folders, tmp_path):
-    folder = tmp_path / "int8"
-    shutil.copytree(trained_folders.reward, folder)
+    folder = shutil.copytree(trained_folders.reward, tmp_path / "int8")
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": STORED_INT8}}))
     config = ppo_config(trained_folders).replace(reward_model_name_or_path=str(folder))

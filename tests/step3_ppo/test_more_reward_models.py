@@ -11,10 +11,9 @@ import torch
 from support.ppo_loop import PPOLoop, loop_on_random_prompts
 from support.ppo_settings import ppo_config
 from support.ppo_updates import MEAN, STD
-from support.tiny_models import save_tiny
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from support.tiny_models import give_template, save_tiny
+from transformers import AutoModelForSequenceClassification
 
-from pipeline.data.templates import set_template
 from pipeline.rewards.rows import WeightedReward
 from step3_ppo.models.engines import Models
 from step3_ppo.state import State
@@ -28,10 +27,7 @@ def further(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Simpl
     parent = tmp_path_factory.mktemp("further")
     second = save_tiny("llama", bpe_folder, parent / "second", reward=True, seed=5, **SECOND)
     third = save_tiny("opt", bpe_folder, parent / "third", reward=True, seed=6)
-    for folder in (second, third):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        set_template(tokenizer, "auto")
-        tokenizer.save_pretrained(folder)
+    give_template(second, third)
     return SimpleNamespace(second=second, third=third)
 
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.in_process import undone_afterwards
+from support.run_words import run_stage
 
 from pipeline.configuration.flags import parse
 from pipeline.configuration.rank_rules import with_ranks
 from pipeline.run.entry import read_flags
 from step3_ppo.config import PPOConfig
-from step3_ppo.main import main
 from step3_ppo.models.needs import models_of, needs, old_log_probs
 from step3_ppo.stage import STAGE
 
@@ -74,8 +73,7 @@ def test_a_run_writes_down_what_it_has_decided_and_holds_it(folder, tmp_path):
         *("--per-device-train-batch-size", 4),
     ]
     words = [str(word) for word in words]
-    with undone_afterwards():
-        assert main(words) == 0
+    assert run_stage("ppo", words) == 0
     run = tmp_path / "out/runs/ppo"
     decided = json.loads((run / "config.json").read_text())["old_log_probs"]
     assert (decided["value"], decided["from"]) == ("trainer", "--old-log-probs auto")

@@ -9,17 +9,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.in_process import undone_afterwards
 from support.model_folders import assert_same_folder
 from support.ppo_loop import loop_on_random_prompts
 from support.ppo_settings import ppo_config
+from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import make_folder
 
 from pipeline.checkpoints import checkpoint
 from rlhf.models import export
 from step3_ppo import training
 from step3_ppo.build import resume
-from step3_ppo.main import main
 from step3_ppo.state import State
 
 
@@ -109,14 +108,11 @@ def test_an_exported_critic_says_the_constants_of_the_first_rollout(tmp_path):
     """As that of the finished run does, of one step on a rollout of all 4 prompts."""
     folder = make_folder(tmp_path, num_train=4, num_test=2)
     forget_constants(folder / "scorer")
-    flags = {
-        "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
-        "data_path": folder / "train.jsonl", "data_split": "none", "data_output_path": folder / "cache",
-        "max_prompt_seq_len": 48, "max_answer_seq_len": 12, "dtype": "fp32", "max_steps": 1, "save_steps": 1,
-        "per_device_generation_batch_size": 4, "per_device_train_batch_size": 4, "output_dir": folder / "whole",
+    flags = start_flags("ppo", folder) | {
+        "eval_data_path": None, "max_steps": 1, "save_steps": 1, "output_dir": folder / "whole",
+        "per_device_generation_batch_size": 4, "per_device_train_batch_size": 4,
     }  # fmt: skip
-    with undone_afterwards():
-        assert main([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+    assert run_stage("ppo", run_words(folder, **flags)) == 0
     run = folder / "whole/runs/ppo"
     assert export.main([str(run), "--output", str(folder / "out")]) == 0
     config = json.loads((folder / "out/critic/config.json").read_text())

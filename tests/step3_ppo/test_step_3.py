@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from support.command_run import Ended, files_of, run_command
 from support.ds_arguments import zero_file
-from support.in_process import refusal_of, undone_afterwards
+from support.in_process import refusal_of
 from support.messages import naming
 from support.model_card import files_that_name, read_card, run_example
-from support.run_words import run_words, start_flags
+from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import make_folder, numbers_and_metrics, read_metrics
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
@@ -183,8 +183,7 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "padded" / name).write_bytes((trained.folder / "base" / name).read_bytes())
     changes = {"actor_model_name_or_path": tmp_path / "padded", "max_steps": 1, "enable_ema": "false"}
-    with undone_afterwards():
-        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
+    assert run_stage("ppo", words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
     assert num_tokens < 4096
     samples = [json.loads(line) for line in (tmp_path / "out/runs/ppo/samples.jsonl").read_text().splitlines()]
     assert any(sample["response"] for sample in samples)
@@ -193,8 +192,7 @@ def test_tokens_that_only_a_padded_vocabulary_has_are_never_sampled(trained: Tra
 def test_a_rollout_whose_policy_has_moved_far_is_followed_by_the_next_one(trained: Trained, tmp_path: Path) -> None:
     """Of the four steps on each rollout the first has no KL: its policy is the one that sampled."""
     changes = {"approx_kl_stop": 1e-9, "max_steps": 4, "enable_ema": "false"}
-    with undone_afterwards():
-        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
+    assert run_stage("ppo", words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 0
     runs = (trained.run(1), tmp_path / "out/runs/ppo")
     first_steps = [[line["step"] for line in training_lines(run) if "objective/kl" in line] for run in runs]
     assert first_steps == [[1, 5], [1, 3]]
@@ -212,8 +210,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused(trained: Trained, tmp_path, mon
     """Nothing would train the policy. No model is loaded before that is said."""
     monkeypatch.setattr("step3_ppo.build.make_models", None)
     changes = {**flags, "critic_warmup_steps": steps, "enable_ema": "false"}
-    with undone_afterwards():
-        assert main(words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 2
+    assert run_stage("ppo", words(trained.folder, str(tmp_path / "out"), 1, **changes)) == 2
     said = naming(f"--critic-warmup-steps ... {steps} ... {steps} steps")
     assert capsys.readouterr().err == said
 

@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from support.in_process import undone_afterwards
-from support.run_words import run_words
-
-from step3_ppo.main import main
+from support.run_words import run_stage, run_words
 
 
 def ppo_words(folder: Path, out: Path, **changes: Any) -> list[str]:
@@ -21,5 +18,4 @@ def ppo_words(folder: Path, out: Path, **changes: Any) -> list[str]:
 
 def run_ppo(words: list[str]) -> int:
     """Return the exit code of step 3 with these flags."""
-    with undone_afterwards():
-        return main(words)
+    return run_stage("ppo", words)

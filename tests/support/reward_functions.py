@@ -18,6 +18,13 @@ MARK = "REWARD_TEST"  # a variable that all processes of a pool inherit
 LIMIT_S = 0.5
 
 
+def as_messages(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+FORMS = pytest.mark.parametrize("form", [str, as_messages])  # a response in each form in which functions get one
+
+
 def functions_in(file: Path, code: str, names: str) -> list[RewardFunction]:
     """Write a file of reward functions, and return those of these names."""
     file.write_text(code, encoding="utf-8")

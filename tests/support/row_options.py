@@ -5,12 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from subprocess import Popen
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.data import shards
 from pipeline.data.cache import StageData, load_or_build
+from pipeline.data.counts import Counts, Origin
+from pipeline.data.formats import Record, read_records
+from pipeline.data.readers import Row
 from pipeline.data.selection import DataOptions
 
 ROWS = {
@@ -45,3 +49,10 @@ def write_one_here(monkeypatch: pytest.MonkeyPatch, write: Callable[..., None] =
     monkeypatch.setattr(shards, "start_job", lambda: jobs.append(start()) or jobs[-1])
     monkeypatch.setattr(shards, "write_shard", write_until_ready)
     return here
+
+
+def read(*values: dict[str, Any], **options: Any) -> tuple[list[Record], Counts]:
+    """Read the records of a file `f` with these rows; return what was counted as well."""
+    counts = Counts()
+    rows = [Row(value, Origin("f", number), None) for number, value in enumerate(values, 1)]
+    return list(read_records(rows, counts, **options)), counts

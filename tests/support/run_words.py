@@ -1,7 +1,11 @@
-"""Command lines of small runs on a tiny folder."""
+"""Small runs of a stage on a tiny folder, in the test's own process."""
 
+import importlib
 from pathlib import Path
 from typing import Any
+
+from support.forks import PACKAGES
+from support.in_process import undone_afterwards
 
 
 def run_words(folder: Path, **flags: Any) -> list[str]:
@@ -21,3 +25,9 @@ def start_flags(stage: str, folder: Path) -> dict[str, Any]:
         "actor_model_name_or_path": folder / "base", "critic_model_name_or_path": folder / "scorer",
         "max_prompt_seq_len": 48, "max_answer_seq_len": 12,
     }  # fmt: skip
+
+
+def run_stage(stage: str, words: list[str]) -> int:
+    """Return the exit code of a stage with these flags."""
+    with undone_afterwards():
+        return importlib.import_module(f"{PACKAGES[stage]}.main").main(words)

@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from pipeline.data.templates import set_template
+
 NUM_TOKENS = 400  # of the tokenizer in conftest.bpe_folder
 PAD, BOS, EOS = 0, 1, 2
 NAMES = ("opt", "opt-350m", "llama")
@@ -57,6 +59,14 @@ def save_tiny(name: str, bpe_folder: Path, folder: Path, *, reward: bool = False
     model.save_pretrained(folder)
     PreTrainedTokenizerFast.from_pretrained(bpe_folder).save_pretrained(folder)
     return str(folder)
+
+
+def give_template(*folders: str) -> None:
+    """Save the Human/Assistant template with the tokenizers of folders, as a finished stage does."""
+    for folder in folders:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        set_template(tokenizer, "auto")
+        tokenizer.save_pretrained(folder)
 
 
 def random_rows(seed: int, lengths: tuple[int, ...] = (9, 4, 7, 1)) -> list[torch.Tensor]:

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.in_process import undone_afterwards
-from support.run_words import run_words, start_flags
+from support.marks import slow_but
+from support.run_words import run_stage, run_words, start_flags
 
 from pipeline.launching.target import GIB, Target
 from pipeline.planning.fastest import Candidate
-from step1_sft.main import main as sft_main
-from step2_reward.main import main as reward_main
-from step3_ppo.main import main as ppo_main
 
 FOLDER_SIZES = {"num_train": 40, "num_test": 24}
-MAINS = {"sft": sft_main, "reward": reward_main, "ppo": ppo_main}
 GPU = Target("GPU", 8 * GIB, tb_per_s=2.0, tflops=300.0, described=False)
 CUT = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -29,8 +25,7 @@ def run(stage: str, folder: Path, out: Path, *words: object, max_steps: int = 2)
         "enable_tensorboard": "false", "eval_iters": 1, "output_dir": out if stage == "ppo" else out / stage,
         "max_steps": max_steps, "train_batch_size": 8,
     }  # fmt: skip
-    with undone_afterwards():
-        assert MAINS[stage]([*run_words(folder, **flags), *map(str, words)]) == 0
+    assert run_stage(stage, [*run_words(folder, **flags), *map(str, words)]) == 0
     return json.loads((out / "runs" / stage / "config.json").read_text())
 
 
@@ -43,9 +38,7 @@ def metrics(out: Path, stage: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "stage", ["sft", pytest.param("reward", marks=pytest.mark.slow), pytest.param("ppo", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stage", slow_but(["sft"], ["sft", "reward", "ppo"]))
 def test_what_is_chosen_gives_the_numbers_of_the_same_flags_by_hand(folder, tmp_path, monkeypatch, stage):
     monkeypatch.setattr("pipeline.launching.target.this_machine", lambda *slots: GPU)
     settings = run(stage, folder, tmp_path / "auto")

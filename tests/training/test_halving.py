@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ds_arguments import PARTITIONED_FILE
-from support.in_process import undone_afterwards
 from support.messages import naming
-from support.run_words import run_words, start_flags
+from support.run_words import run_stage, run_words, start_flags
 from transformers import OPTForCausalLM
 
 from pipeline.configuration.groups import OptimizerConfig
@@ -24,10 +23,7 @@ from pipeline.out_of_memory import HALVED, BatchTooLarge, batches_in_words, halv
 from pipeline.training.halving import Halving, take_halved
 from pipeline.training.recorder import Recorder
 from pipeline.training.steps import Counters
-from step1_sft.main import main as sft_main
-from step2_reward.main import main as reward_main
 from step3_ppo import training as ppo_training
-from step3_ppo.main import main as ppo_main
 from step3_ppo.models.hybrid_engine import HybridEngine
 
 FOLDER_SIZES = {"num_train": 24, "num_test": 6}
@@ -35,7 +31,6 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. "
     "GPU 0 has a total capacity of 79.11 GiB of which 44.69 MiB is free."
 )
-MAINS = {"sft": sft_main, "reward": reward_main, "ppo": ppo_main}
 PPO = {"per_device_generation_batch_size": 8, "per_device_eval_batch_size": 4, "ppo_epochs": 2, "max_steps": 4}
 
 
@@ -91,8 +86,7 @@ def run(stage: str, folder: Path, out: Path, micro_batch: int, accumulation: int
     }  # fmt: skip
     rates = {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
     flags |= PPO | rates if stage == "ppo" else {"learning_rate": 1e-3, "max_steps": 3}
-    with undone_afterwards():
-        return MAINS[stage](run_words(folder, **flags | changes))
+    return run_stage(stage, run_words(folder, **flags | changes))
 
 
 def metrics(out: Path, stage: str, name: str) -> list[Any]:

@@ -4,20 +4,16 @@ import json
 from typing import Any
 
 import pytest
-from support.in_process import undone_afterwards
+from support.run_words import run_stage, run_words, start_flags
 from support.tiny_run import read_metrics
 
 from pipeline.training.supervised import Supervised
-from step1_sft.main import main as sft_main
-from step2_reward.main import main as reward_main
-from step3_dpo.main import main as dpo_main
 
 FOLDER_SIZES = {"num_train": 8, "num_test": 2}
-MAINS = {"sft": sft_main, "reward": reward_main, "dpo": dpo_main}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", MAINS)
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
 def test_a_step_counts_all_tokens_and_the_head_where_tokens_are_trained(stage, folder, tmp_path, monkeypatch):
     """Six operations for a weight and token, the head's for trained tokens alone; a scalar head counts as none."""
     steps: list[Any] = []
@@ -29,13 +25,11 @@ def test_a_step_counts_all_tokens_and_the_head_where_tokens_are_trained(stage, f
 
     monkeypatch.setattr(Supervised, "end_step", noted)
     monkeypatch.setattr("pipeline.training.supervised.training_mfu", lambda flops, **_: {"mfu": flops})
-    flags = {
-        "model_name_or_path": folder / "base", "data_path": folder / "train.jsonl", "data_split": "none",
-        "eval_data_path": folder / "test.jsonl", "data_output_path": tmp_path / "cache", "dtype": "fp32",
-        "max_seq_len": 96, "per_device_train_batch_size": 4, "max_steps": 2, "output_dir": tmp_path / stage,
+    flags = start_flags(stage, folder) | {
+        "data_output_path": tmp_path / "cache", "per_device_train_batch_size": 4, "max_steps": 2,
+        "output_dir": tmp_path / stage,
     }  # fmt: skip
-    with undone_afterwards():
-        assert MAINS[stage]([str(word) for name, value in flags.items() for word in (f"--{name}", value)]) == 0
+    assert run_stage(stage, run_words(folder, **flags)) == 0
     config = json.loads((folder / "base/config.json").read_text())
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     weights = layers * (4 * width**2 + 2 * width * config["ffn_dim"])
