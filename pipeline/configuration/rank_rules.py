@@ -97,7 +97,7 @@ def with_batches(resolved: Resolved, ranks: int | None) -> Resolved:
         new[BATCHES] = per_step // gcd(per_step, rows)
         new_origins[BATCHES] = Origin(Kind.FOLLOWS, dashed(GENERATED))
     elif values.get(BATCHES) == 0 and origins[GENERATED].kind is Kind.PRESET:
-        # Decided: a planner goes on with these settings without their preset.
+        # Decided: a planner continues with these settings without their preset.
         new_origins[BATCHES] = origins[GENERATED]
     is_new = {name for name in new_origins if name not in new or values[name] != new[name]}
     resolved = resolved.changed(new, {name: new_origins[name] for name in is_new}, notes)
@@ -112,7 +112,7 @@ RANK_RULES: tuple[Rule[int | None], ...] = (
     Rule(with_sharing, "An `--inference-tp-size` of a file becomes one that divides the ranks."),
     Rule(
         with_zero_stages,
-        "A ZeRO stage that nobody gave becomes the lowest that the other flags allow, and a preset's setting that saves"
+        "An unset ZeRO stage becomes the lowest that the other flags allow, and a preset's setting that saves"
         " memory is dropped, with a note, where it contradicts a flag of yours.",
     ),
     Rule(
@@ -202,7 +202,7 @@ def in_place(resolved: Resolved, values: dict[str, Any], why: str, kind: Kind | 
 
 
 def with_lowest_stages(resolved: Resolved, ranks: int | None) -> tuple[Resolved, tuple[str, ...]]:
-    """Return the settings with the lowest ZeRO stages that they allow, where nobody gave one, and what is left.
+    """Return the settings with the lowest ZeRO stages that they allow, where none is given, and what is left.
 
     That is a flag that other settings rule out at any stage, and why; () if there is none.
     """

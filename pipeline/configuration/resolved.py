@@ -1,4 +1,4 @@
-"""A checked configuration with the origin of every value, and the changes of values that nobody gave."""
+"""A checked configuration with the origin of every value, and the changes of values that are unset."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ class Resolved:
 
 
 class Rule(NamedTuple, Generic[Facts]):
-    """A step in which flags that nobody gave, or that cannot be as they were given, get their values.
+    """A step in which flags that are unset, or that cannot be as they were given, get their values.
 
     apply: (settings, what is known at that moment) -> settings.
     text: what it does, for the page "Which value wins".

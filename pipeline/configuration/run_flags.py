@@ -8,7 +8,7 @@ from pipeline.configuration.flag_table import flag
 from pipeline.configuration.groups import Dtype, Group
 from pipeline.hub import HUB_ID
 
-# Flags behind those of a first start, with which a run goes on from what it has saved since.
+# Flags behind those of a first start, with which a run resumes from what it has saved since.
 RESUME = ("--overwrite", "false", "--resume", "auto")
 # Flags of a run that only tries other flags.
 TRIED = {

@@ -141,7 +141,7 @@ def stages_that_fit(planner: StagePlanner, resolved: Resolved, names: Sequence[s
 
 
 def stages_to_try(planner: StagePlanner, resolved: Resolved, names: Sequence[str]) -> list[dict[str, int]]:
-    """Return the ZeRO stages to try for models that nobody gave one, as far as other flags allow.
+    """Return the ZeRO stages to try for models without a given one, as far as other flags allow.
 
     On several GPUs that is 2, then 3 for ever more of the models.
     On one GPU, stage 3 partitions nothing, but it gathers one layer at a time. Stage 0 takes 2 bytes a trained weight

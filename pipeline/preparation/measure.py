@@ -53,7 +53,7 @@ class Trial(Job):
 def measured(stage: Stage, resolved: Resolved, request: LaunchRequest, signals: Signals) -> dict[str, str]:
     """Return the environment variable with the flags of the fastest settings that have memory; say what each takes.
 
-    {} where nothing is chosen: the run is finished or goes on with its choice of before, there are no two settings, or
+    {} where nothing is chosen: the run is finished or resumes with its earlier choice, there are no two settings, or
     none has memory.
 
     Raises:

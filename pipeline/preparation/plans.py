@@ -59,7 +59,7 @@ def stage_planner(
 def choose(stage: Stage, planner: StagePlanner, resolved: Resolved) -> Choice:
     """Return the values of flags that are `auto`; none on a CPU, or where a GPU's memory is not known.
 
-    A run that goes on has those that it began with, where its GPUs and their number are the same, unless flags that are
+    A resumed run has those that it began with, where its GPUs and their number are the same, unless flags that are
     given now contradict them, or leave them too little memory.
 
     Raises InputError, EnvironmentFault: see `StagePlanner.memory`.

@@ -90,7 +90,7 @@ def data_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, tuple[str, str]
 
 
 def reader_of(stage: Stage, given: Resolved) -> Reader:
-    """Return what a stage of this command reads, by the split that is given, else by that of the run that goes on."""
+    """Return what a stage of this command reads, by the split that is given, else by that of the resumed run."""
     data, run = given.config.data, given.config.run
     split = data.data_split if stage.config.shares else ALL_ROWS
     if split == AUTO and (settings := earlier_settings(stage.run_folder(run), run.resumes_from)):
@@ -117,7 +117,7 @@ def has_share(stage: Stage, given: Resolved, split: str) -> bool:
 def leaves_share(stage: Stage, config: StageConfig, flag: str, other: Path | None, *, runs_too: bool) -> bool:
     """Return True if a stage leaves another one its share of the prompts: that runs too, or has read the same source.
 
-    A run that goes on does as before.
+    A resumed run does as before.
 
     Args:
         flag: false where the share is left.

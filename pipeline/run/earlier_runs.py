@@ -55,7 +55,7 @@ def check_resume(resume: str) -> None:
 
 
 def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint that `resume` (auto, never or a folder) goes on from, and its state.json; {} for none.
+    """Return the checkpoint that `resume` (auto, never or a folder) resumes from, and its state.json; {} for none.
 
     One whose state.json is not as it was written is passed over, as it is when a run resumes.
     """
@@ -69,7 +69,7 @@ def checkpoint_state(run_folder: Path, resume: str) -> tuple[Path, dict[str, Any
 
 
 def earlier_settings(run_folder: Path, resume: str) -> dict[str, Any]:
-    """Return the settings of the finished run of a folder, else of the checkpoint to go on from; {} for neither."""
+    """Return the settings of the finished run of a folder, else of the checkpoint to resume from; {} for neither."""
     records = [read_object(done_file(run_folder))] if resume == "auto" else []
     records.append(checkpoint_state(run_folder, resume)[1])
     return next((record["settings"] for record in records if isinstance(record.get("settings"), dict)), {})
@@ -86,14 +86,14 @@ def preset_of_run(stage: Stage, resolved: Resolved, default: str) -> str:
 
 
 def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Origin]]:
-    """Return value and origin of what the run that goes on chose for flags that nobody gives now; {} for a new run.
+    """Return value and origin of what the resumed run chose for flags that are unset now; {} for a new run.
 
     {} too where its micro-batch does not divide the rows of an optimizer step, and where a flag was given that is
     `auto` now: the others were chosen beside it. ZeRO stages that presets of earlier versions named count as chosen.
     """
     folder, state = checkpoint_state(stage.run_folder(resolved.config.run), resolved.config.run.resumes_from)
     table, settings = flag_table(type(resolved.config)), run_settings(folder.parents[1]) if state else {}
-    unset = {name: settings[name] for name in table if name in settings and is_left(resolved, name, settings[name][1])}
+    unset = {name: settings[name] for name in table if name in settings and is_unset(resolved, name, settings[name][1])}
     hardware = next((origin for _, origin in unset.values() if origin.kind is Kind.PLAN), DEFAULT)
     for name in flags_of_key(type(resolved.config), ZERO_STAGE):
         if name in unset and unset[name][1].kind is Kind.PRESET:
@@ -108,7 +108,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     return {**chosen, **parts} if parts else {}
 
 
-def is_left(resolved: Resolved, name: str, origin: Origin) -> bool:
+def is_unset(resolved: Resolved, name: str, origin: Origin) -> bool:
     """Tell whether a flag is left to what an earlier run had: nobody gives it, or --auto fit replaces it as it did."""
     if not resolved.is_given(name):
         return True
@@ -163,8 +163,8 @@ def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: i
         ranks: None where only the launcher will know; then sizes of batches are not compared.
 
     Raises:
-        InputError: another run is finished here, or has left the checkpoint to go on from; a line for each difference,
-            and how to go on; or the checkpoint is beyond --max-steps; or --resume names no folder.
+        InputError: another run is finished here, or has left the checkpoint to resume from; a line for each difference,
+            and how to continue; or the checkpoint is beyond --max-steps; or --resume names no folder.
     """
     run: RunConfig = config.run
     check_resume(run.resumes_from)

@@ -1,9 +1,9 @@
-"""The rules that give values to flags which nobody gave, in their order. The module imports no torch.
+"""The rules that give values to unset flags, in their order. The module imports no torch.
 
 Defaults, files and the command line are merged first (`flags.resolve_layers`): of two values the one of the greater
 `Kind` of origin wins, and a DeepSpeed JSON that contradicts another value is refused. The rules come after that, each
 at the moment when what it needs is known: a command is read, the number of ranks is known, rank 0 has planned for its
-GPU, the models are known. They set what nobody gave. `RANK_RULES` and the plan of `--auto fit` may also replace what
+GPU, the models are known. They set what is unset. `RANK_RULES` and the plan of `--auto fit` may also replace what
 was given; a note or the origin says so.
 """
 
@@ -41,7 +41,7 @@ Choose = Callable[[Stage, Resolved], Choice]
 class Command(NamedTuple):
     """A stage of a command, its value of --data-split with a note or "", its folder, and settings of the earlier run.
 
-    earlier: those of the run that is finished there or goes on; {} for a new run.
+    earlier: those of the run that is finished there or resumed; {} for a new run.
     """
 
     stage: Stage
@@ -74,7 +74,7 @@ def with_command_rules(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved
 def with_choice(stage: Stage, resolved: Resolved, choose: Choose, ranks: int) -> tuple[Resolved, Choice]:
     """Return the settings as rank 0 has them, with the plan's choice; and that choice. A collective.
 
-    Hosts without a common storage may see other earlier runs: what nobody gave is as rank 0 has it.
+    Hosts without a common storage may see other earlier runs: what is unset is as rank 0 has it.
 
     Args:
         choose: (stage, settings) returns on rank 0 the values of the flags that the plan chooses.
@@ -99,7 +99,7 @@ def with_data_split(resolved: Resolved, command: Command) -> Resolved:
 
 
 def with_earlier_rollout(resolved: Resolved, command: Command) -> Resolved:
-    """Return the settings with the rollouts of the checkpoint that a run goes on from, where no flag says their size.
+    """Return the settings with the rollouts of the checkpoint that a run resumes from, where no flag says their size.
 
     Prompts that are sampled at once, given by hand, say it in a new run alone. A checkpoint of a version without
     --rollout-batch-size has those that its other flags, or their defaults, made.
@@ -216,13 +216,13 @@ def command_of(stage: Stage, resolved: Resolved, split: str, note: str) -> Comma
 
 
 def not_given(resolved: Resolved) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """Return the values of flags that nobody gave, and their origins."""
+    """Return the values of unset flags, and their origins."""
     values = {name: value for name, value in resolved.values.items() if not resolved.is_given(name)}
     return values, {name: resolved.origins[name] for name in values}
 
 
 def where_unset(resolved: Resolved, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> Resolved:
-    """Return the settings with other values of those of these flags that nobody gave, each with its origin."""
+    """Return the settings with other values of those of these flags that are unset, each with its origin."""
     before = resolved.values
     new = {name: value for name, value in values.items() if not resolved.is_given(name) and before[name] != value}
     return resolved.changed(new, {name: origins[name] for name in new})
