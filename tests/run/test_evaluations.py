@@ -111,6 +111,28 @@ def test_a_difference_below_its_error_is_none(tmp_path):
     assert found["same"].figures == f"held-out eval_objective/scores {first:.4g} -> {last:.4g} (16 responses)"
 
 
+@pytest.mark.parametrize("errors", [-2.1, -1.9, 1.9, 2.1])
+@pytest.mark.parametrize("stored", ["same rows", "other rows", "no rows"])
+def test_a_difference_of_more_than_two_standard_errors_is_shown(tmp_path, stored, errors):
+    """The error is that of the paired difference, of two means over other rows, or of two binomials."""
+    signs = np.resize([1.0, -1.0], 16)
+    if stored == "no rows":
+        name, error = "eval_accuracy", math.sqrt(0.5 / (16 + errors**2))  # with p (1 - p) / 16 at either end
+        run = make_run(tmp_path, name, [0.5, 0.5 + errors * error])
+    else:
+        name, (before, after) = "eval_objective/scores", (signs, (2.0 if stored == "same rows" else -1.0) * signs)
+        parts = [after - before] if stored == "same rows" else [before, after]
+        error = math.hypot(*(one.std(ddof=1) / math.sqrt(16) for one in parts))
+        run = make_run(tmp_path, name, [0.0, errors * error])
+        rows = ["data", "data" if stored == "same rows" else "other"]
+        columns = zip((before, after + errors * error), rows, strict=True)
+        row_values_file(run).write_text(
+            "".join(row_values_line(10 * n, of(one), data) for n, (one, data) in enumerate(columns))
+        )
+    expected = "same" if abs(errors) < 2 else "better" if errors > 0 else "worse"
+    assert verdict(run).kind == expected
+
+
 def test_few_rows_that_all_move_alike_show_nothing(tmp_path):
     """DPO's pairs are ties at first: two of them that are won are two tosses of a coin."""
     for number_of_rows, kind in ((5, "same"), (6, "better")):
