@@ -193,14 +193,15 @@ def test_a_run_that_ends_worse_than_it_began_says_so_in_its_log(tmp_path, caplog
     assert warned == ([text] if last > 3 else [])
 
 
-@pytest.mark.parametrize(("dropped", "says"), [(10, False), (11, True)])
-def test_a_run_that_dropped_most_of_its_rows_says_so_at_its_end(tmp_path, caplog, dropped, says):
+@pytest.mark.parametrize(("trained", "dropped", "says"), [(8, 10, False), (8, 11, True), (3, 6, True), (4, 5, False)])
+def test_a_run_that_dropped_most_of_its_rows_says_so_at_its_end(tmp_path, caplog, trained, dropped, says):
+    """The two held-out rows were kept too; those of other stages count on neither side."""
     control = make_control(
-        tmp_path, rows={"rows": {"to train on": 8, "held out": 2, "of other stages": 9, "dropped": dropped}}
+        tmp_path, rows={"rows": {"to train on": trained, "held out": 2, "of other stages": 9, "dropped": dropped}}
     )
     control.finish(Counters(step=9), content(Counters(step=9)), lambda: None)
-    text = naming("8 to train on ... 2 held out, 9 of other stages (--data-split auto) ... 11 dropped, of 30")
-    assert (caplog.text == text) == says
+    counts = f"{trained} to train on ... 2 held out, 9 of other stages (--data-split auto) ... {dropped} dropped"
+    assert (caplog.text == naming(f"most rows were dropped ... {counts}, of {trained + 11 + dropped}")) == says
 
 
 @pytest.mark.parametrize(
