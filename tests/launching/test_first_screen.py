@@ -17,6 +17,7 @@ from rlhf.main import SUBCOMMANDS, run_subcommand
 from rlhf.stages import STAGES, stage_of
 from rlhf.train_config import TrainConfig, train_help
 from rlhf.train_plan import make_plan
+from step1_sft.config import SFTConfig
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy", "pyarrow"}
 SCREENS = {"train.py": "train.py", **{stage.section: f"-m {stage.package}.main" for stage in STAGES}}
@@ -37,6 +38,12 @@ except SystemExit as end:
     assert not end.code, end.code
 print(*sorted({{name.partition(".")[0] for name in sys.modules}}))
 """
+
+
+class OtherUsualFlags(SFTConfig):
+    """SFT, whose first screen shows flags of which an empty value has a meaning."""
+
+    usual = ("run_dir", "push_to_hub")
 
 
 def call(words: str, *more: str) -> tuple[str, set[str], float]:
@@ -81,6 +88,9 @@ def test_the_first_screen_keeps_what_0_and_empty_mean():
     assert "GPUs of each machine; 0: all [0]" in train
     assert "LoRA rank; 0: full fine-tuning [0]" in sft and "LoRA rank; 0: full fine-tuning [0]" in ppo
     assert "Steps between evaluations; 0: only before and after training [0]" in sft
+    shown = " ".join(help_text(OtherUsualFlags, "x").split())
+    assert "--run-dir Folder of metrics, logs, checkpoints; empty: <parent>/runs/<stage> [none]" in shown
+    assert "to this repository of the hub, private if new; empty: nowhere [none]" in shown
 
 
 def test_required_words_are_shown_as_required(capsys):
