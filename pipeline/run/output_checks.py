@@ -11,7 +11,7 @@ from pipeline.configuration.flag_table import flag_table, flat_items
 from pipeline.configuration.stage import Stage, StageConfig
 from pipeline.data.sources import parse_path
 from pipeline.errors import InputError, dashed
-from pipeline.files import OURS, RUN_LOCK, check_replaceable, has_config, read_object
+from pipeline.files import OURS, PROJECT, RUN_LOCK, check_replaceable, has_config, read_object
 from pipeline.run.earlier_runs import RUN_FILES
 from pipeline.run.layout import START_NAMES, environment_file
 from pipeline.run.outcome import supervisor_name
@@ -76,7 +76,9 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         return
     environment = read_object(environment_file(run_dir))
     owner, versions = environment.get("stage"), environment.get("versions")
-    started = isinstance(owner, str) and isinstance(versions, dict)
+    # An env.json of another program may name a "stage" too. All runs of this project name its version, also those of
+    # stages that this program lacks.
+    started = isinstance(owner, str) and isinstance(versions, dict) and (owner == stage.section or PROJECT in versions)
     if started and owner != stage.section:
         yield f"{dashes}run-dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
     # Hidden files belong to ranks that are starting now. A supervisor has checked the folder before its ranks.

@@ -38,6 +38,8 @@ FOREIGN_ENVIRONMENTS = {
     "pairs": '[["stage", "sft"], ["versions", {}]]',
     "stage without versions": '{"stage": "sft"}',
     "versions in words": '{"stage": "sft", "versions": "all"}',
+    "stage of another program": '{"stage": "production", "versions": {}}',
+    "stage and versions of another program": '{"stage": "production", "versions": {"flask": "3.1"}}',
     "no word for a stage": '{"stage": 1, "versions": {}}',
     "no JSON": "PATH=/bin",
     "nested": "[" * 100_000,
@@ -72,6 +74,7 @@ def test_an_env_json_that_no_run_wrote_makes_no_folder_ours(tmp_path, monkeypatc
     assert main(["--model-name-or-path", "x", "--data-path", "y", "--run-dir", "mine", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == naming("error: --run-dir ... mine ... env.json ... new or empty folder")
+    assert "holds a run of" not in line
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
 

@@ -8,7 +8,7 @@ from support.messages import naming
 
 from pipeline.configuration.flags import parse
 from pipeline.errors import InputError
-from pipeline.files import OURS
+from pipeline.files import OURS, PROJECT
 from pipeline.run.lock import locked
 from pipeline.run.outcome import SUPERVISOR
 from pipeline.run.output_checks import check_outputs
@@ -101,7 +101,7 @@ def test_steps_read_what_the_steps_before_write_and_replace_nothing_of_theirs(tm
 
 
 def test_a_run_folder_of_another_stage_is_refused_finished_or_not(tmp_path):
-    (tmp_path / "env.json").write_text(json.dumps({"stage": "reward", "versions": {}}))
+    (tmp_path / "env.json").write_text(json.dumps({"stage": "reward", "versions": {PROJECT: "0.9"}}))
     for more in ("", " --overwrite"):
         (line,) = problems({"sft": f"--output-dir {tmp_path / 'sft'} --run-dir {tmp_path}{more}"})
         assert line == naming(f"--run-dir ... {tmp_path} ... a run of reward ... sft ... another folder")
