@@ -100,6 +100,24 @@ def test_a_value_of_a_wrong_type(folder, capsys, name):
         reported(capsys, folder)
 
 
+@pytest.mark.parametrize("place", ["titles", "a title", "title of a metric"])
+@pytest.mark.parametrize("value", [None, 7, [1], DIGITS], ids=["null", "number", "list", "400 digits"])
+def test_titles_of_a_wrong_type(folder, capsys, place, value):
+    """They name the numbers of the verdict, and the curves and rows of the stage's chapter."""
+    meaning = json.loads((folder / "meaning.json").read_text())
+    metrics = {name: metric | {"title": value} for name, metric in meaning["metrics"].items()}
+    broken = {
+        "titles": {"titles": value},
+        "a title": {"titles": dict.fromkeys(meaning["titles"], value)},
+        "title of a metric": {"metrics": metrics},
+    }
+    assert meaning["titles"] and metrics
+    (folder / "meaning.json").write_text(json.dumps(meaning | broken[place]))
+    said = reported(capsys, folder)
+    is_shown = "Stage 3: PPO" in (folder / "report.md").read_text()
+    assert is_shown or said == naming("Stage 3: PPO ... left out"), said
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_line_of_wrong_types(folder, capsys, name):
     lines = (folder / name).read_text()
