@@ -18,12 +18,15 @@ PERPLEXITY, SCORES, KL = "eval_perplexity", "eval_objective/scores", "eval_objec
 CUT = "eval_completions/truncated_fraction"
 MEANING = {
     "titles": {name: name for name in (PERPLEXITY, "eval_accuracy", SCORES, KL)},
+    "starts": [[-1, 2, 1000.0]],  # two ranks
     "metrics": {"perplexity": {"better": -1}, "accuracy": {"better": 1}, "objective/scores": {"better": 1}},
 }
 WORSE = {  # stage -> first and last evaluation -> what the stage's line says of them
     "1": (
-        {PERPLEXITY: 15.0, "eval_rows": 25}, {PERPLEXITY: None, "eval_rows": 25},
-        "eval_perplexity 15 -> nan (25 sequences), WORSE ... eval_perplexity;",
+        {PERPLEXITY: 15.0, "eval_rows": 25, "time": 1000.0},
+        {PERPLEXITY: None, "eval_rows": 25, "time": 6400.0, "num_tokens": 2_000_000},
+        "== stage 1: done in ... eval_perplexity 15 -> nan (25 sequences), WORSE ... eval_perplexity, 3 GPU hours, "
+        "2M tokens; model: out/sft",
     ),
     "1 lora": ({PERPLEXITY: 15.0}, {PERPLEXITY: None}, "15 -> nan, WORSE"),
     "3 lora": ({SCORES: 0.5}, {SCORES: None}, "0.5 -> nan, WORSE"),
