@@ -80,6 +80,28 @@ def test_25_cards_take_seconds(capsys):
 
 
 @pytest.mark.slow
+def test_a_plan_for_a_method_and_a_length_is_that_of_a_dry_run(tmp_path, capsys):
+    """Longer answers take more memory and time, and the dry run of the same words says how much."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "What is 1 and 2?"}\n' * 8)
+    given = ["--actor-model", "smollm2-135m", "--step", "3", "--method", "grpo", "--data-path", "d.jsonl"]
+    given += ["--ppo.reward-function", "repetition", "--ppo.max-answer-seq-len"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = []
+    for length in ("128", "1024"):
+        assert main(["plan", *given, length, "--cards", "H100"]) == 0
+        (row,) = rows(capsys.readouterr().out)
+        assert row[:3] == ["H100-80GB", "ppo", "1"] and row[-1] == "as it is"
+        command = [sys.executable, "-m", "rlhf", "train", *given, length, "--target", "H100", "--dry-run"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.stdout == naming(f"ppo ... fits ... {row[3]} to ... {row[4]}"), done.stdout + done.stderr
+        assert f"answers of at most {length} tokens" in done.stdout
+        found.append((float(row[3]), float(row[4].split()[0])))
+    assert found[0][0] < found[1][0] and found[0][1] < found[1][1]
+
+
+@pytest.mark.slow
 def test_a_machine_without_a_gpu_gets_no_warning_of_deepspeed(tmp_path):
     """CUDA_VISIBLE_DEVICES hides what GPUs there are from torch, this nvidia-smi finds none."""
     write_program(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nexit 9\n")
