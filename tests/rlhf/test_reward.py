@@ -1,6 +1,7 @@
 """`rlhf reward` from its command line: a table of a reward function's values on rows of a data set."""
 
 import json
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from support.messages import naming
 
 from pipeline.generation.rollouts import Prompt
 from pipeline.inference.answer_scores import SamplePrompt
+from pipeline.processes import time_limit
 from rlhf.rewards.reward import drawn, main
 from rlhf.rewards.sample import main as sample
 
@@ -215,6 +217,31 @@ def test_what_is_wrong_is_one_line(folder, capsys, words, line):
     assert main(words) == 2
     lines = [one for one in error_lines(capsys.readouterr().err) if one.startswith("error: ")]
     assert len(lines) == 1 and lines[0] == naming("error: " + line.format(folder))
+
+
+DEEP = "[" * 100_000
+HOSTILE = {
+    "functions": (["fifo.py:length", *ON], "--reward-function ... fifo.py"),
+    "data": (["f.py:length", "--data", "fifo.jsonl"], "fifo.jsonl"),
+    "nested": (["f.py:length", "--data", "nested.jsonl"], "nested.jsonl:1"),
+    "nested prompt": (["f.py:length", "--data", "prompt.jsonl"], "prompt.jsonl:1"),
+    "nested column": (["f.py:solved", "--data", "column.jsonl"], "column.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_fifo_and_rows_that_are_nested_too_deep_are_one_line(folder, capsys, name):
+    for fifo in ("fifo.py", "fifo.jsonl"):
+        os.mkfifo(fifo)
+    closed = DEEP + "]" * len(DEEP)
+    Path("nested.jsonl").write_text(f"{DEEP}\n")
+    Path("prompt.jsonl").write_text(f'{{"prompt": {closed}, "response": "b"}}\n')
+    Path("column.jsonl").write_text(f'{{"prompt": "a", "response": "b", "solution": {closed}}}\n')
+    words, line = HOSTILE[name]
+    with time_limit(20):
+        assert main(words) == 2
+    (error,) = error_lines(capsys.readouterr().err)
+    assert error == naming(f"error: ... {line}")
 
 
 # --- with a model: the task ---
