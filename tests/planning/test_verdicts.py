@@ -256,6 +256,16 @@ def test_two_prompts_at_once_and_an_int8_base_are_found_behind_a_cache_that_fill
     assert another.flags["per_device_generation_batch_size"] in (1, 2, 4)
 
 
+def test_adapters_of_the_critic_alone_are_an_answer():
+    """The actor has some already; the critic's gradients and optimizer states are what does not fit."""
+    planner, resolved = planned(("llama-3.2-1b", "24GB", "ppo"), "--actor-lora-dim 16")
+    assert not fits(planner.memory(resolved), planner.target)
+    another = Remedies.of(planner, resolved).another
+    assert another is not None and another.is_enough and another.flags == {"critic_lora_dim": 16}
+    assert str(another.changes[0]).startswith("--critic-lora-dim 16: ")
+    assert fits_with(planner, resolved, another.flags)
+
+
 def test_a_backend_without_copies_gathers_all_weights_that_are_on_the_host():
     for backend, is_whole in (("static", True), ("auto", False)):
         more = f"--actor-zero-stage 3 --actor-offload-weights cpu --generation-engine {backend}"
