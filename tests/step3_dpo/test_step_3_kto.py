@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.command_run import Ended, files_of, run_command, run_until
 from support.in_process import refusal_of
+from support.marks import slow_but
 from support.messages import naming
 from support.preference_runs import BETA, pairs_of, response_log_prob, words
 from support.tiny_run import assert_rows_give_means, make_folder, numbers_and_metrics, read_metrics, write_lines
@@ -144,6 +145,13 @@ def test_evaluations_are_of_responses(trained: Trained) -> None:
     assert numbers_and_metrics(trained.run("whole"), METRICS) == (set(), ONLY_ELSEWHERE)
     assert "32 to train on (sequences: 64)" in trained.ended["whole"].stderr
     assert "(16 responses)" in trained.ended["whole"].stderr
+
+
+@pytest.mark.parametrize("name", slow_but(["whole"], WAYS))
+def test_before_the_first_step_all_responses_are_ties(trained: Trained, name: str) -> None:
+    """Each response is as likely as in the reference: its ratio is z0, on one rank and on two."""
+    first = next(line for line in read_metrics(trained.run(name)) if "eval_loss" in line)
+    assert first["eval_accuracy"] == 0.5
 
 
 @pytest.mark.slow
