@@ -5,6 +5,8 @@ random weights, its data set is Dahoas/rm-static by name; both lie in a hub cach
 case is the stage by itself with the preset's training and the flags of the reports in benchmarks/reports. All rows have
 the preset's full length; the data set's test split is small, so that what is evaluated at the start takes seconds.
 DeepSpeed-Chat's loop takes its turn in the case of its own models.
+
+The row measured: such a command in turn with the same one under `--auto measure`.
 """
 
 import shutil
@@ -29,6 +31,8 @@ DATA_SET = "Dahoas/rm-static"
 HELD_OUT = 8  # rows of its test split
 WAYS = {"typed": "default settings", "tuned": "tuned", BASELINE: BASELINE}  # name of a run -> in figures
 TARGET = ">= 0.95"
+AUTO = {"planned": "plan", "measured": "measure"}  # name of a run -> its --auto
+REWARD = Path(__file__).resolve().parents[1] / "race/trl_grpo.py"  # has a reward function that costs no time
 ADAPTER = "--save_adapter_only true"  # says what is written at the end
 
 
@@ -41,6 +45,7 @@ class Case:
     micro_batch: rows of the tuned run's forward passes.
     training: words of the command about what is trained, which the tuned run has too.
     beside: DeepSpeed-Chat's loop takes its turn, unless --baseline is 0.
+    by_hand: there is a tuned run.
     """
 
     step: int
@@ -50,6 +55,7 @@ class Case:
     micro_batch: int
     training: str = ""
     beside: bool = False
+    by_hand: bool = True
 
 
 # Micro-batches of the reports; for rows of 1,024 tokens in place of 512 half as many, of the same number of tokens.
@@ -60,6 +66,8 @@ CASES = {
                                 8, f"--actor_lora_dim 64 {ADAPTER}"),
     "ppo-qwen2.5-1.5b": Case(3, "--actor-model qwen2.5-1.5b --reward-model qwen2.5-0.5b", "qwen2.5-1.5b",
                              "qwen2.5-0.5b", 16),
+    "grpo-qwen2.5-1.5b": Case(3, "--actor-model qwen2.5-1.5b", "qwen2.5-1.5b", "qwen2.5-0.5b", 16,
+                              f"--method grpo --reward-function {REWARD}:even", by_hand=False),
     "sft-1.3b": Case(1, "--actor-model 1.3b", "1.3b", "350m", 16),
     "sft-8b": Case(1, "--actor-model llama-3.1-8b", "llama-3-8b", "llama-3-1b", 8, f"--lora_dim 64 {ADAPTER}"),
     "reward-350m": Case(2, "--reward-model 350m", "350m", "350m", 16),
@@ -119,8 +127,8 @@ def make_hub(jobs: Jobs, case: Case) -> Path:
     return hub
 
 
-def with_default_settings(jobs: Jobs, case: Case, name: str) -> None:
-    """Run the command itself, with nothing added but where to write and when to stop."""
+def with_default_settings(jobs: Jobs, case: Case, name: str, *more: str) -> None:
+    """Run the command itself, with nothing added but where to write, when to stop, and `more`."""
     output, section = jobs.fresh(name), planned(case).stage.section
     if section == "ppo":  # where stages 1 and 2 would have left their models
         for folder, model in (("sft", "actor"), ("reward", "critic")):
@@ -128,7 +136,7 @@ def with_default_settings(jobs: Jobs, case: Case, name: str) -> None:
     words = f"--step {case.step} --deployment-type single_gpu {case.models} --data-path {DATA_SET} {case.training}"
     steps = jobs.options.warm_up + jobs.options.steps
     ends = ["--output-dir", output, "--max_steps", steps, "--keep_checkpoints", 0]
-    typed = ["train.py", *words.split(), *map(str, ends)]
+    typed = ["train.py", *words.split(), *map(str, ends), *more]
     jobs.measured(name, [sys.executable, *typed], output / "runs" / section, ["python", *typed])
     for model in output.iterdir():
         if model.is_dir() and not model.is_symlink() and model.name != "runs":
@@ -196,9 +204,32 @@ def typed(jobs: Jobs, figures: Figures) -> None:
     jobs.after_each = add_figures
     for turn in range(options.repeats):
         with_default_settings(jobs, case, f"typed {turn + 1}")
-        tuned(jobs, case, f"tuned {turn + 1}")
+        if case.by_hand:
+            tuned(jobs, case, f"tuned {turn + 1}")
         if case.beside:
             jobs.baseline(f"{BASELINE} {turn + 1}")
 
 
-TYPED_ROWS: dict[str, Row] = {"typed": typed}
+def measured(jobs: Jobs, figures: Figures) -> None:
+    """The command with the settings that the plan chooses, in turn with those that --auto measure chooses."""
+    options, case = jobs.options, CASES[jobs.options.case]
+    figures.checked = jobs.runs["device"].get("name", "cpu") != "cpu" and not options.case.startswith("tiny")
+    jobs.make_models()
+    jobs.variables = hub_variables(make_hub(jobs, case))
+    keep = jobs.after_each
+
+    def add_figures() -> None:
+        figures.found.clear()
+        rates = {way: middle(jobs, way, "samples_per_s") for way in AUTO}
+        for way, auto in AUTO.items():
+            figures.add(f"samples/s, --auto {auto}", rates[way], "1/s")
+        figures.add("samples/s of --auto measure over plan", quotient(rates["measured"], rates["planned"]), "x", TARGET)
+        keep()
+
+    jobs.after_each = add_figures
+    for turn in range(options.repeats):
+        for way, auto in AUTO.items():
+            with_default_settings(jobs, case, f"{way} {turn + 1}", "--auto", auto)
+
+
+TYPED_ROWS: dict[str, Row] = {"typed": typed, "measured": measured}

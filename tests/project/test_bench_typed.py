@@ -18,7 +18,8 @@ from pipeline.data.templates import HUMAN_ASSISTANT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 # What says which models are trained on what, and how; all else of a typed command is where to write and when to stop.
-OF_TRAINING = {"step", "deployment-type", "actor-model", "reward-model", "data-path", "actor_lora_dim", "lora_dim"}
+OF_TRAINING = {"step", "deployment-type", "actor-model", "reward-model", "data-path", "actor_lora_dim", "lora_dim",
+               "method", "reward-function"}  # fmt: skip
 OF_OUTPUT = {"output-dir", "max_steps", "keep_checkpoints", "save_adapter_only"}
 
 
@@ -94,6 +95,26 @@ def test_deepspeed_chats_loop_takes_its_turn_and_only_where_its_models_are(tmp_p
     assert [name for name, case in typed.CASES.items() if case.beside] == ["ppo-1.3b", "tiny"]
 
 
+def test_the_measured_choice_takes_turns_with_the_planned_one(tmp_path, monkeypatch):
+    given: dict[str, list[str]] = {}
+    ended = typed.with_default_settings
+
+    def noted(jobs, case, name, *more):
+        given[name] = list(more)
+        ended(jobs, case, name, *more)
+
+    monkeypatch.setattr(typed, "with_default_settings", noted)
+    play(monkeypatch, {"planned 1": 10, "measured 1": 12, "planned 2": 14, "measured 2": 18})
+    file = tmp_path / "found.jsonl"
+    words = ["measured", "--case", "tiny", "--repeats", "2", "--work", str(tmp_path), "--json", str(file)]
+    assert run.main(words) == 0
+    assert list(given) == ["planned 1", "measured 1", "planned 2", "measured 2"]
+    assert list(given.values()) == [["--auto", "plan"], ["--auto", "measure"]] * 2
+    figures = figures_of(last_line(tmp_path))
+    assert (figures["samples/s, --auto plan"], figures["samples/s, --auto measure"]) == (12, 15)
+    assert figures["samples/s of --auto measure over plan"] == pytest.approx(15 / 12)
+
+
 def test_a_row_without_a_tuned_run_has_no_quotient(tmp_path, monkeypatch):
     play(monkeypatch, {"typed 1": 10, "tuned 1": None})
     assert play_row(tmp_path, "--repeats", "1", "--baseline", "0") == 1
@@ -111,6 +132,7 @@ def test_a_row_that_is_cut_off_keeps_the_figures_of_the_runs_that_ended(tmp_path
     ("case", "batch", "lengths", "rank"),
     [("ppo-1.3b", 64, (256, 256), 0), ("ppo-llama-7b-lora", 32, (256, 256), 64),
      ("ppo-llama-3-8b-lora", 128, (512, 512), 64), ("ppo-qwen2.5-1.5b", 128, (512, 512), 0),
+     ("grpo-qwen2.5-1.5b", 128, (512, 512), 0),
      ("sft-1.3b", 64, (512,), 0), ("sft-8b", 64, (1024,), 0), ("reward-350m", 64, (512,), 0)],
 )  # fmt: skip
 def test_a_case_has_the_sizes_of_its_preset_and_no_flag_of_speed(case, batch, lengths, rank):
