@@ -32,7 +32,6 @@ HELD_OUT = 8  # rows of its test split
 WAYS = {"typed": "default settings", "tuned": "tuned", BASELINE: BASELINE}  # name of a run -> in figures
 TARGET = ">= 0.95"
 AUTO = {"planned": "plan", "measured": "measure"}  # name of a run -> its --auto
-REWARD = Path(__file__).resolve().parents[1] / "race/trl_grpo.py"  # has a reward function that costs no time
 ADAPTER = "--save_adapter_only true"  # says what is written at the end
 
 
@@ -67,7 +66,7 @@ CASES = {
     "ppo-qwen2.5-1.5b": Case(3, "--actor-model qwen2.5-1.5b --reward-model qwen2.5-0.5b", "qwen2.5-1.5b",
                              "qwen2.5-0.5b", 16),
     "grpo-qwen2.5-1.5b": Case(3, "--actor-model qwen2.5-1.5b", "qwen2.5-1.5b", "qwen2.5-0.5b", 16,
-                              f"--method grpo --reward-function {REWARD}:even", by_hand=False),
+                              "--method grpo --reward-function length", by_hand=False),
     "sft-1.3b": Case(1, "--actor-model 1.3b", "1.3b", "350m", 16),
     "sft-8b": Case(1, "--actor-model llama-3.1-8b", "llama-3-8b", "llama-3-1b", 8, f"--lora_dim 64 {ADAPTER}"),
     "reward-350m": Case(2, "--reward-model 350m", "350m", "350m", 16),
@@ -184,12 +183,18 @@ def compare(jobs: Jobs, figures: Figures, limit: float | None) -> None:
     figures.add(f"samples/s with default settings over {BASELINE}", quotient(rates["typed"], rates[BASELINE]), "x")
 
 
-def typed(jobs: Jobs, figures: Figures) -> None:
-    """The command and the tuned run in turn; the file of --json has the figures so far after each run."""
+def prepared(jobs: Jobs, figures: Figures) -> Case:
+    """Make the models and the hub cache of the case; targets are of GPUs and of models that are not tiny."""
     options, case = jobs.options, CASES[jobs.options.case]
     figures.checked = jobs.runs["device"].get("name", "cpu") != "cpu" and not options.case.startswith("tiny")
     jobs.make_models()
     jobs.variables = hub_variables(make_hub(jobs, case))
+    return case
+
+
+def typed(jobs: Jobs, figures: Figures) -> None:
+    """The command and the tuned run in turn; the file of --json has the figures so far after each run."""
+    options, case = jobs.options, prepared(jobs, figures)
     kind, keep = planned(case).stage.section, jobs.after_each
     has_mfu = case.step != 3 and not settings_of(case)["lora_dim"]
     limit = note_limits(jobs, frozen=bool(options.actor_lora_dim)).get("samples_per_s") if case.step == 3 else None
@@ -212,11 +217,7 @@ def typed(jobs: Jobs, figures: Figures) -> None:
 
 def measured(jobs: Jobs, figures: Figures) -> None:
     """The command with the settings that the plan chooses, in turn with those that --auto measure chooses."""
-    options, case = jobs.options, CASES[jobs.options.case]
-    figures.checked = jobs.runs["device"].get("name", "cpu") != "cpu" and not options.case.startswith("tiny")
-    jobs.make_models()
-    jobs.variables = hub_variables(make_hub(jobs, case))
-    keep = jobs.after_each
+    case, keep = prepared(jobs, figures), jobs.after_each
 
     def add_figures() -> None:
         figures.found.clear()
@@ -227,7 +228,7 @@ def measured(jobs: Jobs, figures: Figures) -> None:
         keep()
 
     jobs.after_each = add_figures
-    for turn in range(options.repeats):
+    for turn in range(jobs.options.repeats):
         for way, auto in AUTO.items():
             with_default_settings(jobs, case, f"{way} {turn + 1}", "--auto", auto)
 

@@ -1,4 +1,4 @@
-"""A checked configuration with the origin of every value, and the changes of values that are unset."""
+"""A checked configuration with the origin of every value, and the changes of unset values."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

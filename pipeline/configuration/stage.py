@@ -65,7 +65,7 @@ class StageConfig(Group):
 
     @property
     def lora_factor(self) -> float:
-        """LoRA's learning rate over that of all other weights, where nobody gives it; 0: the flag has a default."""
+        """LoRA's learning rate over that of all other weights, where it is unset; 0: the flag has a default."""
         return 0.0
 
     def rollout_size(self, ranks: int) -> RolloutSize | None:
@@ -189,7 +189,7 @@ class Stage:
         return {"title": self.section, **config.row_options}
 
     def lora_rates(self, config: StageConfig) -> dict[str, tuple[float, Origin]]:
-        """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that nobody gives."""
+        """Return {flag: (value, origin)} of the rates of LoRA, in a stage with a factor, that are unset."""
         values, factor = dict(flat_items(config)), config.lora_factor
         of = [name.removesuffix("lora_dim") for name in values if name.endswith("lora_dim") and values[name] and factor]
         full = {f"{prefix}lora_learning_rate": f"{prefix}learning_rate" for prefix in of}

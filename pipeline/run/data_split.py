@@ -6,7 +6,7 @@ on keeps the split that it has, and one on a source of another stage's run takes
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.configuration.flag_table import AUTO
 from pipeline.configuration.groups import DataConfig
@@ -62,13 +62,18 @@ def place_of(text: str) -> Path:
     return Path(hub_id(parse_path(text)[0])).expanduser().resolve()
 
 
-def data_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, tuple[str, str]]:
+def data_splits(
+    stages: Mapping[Stage, Resolved], earlier: Mapping[Stage, Mapping[str, Any]]
+) -> dict[Stage, tuple[str, str]]:
     """Return for each stage of one command its split, what `auto` means for it, and a note on it or "".
+
+    Args:
+        earlier: settings of the run that each stage resumes or has finished; {} for a new run.
 
     Raises:
         InputError: a data path with a wrong weight, or a split that is none.
     """
-    readers = {stage: reader_of(stage, given) for stage, given in stages.items()}
+    readers = {stage: reader_of(stage, given, earlier[stage]) for stage, given in stages.items()}
     decided = [*(reader for reader in readers.values() if reader.split != AUTO), *other_readers(stages)]
     unset = [stage for stage, reader in readers.items() if reader.split == AUTO]
     joined = [one for one in unset if any(readers[one].meets(readers[other]) for other in unset if other != one)]
@@ -89,13 +94,12 @@ def data_splits(stages: Mapping[Stage, Resolved]) -> dict[Stage, tuple[str, str]
     return {stage: (reader.split, notes[stage]) for stage, reader in readers.items()}
 
 
-def reader_of(stage: Stage, given: Resolved) -> Reader:
+def reader_of(stage: Stage, given: Resolved, earlier: Mapping[str, Any]) -> Reader:
     """Return what a stage of this command reads, by the split that is given, else by that of the resumed run."""
-    data, run = given.config.data, given.config.run
-    split = data.data_split if stage.config.shares else ALL_ROWS
-    if split == AUTO and (settings := earlier_settings(stage.run_folder(run), run.resumes_from)):
-        split = str(settings.get("data_split", SHARED))
-    return Reader(stage.section, data.data_path, split)
+    split = given.config.data.data_split if stage.config.shares else ALL_ROWS
+    if split == AUTO and earlier:
+        split = str(earlier.get("data_split", SHARED))
+    return Reader(stage.section, given.config.data.data_path, split)
 
 
 def other_readers(stages: Mapping[Stage, Resolved]) -> Iterator[Reader]:

@@ -64,9 +64,12 @@ def with_command_rules(stages: Mapping[Stage, Resolved]) -> dict[Stage, Resolved
     Raises:
         InputError: see `data_splits`.
     """
-    splits = data_splits(stages)
+    runs = {stage: given.config.run for stage, given in stages.items()}
+    folders = {stage: stage.run_folder(run) for stage, run in runs.items()}
+    earlier = {stage: earlier_settings(folders[stage], run.resumes_from) for stage, run in runs.items()}
+    splits = data_splits(stages, earlier)
     return {
-        stage: applied(COMMAND_RULES, given, command_of(stage, given, *splits[stage]))
+        stage: applied(COMMAND_RULES, given, Command(stage, *splits[stage], folders[stage], earlier[stage]))
         for stage, given in stages.items()
     }
 
@@ -206,13 +209,6 @@ RULES: dict[str, tuple[Rule[Any], ...]] = {
 
 
 # --- what the rules are made of ---
-
-
-def command_of(stage: Stage, resolved: Resolved, split: str, note: str) -> Command:
-    """Return what `COMMAND_RULES` know of a stage; it reads the record of the earlier run once for all of them."""
-    run = resolved.config.run
-    folder = stage.run_folder(run)
-    return Command(stage, split, note, folder, earlier_settings(folder, run.resumes_from))
 
 
 def not_given(resolved: Resolved) -> tuple[dict[str, Any], dict[str, Origin]]:
