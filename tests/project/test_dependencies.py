@@ -2,8 +2,10 @@
 
 import ast
 import re
+import subprocess
 import sys
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT, source_files, tree_of
@@ -88,3 +90,29 @@ def test_all_but_the_builds_of_torch_have_hashes() -> None:
     assert {name for name, hashes in found.items() if not hashes} == set(filter(WITHOUT_HASHES.match, found))
     for name in ADDED:
         assert all(lock(f"requirements/{name}.lock").values())
+
+
+@pytest.mark.parametrize("goal", ["demo", "test"])
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [("", "https://download.pytorch.org/whl/cpu"), ("nvidia0", ""), ("nvidiactl", ""), ("dxg", "")],
+)
+def test_a_machine_without_a_gpu_takes_the_cpu_build_of_torch(
+    tmp_path: Path, goal: str, device: str, index: str
+) -> None:
+    (tmp_path / "null").touch()
+    if device:
+        (tmp_path / device).touch()
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("/dev/nvidia", f"{tmp_path}/nvidia")
+    text = text.replace(" /dev/dxg", f" {tmp_path}/dxg")
+    (tmp_path / "Makefile").write_text(text, encoding="utf-8")
+
+    def torch_line(*given: str) -> str:
+        command = ["make", "-n", "-f", str(tmp_path / "Makefile"), f"VENV={tmp_path}/venv", goal, *given]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (line,) = [part for part in printed.splitlines() if "/torch.txt" in part and "install" in part]
+        return line
+
+    assert re.findall(r"--extra-index-url (\S+)", torch_line()) == ([index] if index else [])
+    assert "index" not in torch_line("TORCH_INDEX="), "the CUDA build, if asked for"
+    assert "--extra-index-url https://own.example/whl" in torch_line("TORCH_INDEX=https://own.example/whl")

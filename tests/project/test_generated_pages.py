@@ -21,6 +21,7 @@ from step3_ppo.metrics import METRICS as PPO
 from step3_ppo.metrics import of_rewards
 from website import errors as errors_page
 from website import flags, pages
+from website.fetched import fetched
 
 CONFIGS = [*flags.STAGES.values(), *flags.COMMANDS.values()]
 METRICS = {**SFT, **REWARD, **PPO, **of_rewards(["NAME"])}
@@ -137,3 +138,13 @@ def test_messages_stand_under_the_code_that_they_end_with() -> None:
 def test_words_that_the_code_does_not_say_are_found() -> None:
     entry = {"file": "pipeline/errors.py", "words": "Exit codes of a run"}  # of its docstring alone
     assert errors_page.missing({2: [entry]}) == ["pipeline/errors.py: Exit codes of a run"]
+
+
+def test_what_a_page_of_the_site_fetches_is_found():
+    """The site is read without a network: its build refuses a page with one of these (website/hooks.py)."""
+    foreign = ["https://cdn.example/a.js", "//cdn.example/b.css", "http://cdn.example/c.png"]
+    page = f"""<link rel="canonical" href="https://here.example/"><link rel="stylesheet" href="assets/own.css">
+        <script src="{foreign[0]}"></script><link rel="stylesheet" href="{foreign[1]}"><img alt="" src="{foreign[2]}">
+        <a href="https://elsewhere.example/">a link</a><script>var here = "https://elsewhere.example/"</script>"""
+    assert fetched(page) == foreign
+    assert fetched('<a href="https://elsewhere.example/">a link</a><script src="own.js"></script>') == []
