@@ -86,7 +86,7 @@ def document(plan: "Plan", flags: list[str], train_command: str) -> Iterator[str
     common = [word for flag in split_common(unsectioned)[1] for word in flag]
     for planned in plan.stages.values():
         stage, resolved = planned.stage, planned.resolved
-        names = Names(stage.config).known
+        names = Names(stage.config).flag_of
         given_names = {names[name] for name, _ in scan([*common, *overrides[stage.section]]) if name in names}
         chained = {stage.path_flag(prefix) for prefix in stage.starts(resolved.values)}
         usual = [name for name in stage.config.usual if name not in chained | {"output_dir"}]

@@ -180,7 +180,7 @@ def split_common(argv: Iterable[str]) -> tuple[list[str], list[list[str]]]:
     for word in argv:
         if word.startswith("--"):
             target = train_argv
-            if normalise(word[2:].partition("=")[0]) not in {*names.known, *FILE_FLAGS, "help", "help_all"}:
+            if normalise(word[2:].partition("=")[0]) not in {*names.flag_of, *FILE_FLAGS, "help", "help_all"}:
                 common.append([])
                 target = common[-1]
         target.append(word)
@@ -230,7 +230,7 @@ def config_file_of(number: int, config: TrainConfig, config_file: str) -> str:
 
 def takes_method(stage: Stage, method: str) -> bool:
     """Return True if a stage has this method and a flag --method; a stage with a single method may have no flag."""
-    return method in stage.methods and "method" in Names(stage.config).known
+    return method in stage.methods and "method" in Names(stage.config).flag_of
 
 
 def inherited_flags(starts: Mapping[str, Start], config: TrainConfig) -> dict[str, str]:

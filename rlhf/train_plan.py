@@ -104,15 +104,15 @@ def make_plan(argv: list[str], *, prog: str) -> Plan:
     """
     check_dashes(argv)
     words, overrides = split_overrides(argv, SECTIONS[1:])
-    own, common = split_common(words)
-    config_file = "".join(dict(scan(own)).get("config", [])[-1:])
-    config, given, errors = train_config(own, config_file, prog)
+    train_words, common = split_common(words)
+    config_file = "".join(dict(scan(train_words)).get("config", [])[-1:])
+    config, given, errors = train_config(train_words, config_file, prog)
     kinds = stages_of_method(config.method)
     chosen = {number: kinds[number] for number in sorted(set(config.step))}
     problems = [why_not_common(flag[0], chosen) for flag in common]
     errors += filter(None, problems)
     shared = [word for flag, problem in zip(common, problems, strict=True) if not problem for word in flag]
-    method = ["--method", config.method] if "method" in dict(scan(own)) else []
+    method = ["--method", config.method] if "method" in dict(scan(train_words)) else []
     for kind in chosen.values():
         # What is given for one stage is stronger.
         weaker = [*shared, *(method if takes_method(kind, config.method) else [])]
@@ -148,7 +148,7 @@ def with_settings(planned: PlannedStage, resolved: Resolved) -> PlannedStage:
 def is_common(name: str, stages: Collection[Names]) -> bool:
     """Return True if one value of the flag `name` serves all stages that run."""
     several = len(stages) > 1
-    flags = [names.table.get(names.known.get(name, "")) for names in stages]
+    flags = [names.table.get(names.flag_of.get(name, "")) for names in stages]
     ignored = [name in names.ignored for names in stages]
     return all(i or (flag and not (several and flag.per_stage)) for i, flag in zip(ignored, flags, strict=True))
 
@@ -159,9 +159,9 @@ def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
     name, stages = normalise(given[2:]), {kind.section: Names(kind.config) for kind in chosen.values()}
     if is_common(name, stages.values()):
         return ""
-    if any(name in names.known for names in stages.values()):
-        meanings = {s: names.other_tools.get(name) or [names.known.get(name, "")] for s, names in stages.items()}
-        flags = [dashed(f"{section}.{flag}") for section, found in meanings.items() for flag in found if flag]
+    if any(name in names.flag_of for names in stages.values()):
+        meanings = {s: names.other_tools.get(name) or [names.flag_of.get(name, "")] for s, names in stages.items()}
+        flags = [dashed(f"{section}.{flag}") for section, flag_names in meanings.items() for flag in flag_names if flag]
         lacking = " and ".join(f"stage {number}" for number, kind in chosen.items() if meanings[kind.section] == [""])
         reason = f"not a flag of {lacking}" if lacking else "not one value for all stages that run"
         return f"{given}: {reason}; give {' and '.join(flags)}"
@@ -175,14 +175,16 @@ def why_not_common(word: str, chosen: Mapping[int, Stage]) -> str:
         return f"{given}: {removed[0]}"
     if reasons := [names.refused[name] for names in stages.values() if name in names.refused]:
         return f"{given}: a flag of other programs without a counterpart here: {reasons[0]}"
-    others = [(kind.number, f"{kind.section}.", Names(kind.config).known) for kind in STAGES]
-    if right := [f"{dashed(of + known[name])}, of stage {number}" for number, of, known in others if name in known]:
+    others = [(kind.number, f"{kind.section}.", Names(kind.config).flag_of) for kind in STAGES]
+    if right := [
+        f"{dashed(of + flag_names[name])}, of stage {number}" for number, of, flag_names in others if name in flag_names
+    ]:
         return f"{given}: no flag of the stages that run; here it is {' or '.join(right)}"
-    valid = [flag for names in (Names(TrainConfig), *stages.values()) for flag in names.known]
+    valid = [flag for names in (Names(TrainConfig), *stages.values()) for flag in names.flag_of]
     return f"{given}: unknown flag{nearest(name, valid, dashed)}"
 
 
-def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
+def train_config(words: list[str], config_file: str, prog: str) -> tuple[TrainConfig, frozenset[str], list[str]]:
     """Return (own configuration, flags that were given, error lines).
 
     The defaults with --step and --method if there are errors, so that the stages can be checked.
@@ -194,29 +196,29 @@ def train_config(own: list[str], config_file: str, prog: str) -> tuple[TrainConf
     if config_file and has_sections(config_file):
         lines += misplaced(read_yaml(config_file, TRAIN, SECTIONS)[0], config_file)
     elif config_file:
-        own = without_flag(own, "config")
-    if "preset" in dict(scan(own)):
+        words = without_flag(words, "config")
+    if "preset" in dict(scan(words)):
         errors.append("--preset: presets follow --actor-model and --reward-model; give --config FILE")
-        own = without_flag(own, "preset")
+        words = without_flag(words, "preset")
     config, given = TrainConfig(), frozenset[str]()
     if lines:
-        return stages_alone(own), given, [*errors, *lines]
+        return stages_alone(words), given, [*errors, *lines]
     try:
-        resolved = parse(TrainConfig, own, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
+        resolved = parse(TrainConfig, words, section=TRAIN, sections=SECTIONS, prog=prog, help_maker=train_help)
         say(*(f"note: {line}" for line in resolved.notes))
         config, given = resolved.config, frozenset(n for n, origin in resolved.origins.items() if not origin.is_default)
         errors += contradictions(config)
     except InputError as error:
         errors += str(error).splitlines()
-    return stages_alone(own) if errors else config, given, errors
+    return stages_alone(words) if errors else config, given, errors
 
 
 def misplaced(given: Collection[str], config_file: str) -> Iterator[str]:
     """Yield an error line for each flag of stages among those that the file gives to `rlhf train` itself."""
-    known = Names(TrainConfig).known
-    for name in (name for name in given if name not in known):
+    train_names = Names(TrainConfig).flag_of
+    for name in (name for name in given if name not in train_names):
         stages = {kind.section: Names(kind.config) for kind in STAGES}
-        if sections := [s for s, names in stages.items() if name in names.known or name in names.other_tools]:
+        if sections := [s for s, names in stages.items() if name in names.flag_of or name in names.other_tools]:
             yield f"{config_file}: {TRAIN}: {name}: a flag of stages; put it under {' or '.join(sections)}"
 
 
@@ -233,7 +235,7 @@ def plan_stage(
         flags: those of the stage, as words.
         before: stages whose output it may read.
     """
-    names = Names(stage.config).known
+    names = Names(stage.config).flag_of
     in_file = read_yaml(file, stage.section, SECTIONS)[0] if file else {}
     method = {"method": config.method} if takes_method(stage, config.method) else {}
     given = method | {names.get(name, name): value for name, value in in_file.items()}
@@ -246,12 +248,12 @@ def plan_stage(
         config = config.model_copy(update={role: str(given[flag])})
     named = with_reward_model(config)
     model = str(getattr(named, role))
-    known = known_model(model)
+    family = known_model(model)
     argv = ["--config", file] if file else []
     outputs = {planned.stage.section: planned.start_of_later(typed) for planned in before.values()}
     of_method = {} if method == {"method": METHODS[0]} else method
     following = chained_flags(stage, starts, Path(config.output_dir), outputs, given) | of_method
-    following |= known.flags if known else {}
+    following |= family.flags if family else {}
     replaceable = {name: value for name, value in following.items() if name not in map(names.get, in_file)}
     for name, value in (replaceable | inherited_flags(starts, named)).items():
         argv += [dashed(name)] if value == "true" else [dashed(name), value]
@@ -262,13 +264,13 @@ def plan_stage(
         words = overridden(stage, [*words, *argv], flags)
         return words, parse(stage.config, words, section=stage.section, sections=SECTIONS)
 
-    preset = known.preset if known else ""
+    preset = family.preset if family else ""
     words, resolved = with_preset(preset)
     run_dir = stage.run_folder(resolved.config.run)
     # A run has the preset that it began with: in later versions, or after a download, more models have one.
-    is_found = Path(model).is_dir() or model == given.get(flag) or not known or known.is_known_by_size
+    is_found = Path(model).is_dir() or model == given.get(flag) or not family or family.is_known_by_size
     if is_found and (began := preset_of_run(stage, resolved, preset)) != preset:
-        for name in known.flags if known else ():
+        for name in family.flags if family else ():
             argv = without_flag(argv, name)
         words, resolved = with_preset(began)
     unshared = list[str]()
@@ -287,10 +289,10 @@ def overridden(stage: Stage, words: list[str], stronger: list[str]) -> list[str]
     """Return the words of a stage with those of `stronger` behind them, and without the flags that these give."""
     names = Names(stage.config)
     # A switch changes one word of a list, and goes with others.
-    own = {name: name if name in names.switches else flag for name, flag in names.known.items()}
-    given = {own.get(name, name) for name, _ in scan(stronger)}
-    for name in (*own, *FILE_FLAGS):
-        if own.get(name, name) in given:
+    flag_names = {name: name if name in names.switches else flag for name, flag in names.flag_of.items()}
+    given = {flag_names.get(name, name) for name, _ in scan(stronger)}
+    for name in (*flag_names, *FILE_FLAGS):
+        if flag_names.get(name, name) in given:
             words = without_flag(words, name)
     return [*words, *stronger]
 
@@ -350,10 +352,10 @@ def on_target(plan: Plan) -> Plan:
     changes = {name: getattr(TrainConfig(), name) for name in (("include", "exclude") if several else HOST_FLAGS)}
     changes |= {"deployment_type": kind, "num_gpus": target.gpus if target.num_gpus > 1 else 0}
     for name in sorted(plan.given & changes.keys()):
-        found, planned = getattr(plan.config, name), changes[name]
-        if found != planned:
+        resolved_value, planned = getattr(plan.config, name), changes[name]
+        if resolved_value != planned:
             how = f"planned with {planned}" if planned else "planned without it"
-            show(f"note: {dashed(name)} {found} does not go with --target {described}: {how}")
+            show(f"note: {dashed(name)} {resolved_value} does not go with --target {described}: {how}")
     if several and not plan.config.hostfile:
         changes["hostfile"] = HOSTFILE
         show(f"note: {HOSTFILE} stands for a file of {target.hosts} lines `name slots={target.gpus}`")

@@ -89,8 +89,10 @@ class Terms:
         if not self.spreads:
             return [1.0] * (len(self.models) + len(self.functions))
         scales = [one.std for one in self.models] + [1.0] * len(self.functions)
-        found = [spread_deviation(torch.tensor(one, dtype=torch.float64)).item() for one in self.spreads]
-        return [(one + DEVIATION_EPSILON) / scale if one else 1.0 for one, scale in zip(found, scales, strict=True)]
+        deviations = [spread_deviation(torch.tensor(one, dtype=torch.float64)).item() for one in self.spreads]
+        return [
+            (one + DEVIATION_EPSILON) / scale if one else 1.0 for one, scale in zip(deviations, scales, strict=True)
+        ]
 
 
 def reward_responses(
@@ -175,11 +177,11 @@ def rewarded_alike(responses: Responses, judged: Tensor, ppo: PPOCoefficients, t
 
 def raw_scores(responses: Responses, judged: Tensor, terms: Terms) -> dict[str, Tensor]:
     """Return {name: (N,) fp32 raw scores of each reward}, NaN where it gives a response none."""
-    found = dict(zip([one.name for one in terms.models], judged.unbind(1), strict=True))
+    scores = dict(zip([one.name for one in terms.models], judged.unbind(1), strict=True))
     if (scored := responses.scored) is not None:
         gives = scored.applies & (scored.failures == 0)
-        found |= dict(zip(terms.functions, torch.where(gives, scored.values, torch.nan).unbind(1), strict=True))
-    return found
+        scores |= dict(zip(terms.functions, torch.where(gives, scored.values, torch.nan).unbind(1), strict=True))
+    return scores
 
 
 def summed_raw(judged: Tensor, by_reward: Mapping[str, Tensor], terms: Terms) -> Tensor:
@@ -189,11 +191,11 @@ def summed_raw(judged: Tensor, by_reward: Mapping[str, Tensor], terms: Terms) ->
 
 
 def spreads(
-    responses: Responses, judged: Tensor, terms: Terms, known: Sequence[Sequence[float]] | None
+    responses: Responses, judged: Tensor, terms: Terms, previous: Sequence[Sequence[float]] | None
 ) -> list[list[float]]:
-    """Return the spread of each reward's raw scores in this rollout, and in those of `known`, its value before."""
+    """Return the spread of each reward's raw scores in this rollout, continued from its `previous` value."""
     columns = raw_scores(responses, judged, terms).values()
-    before = known or [[0.0, 0.0, 0.0] for _ in columns]
+    before = previous or [[0.0, 0.0, 0.0] for _ in columns]
     starts = [torch.tensor(one, dtype=torch.float64, device=judged.device) for one in before]
     return [updated_spread(one, column, responses.valid).tolist() for one, column in zip(starts, columns, strict=True)]
 

@@ -109,7 +109,7 @@ def recognised() -> Iterator[tuple[str, str, str]]:
 
 def listed() -> Iterator[tuple[str, str, str]]:
     """Yield the rows of FLAGS, SAME and NO_FLAG. Raises KeyError for a flag of ours that does not exist."""
-    existing = {name for stage in STAGES for name in Names(stage.config).known} | Names(TrainConfig).known.keys()
+    existing = {name for stage in STAGES for name in Names(stage.config).flag_of} | Names(TrainConfig).flag_of.keys()
     given = [flag for flag, _ in FLAGS.values()]
     if missing := [name for name in (*given, *SAME) if name not in existing]:
         raise KeyError(f"website/trl.py: no such flags: {', '.join(missing)}")

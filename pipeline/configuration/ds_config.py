@@ -86,8 +86,8 @@ def training_json(
         check_ranks(built, ranks, settings.deepspeed_config)
     if ranks == 1:
         return built | {"zero_optimization": for_one_rank(built)}
-    asked = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
-    if placement.one_node and not asked:
+    given_hooks = user.get("zero_optimization", {}).keys() & WITHOUT_HOOKS.keys()
+    if placement.one_node and not given_hooks:
         return built | {"zero_optimization": without_hooks(built)}
     return built
 
@@ -103,15 +103,15 @@ def for_model(user: Json, origins: Origins, model: ModelConfig) -> tuple[Json, O
     A flag of this model alone (`--critic-offload-weights cpu`) takes the place of what the JSON says for both; whether
     it pins memory stays.
     """
-    own = {"offload_optimizer": model.offload_optimizer, "offload_param": model.offload_weights}
+    offloads = {"offload_optimizer": model.offload_optimizer, "offload_param": model.offload_weights}
     zero = user.get("zero_optimization") or {}
-    kept = {name: value for name, value in zero.items() if own.get(name, "auto") == "auto"}
-    pinned = {name: block_of(zero, name).get("pin_memory", "auto") for name in own if own[name] == "cpu"}
-    kept |= {name: {"pin_memory": value} for name, value in pinned.items()}
+    remaining = {name: value for name, value in zero.items() if offloads.get(name, "auto") == "auto"}
+    pinned = {name: block_of(zero, name).get("pin_memory", "auto") for name in offloads if offloads[name] == "cpu"}
+    remaining |= {name: {"pin_memory": value} for name, value in pinned.items()}
     given = {
         name: origin for name, origin in origins.items() if not name.endswith(("offload_optimizer", "offload_weights"))
     }
-    return user | {"zero_optimization": kept}, given
+    return user | {"zero_optimization": remaining}, given
 
 
 def is_on_nvme(config: Json, block: Literal["offload_optimizer", "offload_param"]) -> bool:
@@ -137,9 +137,9 @@ def weights_on_disk(config: Json, role: str) -> None:
     zero = config["zero_optimization"]
     weights = zero["offload_param"]
     zero["offload_param"] = weights | {"nvme_path": str(Path(weights["nvme_path"]) / role)}
-    if asked := zero.setdefault("stage3_prefetch_bucket_size", 0):
+    if bucket := zero.setdefault("stage3_prefetch_bucket_size", 0):
         raise InputError(
-            f"zero_optimization.stage3_prefetch_bucket_size: got {asked}, expected 0 with weights on NVMe: DeepSpeed"
+            f"zero_optimization.stage3_prefetch_bucket_size: got {bucket}, expected 0 with weights on NVMe: DeepSpeed"
             " loses track of its buffers"
         )
 
@@ -149,8 +149,8 @@ def with_8_bit_states(config: Json) -> Json:
     zero = config["zero_optimization"]
     device = device_of(zero, "offload_optimizer")
     if zero["stage"] == 3 or device != "none":
-        found = f"optimizer states on {device}" if device != "none" else "ZeRO stage 3"
-        raise InputError(f"--optimizer-states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, got {found}; give fp32")
+        cause = f"optimizer states on {device}" if device != "none" else "ZeRO stage 3"
+        raise InputError(f"--optimizer-states 8bit: needs ZeRO stage 0, 1 or 2 and no offload, got {cause}; give fp32")
     return config | {"zero_allow_untested_optimizer": True}
 
 
@@ -267,8 +267,11 @@ def refuse_combinations(resolved: Resolved, model: ModelConfig, placement: Place
 def offloads(settings: DeepSpeedConfig, model: ModelConfig) -> dict[str, bool]:
     """Return what of a model is offloaded to host memory, by the flags of this model."""
     shared = {"offload_optimizer": settings.offload, "offload_weights": settings.offload_parameters}
-    own: dict[str, Offload] = {"offload_optimizer": model.offload_optimizer, "offload_weights": model.offload_weights}
-    return {name: own[name] == "cpu" or (own[name] == "auto" and shared[name]) for name in own}
+    offloads: dict[str, Offload] = {
+        "offload_optimizer": model.offload_optimizer,
+        "offload_weights": model.offload_weights,
+    }
+    return {name: offloads[name] == "cpu" or (offloads[name] == "auto" and shared[name]) for name in offloads}
 
 
 def zero_block(settings: DeepSpeedConfig, model: ModelConfig, device: str) -> Json:

@@ -50,8 +50,8 @@ def read_user_json(path: str | Path) -> Json:
     except (ValueError, RecursionError, InputError) as error:
         raise InputError(f"--deepspeed-config: {path}: {error}") from None
     if not isinstance(content, dict):
-        found = "a list" if isinstance(content, list) else "a single value"
-        raise InputError(f"--deepspeed-config: {path}: got {found}, expected an object {{...}}")
+        kind = "a list" if isinstance(content, list) else "a single value"
+        raise InputError(f"--deepspeed-config: {path}: got {kind}, expected an object {{...}}")
     check_keys(content, str(path))
     refuse_optimizer(content, str(path))
     content = usual_names(without_refused(content), str(path))
@@ -77,10 +77,10 @@ def autotuning_file(word: str) -> str:
 
 def without_refused(content: Json, path: str = "") -> Json:
     """Leave out the keys that may only be switched off: DeepSpeed ends at some of them, whatever their value."""
-    kept = {key: value for key, value in content.items() if f"{path}{key}" not in REFUSED}
-    if isinstance(zero := kept.get("zero_optimization"), dict):
-        kept["zero_optimization"] = without_refused(zero, "zero_optimization.")
-    return kept
+    accepted = {key: value for key, value in content.items() if f"{path}{key}" not in REFUSED}
+    if isinstance(zero := accepted.get("zero_optimization"), dict):
+        accepted["zero_optimization"] = without_refused(zero, "zero_optimization.")
+    return accepted
 
 
 def contradictions(said: Mapping[str, Any]) -> Iterator[str]:
@@ -113,7 +113,7 @@ def usual_names(content: Json, source: str) -> Json:
     Raises:
         InputError: both names of a key.
     """
-    known = blocks()["zero_optimization"]
+    fields = blocks()["zero_optimization"]
 
     def usual(block: Json, rename: Callable[[str], str], prefix: str = "") -> Json:
         for key in block:
@@ -123,7 +123,7 @@ def usual_names(content: Json, source: str) -> Json:
 
     def in_zero(key: str) -> str:
         key = {"stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save"}.get(key, key)
-        return f"stage3_{key}" if f"stage3_{key}" in known else key
+        return f"stage3_{key}" if f"stage3_{key}" in fields else key
 
     result = usual(content, lambda key: "bf16" if key == "bfloat16" else key)
     if isinstance(zero := result.get("zero_optimization"), dict):
@@ -158,8 +158,8 @@ def at_stages(user: Json, stages: Set[int]) -> tuple[Json, list[str]]:
     unread = [key for key, value in zero.items() if value != "auto" and not stages & READ_AT.get(key, stages)]
     if not unread:
         return user, []
-    kept = {key: value for key, value in zero.items() if key not in unread}
-    return user | {"zero_optimization": kept}, [f"zero_optimization.{key}" for key in unread]
+    remaining = {key: value for key, value in zero.items() if key not in unread}
+    return user | {"zero_optimization": remaining}, [f"zero_optimization.{key}" for key in unread]
 
 
 def flags_from_json(
@@ -203,13 +203,13 @@ def overrides(
         changed: the flags that it gives another value, with the value.
         dtype: --dtype; what the JSON says of fp16 has no effect under another one.
     """
-    own = {key for flag in table.values() for key in flag.deepspeed}
+    flag_keys = {key for flag in table.values() for key in flag.deepspeed}
     off = [name for name in MONITORS if block_of(user, name).get("enabled") is False]
     said = {
         key: value
         for key, value in leaves(user)
         if value not in ("auto", USUAL.get(key, "auto"))
-        and key not in own
+        and key not in flag_keys
         and key.partition(".")[0] not in ("optimizer", "scheduler", *off)
     }
     idle = {key: name for key in said for name in IDLE if f"{key}.".startswith(f"{name}.")}
@@ -250,8 +250,8 @@ def merge_user_json(built: Json, user: Json, table: Mapping[str, Flag], origins:
         set_by = {name: origins.get(name, DEFAULT) for name in names}
         is_given = any(origin.is_given for origin in set_by.values())
         if is_given or key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            told = [f"{dashed(name)} ({origin})" for name, origin in set_by.items() if not origin.is_default]
-            by = " and ".join(told) or dashed(names[0])
+            setters = [f"{dashed(name)} ({origin})" for name, origin in set_by.items() if not origin.is_default]
+            by = " and ".join(setters) or dashed(names[0])
             errors.append(f"{source}: {key}: got {value!r}, but {by} makes it {ours[key]!r}")
     if errors:
         raise InputError("\n".join(errors))
@@ -294,17 +294,17 @@ def check_ranks(config: Json, world_size: int, source: str) -> None:
             f"{source}: zero_optimization.zero_hpz_partition_size: got {group}, no divisor of {world_size} ranks"
         )
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    found, wanted = config.get("train_batch_size"), micro * accumulation * world_size
-    if found not in (None, wanted):
-        fitting = [f'"train_batch_size": {wanted} (or "auto")']
+    given_batch, expected_batch = config.get("train_batch_size"), micro * accumulation * world_size
+    if given_batch not in (None, expected_batch):
+        fitting = [f'"train_batch_size": {expected_batch} (or "auto")']
         for flag, rest in (
             ("gradient_accumulation_steps", micro * world_size),
             ("per_device_train_batch_size", accumulation * world_size),
         ):
-            if isinstance(found, int) and found > 0 and found % rest == 0:
-                fitting.append(f"{dashed(flag)} {found // rest}")
+            if isinstance(given_batch, int) and given_batch > 0 and given_batch % rest == 0:
+                fitting.append(f"{dashed(flag)} {given_batch // rest}")
         raise InputError(
-            f"{source}: train_batch_size: got {found}, but --per-device-train-batch-size {micro} x"
-            f" --gradient-accumulation-steps {accumulation} x {counted(world_size, 'rank')} = {wanted};"
+            f"{source}: train_batch_size: got {given_batch}, but --per-device-train-batch-size {micro} x"
+            f" --gradient-accumulation-steps {accumulation} x {counted(world_size, 'rank')} = {expected_batch};"
             f" right are {' or '.join(fitting)}"
         )

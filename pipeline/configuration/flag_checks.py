@@ -85,9 +85,9 @@ def misplaced_flags(config: Group, values: Mapping[str, Any], origins: Origins) 
     """Yield a line for each given flag of a model that a run of these settings does not have."""
     for name, flag in flag_table(type(config)).items():
         if origins[name].is_given and (model := config.absent(flag)):
-            found = f"got {shown_value(values[name])} ({origins[name]})"
+            given_value = f"got {shown_value(values[name])} ({origins[name]})"
             way = f", or give {WAYS[model]}" if model in WAYS else ""
-            yield f"{dashed(name)}: {found}, but this run has no {model[2:]}: leave it out{way}"
+            yield f"{dashed(name)}: {given_value}, but this run has no {model[2:]}: leave it out{way}"
 
 
 def unread_flags(config: Group, origins: Origins) -> Iterator[str]:

@@ -250,9 +250,9 @@ def group_flags(name: str, info: FieldInfo, *, prefixed: bool, is_first: bool) -
         flat = f"{name}_{leaf}" if prefixed else leaf
         shown = f"{title} ({name})" if prefixed else title
         if prefixed:
-            own = rules.get("aliases", ())
+            other_names = rules.get("aliases", ())
             is_clear = is_first and not rules.get("per_stage")
-            aliases = [f"{name}_{alias}" for alias in own] + ([leaf, *own] if is_clear else [])
+            aliases = [f"{name}_{alias}" for alias in other_names] + ([leaf, *other_names] if is_clear else [])
             # The other models may start as the first one does.
             rules = rules | {"aliases": tuple(aliases), "required": is_first and bool(rules.get("required"))}
         default = getattr(info.default, leaf)

@@ -108,17 +108,18 @@ def read_yaml(
     mappings = [str(key) for key, value in content.items() if isinstance(value, dict)]
     others = [name for name in mappings if not nearest(name, [TRAIN, section]) and normalise(name) not in flags]
     others += PRESET_SECTIONS  # also `dpo`, for the stage of the section `ppo`
-    known = sections or list(dict.fromkeys([TRAIN, section, *others]))
-    unknown = [name for name in mappings if name not in known]
+    valid_sections = sections or list(dict.fromkeys([TRAIN, section, *others]))
+    unknown = [name for name in mappings if name not in valid_sections]
     errors = [
-        f"{path}: {name}: unknown section{nearest(name, known)}; {', '.join(known)} are right" for name in unknown
+        f"{path}: {name}: unknown section{nearest(name, valid_sections)}; {', '.join(valid_sections)} are right"
+        for name in unknown
     ]
-    used = [key for key in content if key in known]
+    used = [key for key in content if key in valid_sections]
     bare = {normalise(str(key)): value for key, value in content.items() if key not in (*used, *unknown)}
     if not used:
         return bare, errors
     if bare:
-        hint = nearest(min(bare), known)
+        hint = nearest(min(bare), valid_sections)
         errors.append(
             f"{path}: {', '.join(sorted(bare))}: beside the sections {', '.join(used)}; put flags into a section{hint}"
         )
@@ -167,7 +168,7 @@ def read_command_line(names: Names, argv: Iterable[str]) -> tuple[dict[str, Any]
             if not value:
                 continue
             words = [value]
-        name = word if word in names.switches else names.known.get(word or names.positional, word)
+        name = word if word in names.switches else names.flag_of.get(word or names.positional, word)
         flag = names.switches.get(name) or names.table.get(name)
         if word in names.ignored and len(words) < 2:
             notes.append(f"{dashed(word)}: {IGNORED}: {names.ignored[word]}")
@@ -226,7 +227,7 @@ def parse(
     layers, preset = [], str(given.get("preset", ""))
     for kind, path in [(kind, given.pop(key)) for key, kind in FILE_FLAGS.items() if key in given]:
         try:
-            flags, about_sections = read_yaml(path, section, sections, flags=names.known)
+            flags, about_sections = read_yaml(path, section, sections, flags=names.flag_of)
         except InputError as error:
             errors.append(str(error))
             continue
@@ -304,8 +305,8 @@ def with_deepspeed_json(config: Group, origins: dict[str, Origin], path: str) ->
         raise InputError("\n".join(errors))
     config = validated(type(config), values, origins)
     now = dict(flat_items(config))
-    told = {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed}
-    notes = list(overrides(user, table, told, dtype=now["dtype"]))
+    changes = {name: f"{shown_value(now[name])} (was {before[name]})" for name in changed}
+    notes = list(overrides(user, table, changes, dtype=now["dtype"]))
     if unread:
         is_open = any(name not in said and origins[name] == DEFAULT for name in stage_flags)
         where = f"{' and '.join(map(str, sorted(stages)))}{'; on GPUs the plan may choose another' if is_open else ''}"

@@ -25,7 +25,7 @@ class Names:
     """The names that the flags of a configuration go by.
 
     table: the flags.
-    known: every accepted name -> the flag's own.
+    flag_of: every accepted name -> the flag's own.
     switches: names that add a word to a list or take it out -> a flag that is true or false.
     ignored, refused: DeepSpeed-Chat's flags -> the reason.
     removed: flags of earlier versions -> the reason.
@@ -36,9 +36,9 @@ class Names:
 
     def __init__(self, config_class: type[BaseModel]) -> None:
         self.table = flag_table(config_class)
-        self.known = {alias: flag.name for flag in self.table.values() for alias in (*flag.aliases, flag.name)}
+        self.flag_of = {alias: flag.name for flag in self.table.values() for alias in (*flag.aliases, flag.name)}
         self.switches = {name: switch(name, flag) for flag in self.table.values() for name in flag.switches}
-        self.known |= {name: flag.name for flag in self.table.values() for name in flag.switches}
+        self.flag_of |= {name: flag.name for flag in self.table.values() for name in flag.switches}
         self.ignored: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.removed: dict[str, str] = {}
@@ -49,11 +49,11 @@ class Names:
             self.ignored |= flag.ignored
             self.refused |= flag.refused
             self.renamed |= flag.renamed
-            self.known |= dict.fromkeys(flag.renamed, flag.name)
+            self.flag_of |= dict.fromkeys(flag.renamed, flag.name)
             self.removed |= {name: gone.reason for name, gone in flag.removed.items()}
             for name in flag.other_tools:
                 self.other_tools.setdefault(name, []).append(flag.name)
-            if flag.path[-1] not in self.known:
+            if flag.path[-1] not in self.flag_of:
                 self.other_tools.setdefault(flag.path[-1], []).append(flag.name)
 
     def unknown(self, name: str, more: Iterable[str] = (), spell: Callable[[str], str] = str) -> str:
@@ -64,17 +64,17 @@ class Names:
             spell: how a flag's name is written.
         """
         if flags := self.other_tools.get(name):
-            place = ", the words before any flag" if self.positional in flags else ""
-            return f"unknown flag; here it is {' or '.join(map(spell, flags))}{place}"
+            where = ", the words before any flag" if self.positional in flags else ""
+            return f"unknown flag; here it is {' or '.join(map(spell, flags))}{where}"
         if name in self.removed:
             return self.removed[name]
         if name in self.refused:
             return f"a flag of other programs without a counterpart here: {self.refused[name]}"
-        return f"unknown flag{nearest(name, (*self.known, *more), spell)}"
+        return f"unknown flag{nearest(name, (*self.flag_of, *more), spell)}"
 
     def renewed(self, name: str, value: object = True) -> tuple[str, str]:
         """Return the value now of a flag of an earlier version, "" for its default; and a note that says so."""
-        flag, now = self.known[name], self.renamed[name].get(str(value).lower(), str(value))
+        flag, now = self.flag_of[name], self.renamed[name].get(str(value).lower(), str(value))
         note = f"{dashed(name)} {str(value).lower()} is {dashed(flag)} {now} now"
         return "" if now == self.table[flag].default else now, note
 
@@ -90,12 +90,12 @@ class Names:
                     continue
             if name in self.ignored:
                 notes.append(f"{origin}: {name}: {IGNORED}: {self.ignored[name]}")
-            elif name not in self.known:
+            elif name not in self.flag_of:
                 errors.append(f"{origin}: {name}: {self.unknown(name)}")
-            elif (own := name if name in self.switches else self.known[name]) in result:
-                errors.append(f"{origin}: {name}: {dashed(own)} is given twice, under two names; give one")
+            elif (flag_name := name if name in self.switches else self.flag_of[name]) in result:
+                errors.append(f"{origin}: {name}: {dashed(flag_name)} is given twice, under two names; give one")
             else:
-                result[own] = value
+                result[flag_name] = value
         return result, errors, notes
 
 
@@ -135,10 +135,10 @@ def with_switches(
 
 def without_flag(argv: Iterable[str], name: str) -> list[str]:
     """Return `argv` without the flag `name` and its values."""
-    kept, skipping = [], False
+    others, skipping = [], False
     for word in argv:
         if word.startswith("--"):
             skipping = word[2:].partition("=")[0].replace("-", "_") == name
         if not skipping:
-            kept.append(word)
-    return kept
+            others.append(word)
+    return others

@@ -82,9 +82,9 @@ class Origin:
     @classmethod
     def of_entry(cls, entry: Mapping[str, Any]) -> Self:
         """Read a flag's entry of a config.json; versions before the kinds were written have only the text."""
-        known = entry.get("origin")
-        if isinstance(known, dict) and str(known.get("kind")) in Kind.__members__:
-            return cls(Kind[known["kind"]], str(known.get("source", "")), known.get("replaced"))
+        recorded = entry.get("origin")
+        if isinstance(recorded, dict) and str(recorded.get("kind")) in Kind.__members__:
+            return cls(Kind[recorded["kind"]], str(recorded.get("source", "")), recorded.get("replaced"))
         text = str(entry.get("from"))
         kind = Kind[next(name for pattern, name in OLD_TEXTS if re.match(pattern, text))]
         bare = kind in (Kind.DEFAULT, Kind.COMMAND_LINE)

@@ -131,7 +131,7 @@ def divisors(rows: int, *, up_to: int) -> list[int]:
     return [size for size in range(1, min(rows, up_to) + 1) if rows % size == 0]
 
 
-def cut(resolved: Resolved, size: int) -> dict[str, int]:
+def with_micro_batch(resolved: Resolved, size: int) -> dict[str, int]:
     """Return the flags of micro-batches of `size` rows that leave the rows of an optimizer step as they are.
 
     {} where a rank's rows are no multiple of it.

@@ -87,12 +87,12 @@ def describe(problem: Any, table: Mapping[str, Flag], origins: Origins) -> str:
     if (flag := flag_of(problem, table)) is None:
         name, _, rest = str(message).partition(": ")
         return f"{dashed(name)}: {rest}" if name in table else str(message)
-    found = problem["input"]
+    given_value = problem["input"]
     if problem["type"] == "missing":
         return f"{dashed(flag.name)}: missing; expected {flag.type_name}: {flag.meaning}"
-    hint = nearest(found, map(str, flag.choices)) if isinstance(found, str) else ""
+    hint = nearest(given_value, map(str, flag.choices)) if isinstance(given_value, str) else ""
     theirs = [f"; a file is {dashed(name)}" for name, other in table.items() if flag.name in other.other_tools]
-    return f"{dashed(flag.name)}: got {found!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
+    return f"{dashed(flag.name)}: got {given_value!r} ({origins[flag.name]}): {message}{''.join((hint, *theirs))}"
 
 
 def flag_of(problem: Any, table: Mapping[str, Flag]) -> Flag | None:

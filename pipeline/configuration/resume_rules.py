@@ -120,15 +120,15 @@ def changed_settings(
             any more, or any flag that does not exist any more.
         defaults: of all flags of this version; they stand for what an older version did that did not know a flag yet.
     """
-    held = {**defaults, **{name: masked(value) for name, value in saved.items()}}
+    saved_values = {**defaults, **{name: masked(value) for name, value in saved.items()}}
     gone = {name: one for name, one in defaults.items() if isinstance(one, Removed)}
     for name, one in sorted(gone.items()):
         was, now = saved.get(name, one.default), current.get(name, one.default)
         if was != now:
             yield f"{dashed(name)}: {one.reason}; got {now!r}, {holder} has {masked(was)!r}"
     for name in sorted((saved.keys() - defaults.keys()) | (current.keys() - gone.keys())):
-        if held.get(name) != current.get(name):
-            yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {held.get(name)!r}"
+        if saved_values.get(name) != current.get(name):
+            yield f"{dashed(name)}: got {current.get(name)!r}, {holder} has {saved_values.get(name)!r}"
 
 
 def check_same_settings(

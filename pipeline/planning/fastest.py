@@ -28,8 +28,8 @@ from pipeline.configuration.rank_rules import (
     STEPS,
     Choice,
     contradiction,
-    cut,
     divisors,
+    with_micro_batch,
 )
 from pipeline.configuration.resolved import Resolved
 from pipeline.data.batching import SCORING_TOKENS
@@ -216,7 +216,7 @@ def planned_size(
     If the KV cache does not fit beside an update, `--release-inference-cache` is chosen. Else the first update would
     run out of memory before the run frees the cache.
     """
-    chosen = {**flags, **(cut(resolved, size) if MICRO in names else {})}
+    chosen = {**flags, **(with_micro_batch(resolved, size) if MICRO in names else {})}
     if EVALUATED in names:
         chosen[EVALUATED] = evaluation_batch(planner, resolved, micro_batch=size, at_once=flags.get(GENERATED, 0))
     rollout = planner.needs(resolved).rollout

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline import errors
 from pipeline.configuration.flags import flag_words
 from pipeline.configuration.origins import Kind, Origin
-from pipeline.configuration.rank_rules import Choice, cut
+from pipeline.configuration.rank_rules import Choice, with_micro_batch
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.run_flags import TRIED
 from pipeline.configuration.stage import Stage
@@ -93,7 +93,7 @@ def to_measure(planner: StagePlanner, resolved: Resolved) -> list[Mapping[str, A
     sizes, size = micro_batches(resolved, auto_flags(resolved)), settings.config.optimizer.per_device_train_batch_size
     options = [*filter(None, best)]
     for one in (size, size // 2, 2 * size, size // 4):
-        flags = {**best[0], **cut(settings, one)} if one in sizes and len(sizes) > 1 else {}
+        flags = {**best[0], **with_micro_batch(settings, one)} if one in sizes and len(sizes) > 1 else {}
         options += [flags] if flags and flags not in options else []
     return options[:MOST_MEASURED]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.configuration.flag_table import ZERO_STAGE, flag_table, flags_of_key
 from pipeline.configuration.origins import DEFAULT, Kind, Origin
-from pipeline.configuration.rank_rules import MICRO, STEPS, cut
+from pipeline.configuration.rank_rules import MICRO, STEPS, with_micro_batch
 from pipeline.configuration.resolved import Resolved
 from pipeline.configuration.resume_rules import batch_sizes, check_resumed, other_settings, settings_of, values_by_rule
 from pipeline.configuration.run_flags import RunConfig
@@ -104,7 +104,7 @@ def chosen_before(stage: Stage, resolved: Resolved) -> dict[str, tuple[Any, Orig
     if MICRO not in chosen:
         return {name: one for name, one in chosen.items() if name != STEPS}  # which belong to the micro-batch
     size, _ = chosen[MICRO]
-    parts = {name: (value, hardware) for name, value in cut(resolved, size).items()}
+    parts = {name: (value, hardware) for name, value in with_micro_batch(resolved, size).items()}
     return {**chosen, **parts} if parts else {}
 
 

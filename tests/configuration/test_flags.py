@@ -331,11 +331,11 @@ def test_a_models_flags_without_its_name_mean_the_first_model():
 )
 def test_a_name_means_one_flag(config_class):
     table, names = flag_table(config_class), Names(config_class)
-    assert len(names.known) == sum(
+    assert len(names.flag_of) == sum(
         1 + len(row.aliases) + len(row.switches) + len(row.renamed) for row in table.values()
     )
-    assert not names.known.keys() & (names.ignored.keys() | names.refused.keys())
-    assert "model" in names.known, "the one name for a model's path"
+    assert not names.flag_of.keys() & (names.ignored.keys() | names.refused.keys())
+    assert "model" in names.flag_of, "the one name for a model's path"
 
 
 def test_a_required_flag_that_is_left_out_is_named():

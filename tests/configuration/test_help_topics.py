@@ -155,7 +155,7 @@ def test_help_has_hyphens(command, capsys):
 @pytest.mark.parametrize("title", CONFIGS)
 def test_every_flag_is_read_in_both_spellings(title):
     names = Names(CONFIGS[title])
-    for name, own in names.known.items():
+    for name, own in names.flag_of.items():
         for spelling in {f"--{name}", "--" + name.replace("_", "-")}:
             given, errors, _ = read_command_line(names, [spelling, "1"])
             assert not errors and set(given) == {name if name in names.switches else own}, spelling
@@ -200,7 +200,7 @@ def test_models_have_short_names_in_help_and_long_ones_are_read(section):
     assert sorted(flag.shown for flag in models.values()) == sorted(MODELS[section].split())
     for name, flag in models.items():
         assert f"--{name.replace('_', '-')}" in flag.meaning
-        assert {names.known[name], names.known[flag.shown[2:].replace("-", "_")]} == {name}
+        assert {names.flag_of[name], names.flag_of[flag.shown[2:].replace("-", "_")]} == {name}
 
 
 def test_a_metric_is_explained_with_its_stages(capsys):

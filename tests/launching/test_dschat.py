@@ -27,7 +27,7 @@ STAGES = {1: "step1_sft.main", 2: "step2_reward.main", 3: "step3_ppo.main"}
 @pytest.mark.parametrize(("program", "flag"), [(name, flag) for name in FLAGS for flag in FLAGS[name].split()])
 def test_every_flag_works_or_is_refused_with_its_reason(program, flag):
     names = Names(PROGRAMS[program])
-    if flag in names.known or flag in names.ignored:
+    if flag in names.flag_of or flag in names.ignored:
         return
     with pytest.raises(InputError) as refused:
         parse(PROGRAMS[program], [f"--{flag}", "1"], section="none")
@@ -52,7 +52,7 @@ def test_every_script_goes_through_the_dry_run_of_its_stage(script, tmp_path, mo
     if errors:
         return
     rows = dict(row.split(maxsplit=1) for row in printed.out.splitlines() if re.match(r"  \w+ +\S", row))
-    known, words = Names(PROGRAMS[{1: "sft", 2: "reward", 3: "ppo"}[step]]).known, line.split()
+    known, words = Names(PROGRAMS[{1: "sft", 2: "reward", 3: "ppo"}[step]]).flag_of, line.split()
     for word, value in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--") and word[2:] in known:
             shown = rows[known[word[2:]]].removesuffix("command line").strip()
