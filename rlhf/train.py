@@ -52,8 +52,8 @@ MEANING = {
     4: "training diverged",
     5: "no usable checkpoint",
     75: "stopped on request; the same command resumes",
-    130: "killed on request",
-    143: "killed on request",
+    130: "killed by Ctrl-C (SIGINT)",
+    143: "killed by SIGTERM",
 }
 
 

@@ -8,7 +8,7 @@ from pipeline.training.metrics import SHARED, Metric
 METRICS: dict[str, Metric] = SHARED | {
     "objective/kl": Metric(
         "mean over sequences of the sum of log pi - log pi_ref (k1) over tokens; absent without a reference, like "
-        "kl_k3 and kl_coef; at kl_coef 0 only log_kl loads a reference",
+        "kl_k3 and kl_coef; at --kl-coef 0 only --log-kl true loads a reference",
         better=0,
         title="KL to the reference",
     ),

@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 INTRODUCTION = """# Errors by message
 
-Search for some words of the line that you got. Names, numbers and paths of your own stand where the dots are. An error
-is one line that begins with `error: `, and the command ends with an [exit code](../reference/exit_codes.md). `--debug`
-adds the traceback, and each rank has a log: `log/rank-<r>.txt` in the run's folder.
+Search for some words of the line that you got. Names, numbers and paths of your own stand where the dots and the
+words in capitals are. An error is one line that begins with `error: `, and the command ends with an
+[exit code](../reference/exit_codes.md). `--debug` adds the traceback, and each rank has a log: `log/rank-<r>.txt` in the
+run's folder.
 """
 EXIT_CODES = """# Exit codes
 
@@ -27,6 +28,11 @@ message](../trouble/errors.md) lists the lines that go with them.
 
 | code | meaning |
 |---|---|
+"""
+AFTER_CODES = """
+The first Ctrl-C or SIGTERM stops a training run between two steps, with 75 and a checkpoint. A second one, two
+seconds or more later, kills it: 130 if it was Ctrl-C, 143 if it was SIGTERM. What was trained since the last checkpoint
+is then lost.
 """
 CODES = {0: "done", **MEANING}
 WARNINGS = 0  # the key of the lines that end no run
@@ -57,10 +63,15 @@ def missing(messages: Messages) -> list[str]:
     ]
 
 
+def shown(line: Mapping[str, str]) -> str:
+    """Return the part of a message that the page shows: its form if the entry has one, else its words."""
+    return line["shown"] if "shown" in line else f"... {line['words'].strip(' :;,(')}"
+
+
 def section(code: int, lines: Sequence[Mapping[str, str]]) -> str:
     """Return the section of an exit code, or of the warnings."""
     title = "Warnings, which end no run" if code == WARNINGS else f"Code {code}: {CODES[code].partition(';')[0]}"
-    rows = [row(f"`... {line['words'].strip(' :;,(')} ...`", line["cause"], line["cure"]) for line in lines]
+    rows = [row(f"`{shown(line)} ...`", line["cause"], line["cure"]) for line in lines]
     return "\n".join([f"## {title}\n", "| the line has | because | what to do |", "|---|---|---|", *rows])
 
 
@@ -72,4 +83,4 @@ def page() -> str:
 
 def exit_codes() -> str:
     """Return the text of reference/exit_codes.md."""
-    return EXIT_CODES + "".join(row(str(code), meaning) + "\n" for code, meaning in sorted(CODES.items()))
+    return EXIT_CODES + "".join(row(str(code), meaning) + "\n" for code, meaning in sorted(CODES.items())) + AFTER_CODES

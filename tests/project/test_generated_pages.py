@@ -135,6 +135,12 @@ def test_messages_stand_under_the_code_that_they_end_with() -> None:
     assert len(found) > 20 and found - listed == set()
 
 
+def test_the_form_of_a_message_has_its_words() -> None:
+    lines = [line for lines in errors_page.read_messages().values() for line in lines if "shown" in line]
+    assert len(lines) > 5
+    assert [line["shown"] for line in lines if line["words"].strip(" :;,(") not in line["shown"]] == []
+
+
 def test_words_that_the_code_does_not_say_are_found() -> None:
     entry = {"file": "pipeline/errors.py", "words": "Exit codes of a run"}  # of its docstring alone
     assert errors_page.missing({2: [entry]}) == ["pipeline/errors.py: Exit codes of a run"]
