@@ -18,8 +18,8 @@ INTRODUCTION = """# Errors by message
 
 Search for some words of the line that you got. Names, numbers and paths of your own stand where the dots and the
 words in capitals are. An error is one line that begins with `error: `, and the command ends with an
-[exit code](../reference/exit_codes.md). `--debug` adds the traceback, and each rank has a log: `log/rank-<r>.txt` in the
-run's folder.
+[exit code](../reference/exit_codes.md). `--debug` adds the traceback, and each rank has a log:
+`log/rank-<r>.txt` in the run's folder.
 """
 EXIT_CODES = """# Exit codes
 

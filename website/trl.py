@@ -14,7 +14,7 @@ from rlhf.train_config import TrainConfig
 from website.tables import escaped, flag_name, row
 
 HAND_TEXT = Path(__file__).resolve().parent.parent / "docs" / "coming_from" / "trl.md"
-MARKER = "<!-- table -->"
+MARKER = "The table of all names is on the site that `make site` writes."  # stands where the table comes
 # Recognised names that are not TRL's but LLaMA-Factory's, veRL's or ours.
 OTHERS = frozenset(
     "batch_size columns cutoff_len dataset dynamic_sampling entropy_coeff entropy_loss_coef epochs eval_dataset "
@@ -68,7 +68,7 @@ SAME = (
 ).split()
 # Remarks that replace the first words of a flag's meaning.
 REMARKS = {
-    "auto_find_batch_size": "the largest micro-batch that fits, measured",
+    "auto_find_batch_size": "`measure`: by test steps with each of the plan's best three micro-batches",
     "beta": "weight of the KL penalty of GRPO; in DPO, IPO and KTO it is `--beta` here too",
     "generation_batch_size": "responses of a rollout over all GPUs",
     "dataset_name": "hub ids, files or folders",
