@@ -68,7 +68,7 @@ SAME = (
 ).split()
 # Remarks that replace the first words of a flag's meaning.
 REMARKS = {
-    "auto_find_batch_size": "`measure`: by test steps with each of the plan's best three micro-batches",
+    "auto_find_batch_size": "`measure`: by three test steps with each of the plan's best three settings",
     "beta": "weight of the KL penalty of GRPO; in DPO, IPO and KTO it is `--beta` here too",
     "generation_batch_size": "responses of a rollout over all GPUs",
     "dataset_name": "hub ids, files or folders",
