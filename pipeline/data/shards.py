@@ -118,7 +118,7 @@ class ShardWriters:
             connection.close()
 
     def start(self, num_records: int) -> None:
-        """Start the job if this number of records is worth it and it does not run yet."""
+        """Start the job, once, if so many records are worth several processes; called after each record is read."""
         if self._job is None and num_records % SHARD_RECORDS == 0 and num_processes(num_records) > 1:
             self._job = start_job()
 
@@ -257,7 +257,7 @@ def join(file: Path, schema: "pa.Schema", shards: Sequence[Shard], block_size: i
 def blocks(ids: "np.ndarray", size: int) -> "pa.RecordBatch":
     """Split the ids of joined documents into rows of `size`; all tokens but the first of each row are trained.
 
-    The last row may be shorter, but not a single token.
+    The last row may be shorter; one of a single token is dropped.
     """
     import numpy as np
     import pyarrow as pa

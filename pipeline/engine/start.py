@@ -33,8 +33,8 @@ def start_deepspeed(*, deterministic: bool = False, verbose: bool = False) -> No
         EnvironmentFault: the installed DeepSpeed lacks a private name that this project uses.
     """
     check_private_names()
-    # DeepSpeed cannot parse the architecture 9.0a of images for Hopper when it compiles its NVMe writer; unset, it
-    # reads the GPU's.
+    # Container images for Hopper set it to 9.0a, which DeepSpeed cannot parse when it compiles its NVMe writer.
+    # Without the variable it asks the GPU.
     os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -112,7 +112,7 @@ class SamplePrompt:
     """A prompt of the data.
 
     number: number of the prompt, from 1.
-    row: file and row number, as messages name it.
+    row: file and row number, in the form that logs and errors show.
     messages: its turns.
     tokens: its tokens; their hash keys its random numbers.
     copy: number of earlier prompts with the same tokens: each copy gets its own random numbers.

@@ -48,9 +48,11 @@ class JobStatus:
 
 
 def verdict_on(ranks: Sequence[RankState], job: JobStatus) -> Verdict:
-    """Return the verdict by the first cause found: a rank's own error, a rank's death, a stop, an error after others.
+    """Return the verdict by the first of these causes that applies.
 
-    Ranks still running are ignored: the supervisor is about to kill them.
+    An error of a rank's own; a rank's death; a rank that ended before it wrote an outcome; a stop; an error that only
+    followed from another rank's end (`secondary`); a rank without an outcome. A rank that still runs counts for the
+    last one alone: the supervisor is about to kill it.
     """
     failed = sorted((s for s in ranks if s.outcome.has_failed), key=lambda s: s.outcome.time)
     if causes := [state for state in failed if not state.outcome.secondary]:

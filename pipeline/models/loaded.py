@@ -1,6 +1,7 @@
 """Prepare a loaded model: refuse weights with NaN or infinity, and put layers on devices.
 
-Engines (which place weights themselves), chat, comparison and the report on a reward model call it once after loading.
+Chat, comparison and the report on a reward model call `on_devices` once after loading; engines, which place weights
+themselves, call `check_finite`.
 `checkpoints/model_folder.py` checks that only finite weights are saved.
 """
 
@@ -65,7 +66,9 @@ def on_devices(model: M, path: str) -> M:
 def memory_limits() -> dict[int | str, int]:
     """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
     count = torch.cuda.device_count() if dist.has_gpu() else 0
-    devices = [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)  # else other ranks'
+    devices = (
+        [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)
+    )  # the others are other ranks'
     gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * memory_of(torch.device("cuda", n))[0]) for n in devices}
     return gpus | {"cpu": sys.maxsize}
 
@@ -94,7 +97,7 @@ def check_finite(model: nn.Module, path: str) -> None:
 
 
 def is_unseen(weight: torch.Tensor) -> bool:
-    """Return True if its values are not checked: bitsandbytes may tolerate NaN, and shards may be on a disk."""
+    """Return True if its values cannot be checked: bitsandbytes hides NaN in its codes, shards may be on a disk."""
     return hasattr(weight, "quant_state") or has_shards_on_disk(weight)
 
 

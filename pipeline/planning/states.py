@@ -128,12 +128,12 @@ def training_states(
         # The step flattens the gradients of a sub-group and copies them in fp32.
         step = (gradient + master) * min(share, zero.get("sub_group_size", 10**9)) if offloaded == "none" else 0
         lasting = bucket + (gradient * share if offloaded == "none" else 0)
-        buckets = bucket if ranks > 1 or on_cpu else 0  # for the partitions while they are reduced
+        buckets = bucket if ranks > 1 or on_cpu else 0  # more, for gradient partitions while ranks reduce them
         states = replace(frozen, optimizer=optimizer, lasting_gradients=lasting, buckets=buckets, step=step, host=host)
         return replace(states, starting=starting, streams=True)
     num_buckets = (2 if zero.get("overlap_comm") else 1) if zero.get("contiguous_gradients", True) else 0
     gradients = gradient * (size.trained if stage == 1 else share)
-    # The step flattens the gradients of a partition and copies them in fp32, a group of parameters at a time.
+    # The step flattens a parameter group's gradients and copies them in fp32; one group has nearly all weights.
     step = (gradient + master) * share
     if offloaded != "none":
         gradients, step = (gradients if stage == 1 else 0), gradient * size.largest

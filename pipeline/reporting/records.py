@@ -42,7 +42,7 @@ class RunRecord:
 
     @property
     def stage(self) -> str:
-        """The section of its stage; if it is unknown, the name of its folder."""
+        """The short name of its stage, such as "sft"; if it is unknown, the name of its folder."""
         named = self.meaning.get("stage") or read_object(environment_file(self.folder)).get("stage")
         return str(named or self.folder.name)
 
@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """The title of a run: kind, label, and the name of its folder if that differs from its stage's."""
+        """The kind, and the name of its folder if that is its label and not the name of its stage."""
         name = self.folder.resolve().name
         return f"{self.kind} ({name})" if name == self.label and name != self.stage else self.kind
 
@@ -65,7 +65,7 @@ class RunRecord:
         return {name: one for name, one in self.meaning.get("metrics", {}).items() if isinstance(one, dict)}
 
     def metric(self, name: str) -> Mapping[str, Any]:
-        """Return the meaning of a metric, also on held-out rows; of an undeclared one only its name."""
+        """Return the meaning of a metric; `eval_NAME` is NAME on held-out rows, an undeclared one has only its name."""
         return described(self.meaning, name)
 
     @cached_property
@@ -90,7 +90,7 @@ class RunRecord:
 
     @cached_property
     def cost(self) -> str:
-        """Cost of the run so far, as text; "" if it is unknown."""
+        """GPU hours and tokens of the run so far, as text; "" if they are unknown."""
         return cost(self.folder)
 
     @cached_property
@@ -129,7 +129,7 @@ class RunRecord:
 
     @property
     def warnings(self) -> dict[str, int]:
-        """The WARNING lines of its log, each with its count."""
+        """The texts of the WARNING and ERROR lines of its log, each with its count."""
         return dict(Counter(text for level, text in self.log if level in ("WARNING", "ERROR")))
 
     @property
@@ -139,7 +139,7 @@ class RunRecord:
 
     @property
     def ending(self) -> tuple[str, str]:
-        """State of the run (finished, running, stopped, failed, died), and a sentence about it."""
+        """State of the run (finished, running, stopped, failed, died, unknown), and a sentence about it."""
         ranks = ranks_with_outcome(self.folder)
         outcomes = [outcome for rank in ranks if (outcome := read_outcome(self.folder, rank))]
         at = f"step {self.last_step}" + (f" of {total}" if (total := self.meaning.get("steps")) else "")
@@ -175,7 +175,7 @@ def runs_of(folder: Path, *, label: str = "") -> list[RunRecord]:
     """Return the run of a run's folder, or those of all stages below an output folder in the order of their stages."""
     folders = [folder] if is_run(folder) else [one for one in folder.glob("runs/*") if is_run(one)]
     runs = [RunRecord(one, label or one.resolve().name) for one in folders]
-    if label and folders != [folder]:  # runs of one stage in one folder have their own labels
+    if label and folders != [folder]:  # a folder that is not named as its stage may be a second run of it
         others = {run: f"{label} ({run.folder.name})" for run in runs if run.folder.name != run.stage}
         runs = [replace(run, label=others.get(run, label)) for run in runs]
     runs.sort(key=lambda run: (run.meaning.get("number", 99), run.meaning.get("began", 0.0), run.label))

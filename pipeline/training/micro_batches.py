@@ -68,7 +68,7 @@ class MicroBatch:
     rows: indices of rows in the rollout.
     length: tokens of the longest sequence, rounded up.
     width: tokens of the longest response.
-    num_response_tokens: response tokens of all rows, including filler rows.
+    num_response_tokens: response tokens of all rows, including those that only fill a rollout up.
     num_packed_tokens: tokens of all sequences, if they pass packed; None: they pass as (rows, length).
     """
 
@@ -97,10 +97,11 @@ class MicroBatch:
 def micro_batches(
     rows: Sequence[int], lengths: Lengths, *, rows_per_step: int, world: dist.World, size: int
 ) -> list[list[MicroBatch]]:
-    """Return this rank's micro-batches of each optimizer step over `rows`; sizes must divide (checked at the start).
+    """Return this rank's micro-batches of each optimizer step over `rows`.
 
-    A step has the next `rows_per_step` rows. A micro-batch has at most as many tokens as `size` rows of the step's
-    longest length, so that short rows take fewer passes. The longest row is in the first micro-batch.
+    The ranks must divide `rows_per_step`, and that the number of rows; a run's start checks both. A step has the next
+    `rows_per_step` rows. A micro-batch has at most as many tokens as `size` rows of the step's longest length, so that
+    short rows take fewer passes. The longest row is in the first micro-batch.
     """
     steps = [rows[start : start + rows_per_step] for start in range(0, len(rows), rows_per_step)]
     return [by_tokens(step, lengths, world, longest_rows=size) for step in steps]
