@@ -2,7 +2,8 @@
 
     python -m benchmarks.race grpo-1.5b --site FOLDER --json race.jsonl
 
-First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times.
+First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times. A
+search that was cut off goes on behind the lines of FILE.
 `--site` is a folder of packages for TRL's side alone. Each run is a process; a line of JSON is written as soon as it
 ends. Rows of tiny models run on a CPU, where TRL generates without vLLM.
 """
@@ -116,13 +117,21 @@ class Race:
         print(f"[race] {side} {turn} {settings}: {found.get('step_s', 'failed')}", file=sys.stderr, flush=True)
         return found
 
+    def tried(self, turn: int, settings: Found) -> Found:
+        """What a step of the search found: its line of the file, if a search that was cut off has written it."""
+        text = self.file.read_text(encoding="utf-8") if self.file.is_file() else ""
+        for line in map(json.loads, text.splitlines()):
+            if (line["side"], line["turn"], line["settings"]) == ("search", turn, settings) and "error" not in line:
+                return dict(line)
+        return self.noted("search", turn, settings)
+
     def search(self, start: Found) -> Found:
         """Return the fastest settings of TRL's side. Raises BenchError: none of them ran."""
         short = replace(self, row=replace(self.row, **SEARCHED))
-        best, seconds = start, short.noted("search", 0, start).get("step_s")
+        best, seconds = start, short.tried(0, start).get("step_s")
         for turn, settings in enumerate(sides.candidates(self.row.kind, start), 1):
             tried = best | settings
-            found = short.noted("search", turn, tried).get("step_s")
+            found = short.tried(turn, tried).get("step_s")
             if found is not None and (seconds is None or found < seconds):
                 best, seconds = tried, found
         if seconds is None:

@@ -38,6 +38,25 @@ def test_the_search_keeps_what_is_faster_and_goes_on_after_a_failure(tmp_path, m
     assert sum("error" in line for line in lines) == 1 and all(line["side"] == "search" for line in lines)
 
 
+def test_a_search_that_was_cut_off_tries_the_rest(tmp_path, monkeypatch):
+    """What failed is tried again: it may have been the end of the job that made it fail."""
+    runs = []
+
+    def trl(self, name, settings):
+        runs.append(name)
+        if len(runs) == 7:
+            raise BenchError("cut off")
+        return {"step_s": 10 - settings["micro_batch"] / 16 + (settings["weights"] == "float32")}
+
+    monkeypatch.setattr(Race, "trl", trl)
+    best = made(tmp_path).search(START["grpo"])
+    lines = (tmp_path / "race.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "race.jsonl").write_text("".join(lines[:8]))
+    del runs[:-1]
+    assert made(tmp_path).search(START["grpo"]) == best
+    assert runs[1:] == ["trl-search-6", *(f"trl-search-{turn}" for turn in range(8, len(lines)))]
+
+
 def test_a_start_that_fails_is_no_end_of_the_search(tmp_path, monkeypatch):
     def trl(self, name, settings):
         if not settings["gradient_checkpointing"]:
@@ -47,6 +66,7 @@ def test_a_start_that_fails_is_no_end_of_the_search(tmp_path, monkeypatch):
     monkeypatch.setattr(Race, "trl", trl)
     assert made(tmp_path).search(START["grpo"])["gradient_checkpointing"] is True
     monkeypatch.setattr(Race, "trl", lambda *_: (_ for _ in ()).throw(BenchError("no")))
+    (tmp_path / "race.jsonl").unlink()
     with pytest.raises(BenchError, match="no settings"):
         made(tmp_path).search(START["grpo"])
 
