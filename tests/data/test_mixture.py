@@ -11,7 +11,7 @@ from support.row_options import load_rows, of_stage
 from support.tiny_run import write_lines
 
 from pipeline.data.cache import cache_key
-from pipeline.data.selection import DataOptions, mixed_sizes
+from pipeline.data.selection import DataOptions, mixed_sizes, ratios_of
 from pipeline.errors import InputError
 from pipeline.preparation.inputs import row_lines
 
@@ -134,3 +134,8 @@ def test_another_seed_keeps_other_rows_of_a_source_with_a_weight(tmp_path, bpe_t
         rows = load_rows("ppo", replace(options, seed=seed), bpe_tokenizer).train
         found.append(set(prompts(rows, bpe_tokenizer, "prompt_ids")))
     assert found[0] == found[1] != found[2] and all(8 < len(names) < 32 for names in found)
+
+
+def test_a_source_that_is_given_twice_has_the_sum_of_its_weights():
+    options = DataOptions(data_path=("a:0.5", "b:0.2"), sft_only_data_path=("a:0.25",))
+    assert ratios_of(options) == {"a": 0.75, "b": 0.2}
