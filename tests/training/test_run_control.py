@@ -21,7 +21,7 @@ from pipeline.data.counts import Counts
 from pipeline.dist import World
 from pipeline.errors import DivergedError, EnvironmentFault, InputError, Interrupted, StoppedRun, dashed
 from pipeline.training.run_control import RunControl
-from pipeline.training.steps import Counters, divergence_advice, note_skipped_step
+from pipeline.training.steps import LONG_STEP_S, Counters, Stopping, divergence_advice, note_skipped_step
 from step1_sft.config import SFTConfig
 from step1_sft.metrics import METRICS
 from step1_sft.stage import STAGE
@@ -240,3 +240,16 @@ def test_a_skipped_step_is_no_sign_of_divergence_while_a_loss_scale_can_fall():
         state.count_step(stepped=False, engines=engines)
         assert state.bad_in_a_row == bad
     assert (state.step, state.skipped_updates) == (4, 4) and not settled.is_stepping and not settling.is_stepping
+
+
+@pytest.mark.parametrize(("slowest", "is_stopped"), [(LONG_STEP_S + 1, True), (LONG_STEP_S - 1, False)])
+def test_a_long_step_of_any_rank_is_stopped_on_all(monkeypatch, slowest, is_stopped):
+    """This rank's own step was short, and all ranks must take part in the same collectives."""
+    asked = iter([False, True])
+    world = World(rank=0, size=2, device=torch.device("cpu"))
+    stop = SimpleNamespace(is_set_on_any_rank=lambda world: next(asked))
+    stopping = Stopping(SimpleNamespace(world=world, stop=stop))
+    monkeypatch.setattr("pipeline.training.steps.dist.max_over_ranks", lambda value, device: max(value, slowest))
+    stopping.between_steps()
+    with pytest.raises(Interrupted) if is_stopped else nullcontext():
+        stopping.within_step()
