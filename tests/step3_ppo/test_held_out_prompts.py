@@ -1,8 +1,10 @@
 """Evaluations of step 3: their random numbers, how much they sample and score at once, what they leave as it was."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from support.ppo_settings import ppo_config
 from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
 from step3_ppo.config import PPOConfig
 from step3_ppo.models.hybrid_engine import HybridEngine
+from step3_ppo.rollout_metrics import pass_metrics
 
 
 def config_of(folders, *, samples: int, batch: int = 2, seed: int = 1234, **ppo: Any) -> PPOConfig:
@@ -110,3 +113,12 @@ def test_the_kl_penalty_of_rewards_has_the_coefficient_in_force(world, trained_f
         assert abs(kl) > 1e-3
         before, after = (values[f"{prefix}objective/rlhf_reward"] for values in found)
         assert before - after == pytest.approx(4 * kl, rel=1e-2)
+
+
+def test_a_prompt_counts_by_the_responses_that_have_a_value():
+    """Of five prompts one has no value and one is padding; two of the other three have a response that passes."""
+    values = [1.0, math.nan, 0.0, math.nan, math.nan, math.nan, 0.0, 1.0, 1.0, 1.0]
+    responses = SimpleNamespace(valid=torch.arange(10) < 8)
+    rewarded = SimpleNamespace(by_reward={"right": torch.tensor(values)})
+    found = pass_metrics(responses, rewarded, ["right"], group_size=2)
+    assert found == {"pass_at_1/right": 2 / 4, "pass_at_k/right": pytest.approx(2 / 3)}
