@@ -5,6 +5,7 @@ are not: no run reads those of a machine that was off.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from support.tiny_run import make_folder, make_tokenizer
 
 from pipeline.data.selection import DataOptions
 from pipeline.data.shards import SHARDS
+from pipeline.files import OURS, with_new_folder
 from pipeline.reporting import page
 from pipeline.run import host_storage
 from pipeline.training.metrics import MetricsWriter
@@ -105,6 +107,20 @@ def test_what_is_written_is_on_the_disk_when_it_gets_its_name(write, tmp_path, m
         names = write(tmp_path / "work")
     assert names <= {Path(path).name for path in found()}
     assert lost(found()) == {}
+
+
+def test_a_folders_name_is_on_the_disk_before_its_earlier_files_are_deleted(tmp_path, monkeypatch):
+    fsync, listings = os.fsync, list[list[str]]()
+
+    def fsync_seen(descriptor: int) -> None:
+        fsync(descriptor)
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) == tmp_path:
+            listings.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(os, "fsync", fsync_seen)
+    for _ in range(2):
+        with_new_folder(tmp_path / "model", lambda fresh: (fresh / OURS).write_text("{}"))
+    assert listings == [["model"], [".model.old", "model"]]
 
 
 def test_lines_are_on_the_disk_before_a_checkpoint_says_so(tmp_path):
