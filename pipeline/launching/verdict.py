@@ -13,6 +13,7 @@ from pipeline.run.layout import rank_log_file
 
 # Exit codes of errors, the most specific first; 1 means every other error.
 INFORMATIVE = (errors.EXIT_INPUT, errors.EXIT_ENVIRONMENT, errors.EXIT_DIVERGED, errors.EXIT_NO_CHECKPOINT)
+# Codes of a rank that has printed why it ended: the supervisor adds no line.
 SILENT_CODES = (*INFORMATIVE, errors.EXIT_STOPPED)
 MIB = 2**20
 

@@ -83,6 +83,7 @@ def foreign(config: StageConfig, stage: Stage, dashes: str) -> Iterator[str]:
         yield f"{dashes}run-dir: {run_dir} holds a run of {owner}, this is {stage.section}; name another folder"
     # Hidden files belong to ranks that are starting now. A supervisor has checked the folder before its ranks.
     names = {path.name for path in run_dir.glob("[!.]*")}
+    # A start that was killed before it wrote env.json leaves these names alone; the same command starts again there.
     was_killed = {RUN_LOCK, "heartbeat"} & names and names <= START_NAMES
     if names and not started and not was_killed and supervisor_name() is None:
         others = f"other files ({min(names - START_NAMES or names)}) and no env.json of a run"
