@@ -81,15 +81,39 @@ def test_ranks_write_parts_that_are_joined(folder, model, capsys, monkeypatch):
     assert of_rank(2, code=2) == naming("ranks 2, now 3")
 
 
-def test_parts_are_joined_by_one_process_at_a_time(tmp_path, monkeypatch):
-    """While another one holds the file nothing is joined, and no part is lost."""
-    file, settings = tmp_path / "two.jsonl", {"seed": 1}
-    monkeypatch.setattr(sample_file, "JOINING_S", 0.1)
+def write_parts(file: Path, settings: dict[str, Any]) -> None:
+    """Write the parts of two ranks, the first of them to its end."""
     for rank in (0, 1):
         part = sample_file.open_samples(sample_file.part_of(file, rank, 2), settings, overwrite=False)
         part.write(rank + 1, {"answers": []})
     assert sample_file.join_parts(file, settings, rank=0, size=2) == 0, "the other one is not whole"
+
+
+def test_parts_are_joined_by_one_process_at_a_time(tmp_path, monkeypatch):
+    """While another one holds the file nothing is joined, and no part is lost."""
+    file, settings = tmp_path / "two.jsonl", {"seed": 1}
+    monkeypatch.setattr(sample_file, "JOINING_S", 0.1)
+    write_parts(file, settings)
     with sample_file.output_held(file), pytest.raises(EnvironmentFault, match=r"two\.jsonl"):
         sample_file.join_parts(file, settings, rank=1, size=2)
     assert not file.exists()
     assert sample_file.join_parts(file, settings, rank=1, size=2) == 2 and len(rows_of(str(file))) == 2
+
+
+@pytest.mark.parametrize("name", ["write_json", "replace"])
+def test_a_join_that_was_killed_is_made_by_the_next_command(tmp_path, monkeypatch, name):
+    """Killed before its settings say that the joined file is whole, or before it gets its name."""
+    file, settings = tmp_path / "two.jsonl", {"model": "m"}
+    write_parts(file, settings)
+    original, place = {"replace": (Path.replace, Path), "write_json": (sample_file.write_json, sample_file)}[name]
+
+    def killed(one: Path, *args: object) -> None:
+        if one in (sample_file.settings_of(file), file.with_name(f".{file.name}.writing")):
+            raise KeyboardInterrupt
+        original(one, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, killed)
+        sample_file.join_parts(file, settings, rank=1, size=2)
+    assert not sample_file.is_joined(file, settings)
+    assert sample_file.join_parts(file, settings, rank=1, size=2) == 2 and sample_file.is_joined(file, settings)
