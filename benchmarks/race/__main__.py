@@ -2,10 +2,10 @@
 
     python -m benchmarks.race grpo-1.5b --site FOLDER --json race.jsonl
 
-First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times. A
-search that was cut off goes on behind the lines of FILE.
+First a search over TRL's settings, one after the other, by two steps each; then both sides in turn, three times.
 `--site` is a folder of packages for TRL's side alone. Each run is a process; a line of JSON is written as soon as it
-ends. Rows of tiny models run on a CPU, where TRL generates without vLLM.
+ends. A search that was cut off continues after the lines that it wrote. Rows of tiny models run on a CPU, where TRL
+generates without vLLM.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+from benchmarks.learning.rows import read_lines
 from benchmarks.race import sides
 from benchmarks.speed.jobs import BenchError, environment, flags, last_json, launched, run_logged
 from benchmarks.speed.phases import measure
@@ -111,18 +112,19 @@ class Race:
                 found = self.ours(turn) if side == "ours" else self.trl(f"trl-{side}-{turn}", settings)
             except BenchError as error:
                 found = {"error": str(error)[-600:]}
-        found = {"side": side, "turn": turn, "settings": settings, "device_gib": peak.mib / 1024} | found
+        run = {"row": asdict(self.row), "side": side, "turn": turn, "settings": settings}
+        found = run | {"device_gib": peak.mib / 1024} | found
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
         print(f"[race] {side} {turn} {settings}: {found.get('step_s', 'failed')}", file=sys.stderr, flush=True)
         return found
 
     def tried(self, turn: int, settings: Found) -> Found:
-        """What a step of the search found: its line of the file, if a search that was cut off has written it."""
-        text = self.file.read_text(encoding="utf-8") if self.file.is_file() else ""
-        for line in map(json.loads, text.splitlines()):
-            if (line["side"], line["turn"], line["settings"]) == ("search", turn, settings) and "error" not in line:
-                return dict(line)
+        """Run a step of the search, or return its line if a search of this row that was cut off has written it."""
+        step = {"row": asdict(self.row), "side": "search", "turn": turn, "settings": settings}
+        for line in read_lines(self.file) if self.file.is_file() else []:
+            if line | step == line and "error" not in line:
+                return line
         return self.noted("search", turn, settings)
 
     def search(self, start: Found) -> Found:

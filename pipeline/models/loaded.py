@@ -66,9 +66,8 @@ def on_devices(model: M, path: str) -> M:
 def memory_limits() -> dict[int | str, int]:
     """Return the bytes that weights may take on each GPU, and on the host, where they were loaded: no limit."""
     count = torch.cuda.device_count() if dist.has_gpu() else 0
-    devices = (
-        [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)
-    )  # the others are other ranks'
+    # With several ranks, the other GPUs belong to other ranks.
+    devices = [torch.cuda.current_device()] if count and num_ranks() > 1 else range(count)
     gpus: dict[int | str, int] = {n: int(WEIGHTS_SHARE * memory_of(torch.device("cuda", n))[0]) for n in devices}
     return gpus | {"cpu": sys.maxsize}
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def test_a_search_that_was_cut_off_tries_the_rest(tmp_path, monkeypatch):
     del runs[:-1]
     assert made(tmp_path).search(START["grpo"]) == best
     assert runs[1:] == ["trl-search-6", *(f"trl-search-{turn}" for turn in range(8, len(lines)))]
+    replace(made(tmp_path), row=ROWS["grpo-1.5b"]).search(START["grpo"])
+    assert runs[-len(lines) :] == [f"trl-search-{turn}" for turn in range(len(lines))], "another row of the same file"
 
 
 def test_a_start_that_fails_is_no_end_of_the_search(tmp_path, monkeypatch):
