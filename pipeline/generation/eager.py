@@ -1,7 +1,7 @@
 """The eager backend: sampling with the forward pass of transformers, for CPUs and models that no other supports.
 
-Finished rows leave the batch, but none joins it: other requests wait until the whole batch has ended. N rows, P longest
-prompt, T longest response, V vocabulary.
+Finished rows leave their batch, but none joins it: other requests wait until the whole batch has ended, and those that
+stream start in a further batch if slots are free. N rows, P longest prompt, T longest response, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -150,25 +150,28 @@ def uniforms_of(requests: Sequence[Request], num_tokens: int, device: torch.devi
 
 
 class EagerSession(Session):
-    """A session that runs its requests batch after batch."""
+    """A session that runs its requests batch after batch; of those that stream, several batches at a time."""
 
     def __init__(self, model: nn.Module, capacity: Capacity, vocabulary: Vocabulary) -> None:
         super().__init__(capacity, vocabulary, next(model.parameters()).device)
         self.model = model
-        self.batch: Batch | None = None
+        self.batches: list[Batch] = []
 
     @torch.no_grad()
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
-        """Draw a token of each row of the batch that runs, or of the next one; see `Session`."""
+        """Draw a token of each row of the batches that run, and of the next one; see `Session`."""
         if stop:
             raise GenerationStopped
-        if self.batch is None and self.waiting:
-            requests = [self.waiting.popleft() for _ in range(min(self.capacity.num_slots, len(self.waiting)))]
-            self.batch = Batch(self.model, requests, self.vocabulary)
-        events = [] if self.batch is None else self.batch.step()
-        if self.batch is not None and not self.batch.running:
-            self.batch = None
-        self.is_idle = self.batch is None and not self.waiting
+        for batch in self.batches:
+            batch.running = {row: one for row, one in batch.running.items() if not one.is_withdrawn}
+        self.batches = [batch for batch in self.batches if batch.running]
+        num_free = self.capacity.num_slots - sum(len(batch.running) for batch in self.batches)
+        if not self.batches or (self.waiting and self.waiting[0].streams):
+            requests = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+            self.batches += [Batch(self.model, requests, self.vocabulary)] if requests else []
+        events = [event for batch in self.batches for event in batch.step()]
+        self.batches = [batch for batch in self.batches if batch.running]
+        self.is_idle = not self.batches and not self.waiting
         return events
 
 

@@ -127,6 +127,7 @@ class ContinuousBatching(Session):
     def _iterate(self, stop_requested: bool) -> list[Tokens | Finished]:
         num_slots, free = self.buffers.num_slots, self.free
         self._start_prefilled()
+        self._free_withdrawn()
         stream = self.stream if self.final_step > self.num_steps and len(free) < num_slots else None
         min_share = MIN_PREFILL_SHARE if stream is None else MIN_PREFILL_SHARE_OVERLAPPED
         enough = len(free) >= min(min_share * num_slots, len(self.waiting))
@@ -206,6 +207,13 @@ class ContinuousBatching(Session):
                 del self.running[slot]
                 self.buffers.slots.active[slot] = 0  # a poll finds the slot free
         return events
+
+    def _free_withdrawn(self) -> None:
+        """Make the slots of withdrawn requests inactive; a poll finds them free."""
+        for slot, request in list(self.running.items()):
+            if request.is_withdrawn:
+                del self.running[slot]
+                self.buffers.slots.active[slot] = 0
 
     def _grow_cache(self, steps: int) -> None:
         """Make the KV cache long enough for `steps` more tokens of each slot that the host does not know to be free."""

@@ -3,6 +3,7 @@
     generator.session(...)    opens a session on the current weights, with a capacity of responses at a time
     session.submit(...)       queues a request: a prompt with its own settings, limit, stop texts and random numbers
     session.advance()         computes the next tokens of all running requests, and returns new events
+    session.withdraw(...)     forgets a request and frees its slot
     generate(...)             submits all prompts and advances until the last has ended: a rollout
 
 `generator.Generator` has sessions of the fused and static backends, `eager.EagerGenerator` those of the eager one. A
@@ -35,6 +36,7 @@ class Request:
     sample: index of the response among those to its prompt.
     streams: whether its tokens are reported before it has ended.
     seen: tokens that the host has read, if it streams or has stop texts.
+    is_withdrawn: nobody waits for it any more.
     """
 
     number: int
@@ -44,6 +46,7 @@ class Request:
     sample: int
     streams: bool = False
     seen: list[int] = field(default_factory=list)
+    is_withdrawn: bool = False
 
     @property
     def is_watched(self) -> bool:
@@ -133,6 +136,12 @@ class Session(ABC):
         self.is_idle = False
         return request
 
+    def withdraw(self, request: Request) -> None:
+        """Forget a request that has not ended: it has no further events, and the next step frees its slot."""
+        request.is_withdrawn = True
+        if request in self.waiting:
+            self.waiting.remove(request)
+
     @abstractmethod
     def advance(self, *, stop: bool = False) -> list[Tokens | Finished]:
         """Start requests in free slots, compute the next tokens of running ones, and return new events.
@@ -161,6 +170,8 @@ def new_events(
         reason: why the device ended the response; None while it runs.
     """
     events: list[Tokens | Finished] = []
+    if request.is_withdrawn:
+        return events
     # A response that had to start again may have fewer tokens than the host has read.
     if request.is_watched and len(ids) > (first := len(request.seen)):
         drawn = ids.tolist()

@@ -213,3 +213,65 @@ def test_a_request_without_room_is_refused(backend, ids, sampling, complaint):
     source = EagerGenerator(model, vocabulary) if backend == "eager" else Generator(function, vocabulary)
     with pytest.raises(ValueError, match=naming(complaint)):
         source.session(ROOM).submit(Prompt(ids, 1), sampling, RandomKey(1, "r"))
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3], ids=["waiting", "started", "running"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_withdrawn_request_has_no_result_and_its_slot_serves_others(backend, turns):
+    """Of requests on all slots two are withdrawn; the others' results are as without them, and the last one starts."""
+    model, numbers = llama(), (1, 2)
+    expected_session = source_of(backend, model, frozenset()).session(ROOM)
+    submitted(expected_session, REQUESTS)
+    expected = finished(expected_session)
+    session = source_of(backend, model, frozenset()).session(ROOM)
+    requests = submitted(session, REQUESTS)
+    events = [event for _ in range(turns) for event in session.advance()]
+    assert not {event.request.number for event in events} & set(numbers)
+    for number in numbers:
+        session.withdraw(requests[number])
+    found = {event.request.number: event for event in events if isinstance(event, Finished)} | finished(session)
+    assert sorted(found) == [n for n in range(len(REQUESTS)) if n not in numbers]
+    for number, event in found.items():
+        assert_equal(event, expected[number])
+    assert session.is_idle
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_withdrawing_all_requests_leaves_a_session_that_serves(backend):
+    model = llama()
+    session = source_of(backend, model, frozenset()).session(ROOM)
+    requests = submitted(session, REQUESTS)
+    session.advance()
+    for request in requests:
+        session.withdraw(request)
+    assert finished(session) == {}
+    submitted(session, REQUESTS[:1])
+    alone = source_of(backend, model, frozenset()).session(ROOM)
+    submitted(alone, REQUESTS[:1])
+    (event,) = finished(session).values()
+    assert_equal(event, finished(alone)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_streams_starts_in_a_free_slot_at_once(backend):
+    """While another runs, which has a longer way to go."""
+    model = llama()
+    session = source_of(backend, model, frozenset()).session(ROOM)
+    first, second = Prompt([7, 8, 9], 1), Prompt([5], 2)
+    long = session.submit(first, Sampling(9), RandomKey(1, "rollout"), streams=True)
+    session.advance()
+    session.submit(second, Sampling(2), RandomKey(1, "rollout"), streams=True)
+    order = [event.request for _ in range(20) for event in session.advance() if isinstance(event, Finished)]
+    assert len(order) == 2 and order[1] is long
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_slot_of_a_withdrawn_request_is_free_before_its_answer_would_have_ended(backend):
+    """All slots run long requests; one is withdrawn, and a short request ends before the others."""
+    session = source_of(backend, llama(), frozenset()).session(ROOM)
+    long = [session.submit(Prompt([7, n], n), Sampling(9), RandomKey(1, "rollout"), streams=True) for n in range(3)]
+    session.advance()
+    session.withdraw(long[1])
+    short = session.submit(Prompt([5], 9), Sampling(2), RandomKey(1, "rollout"), streams=True)
+    order = [event.request for _ in range(30) for event in session.advance() if isinstance(event, Finished)]
+    assert order == [short, long[0], long[2]]
