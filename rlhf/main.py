@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "train": "run SFT (1), a reward model (2), PPO, GRPO, DPO and others (3)",
     "plan": "list the fewest GPUs of each card on which a run fits; start nothing",
     "chat": "chat with a model",
+    "serve": "chat and compare in a browser; OpenAI's HTTP interface",
     "compare": "answer the same prompts with several models, side by side",
     "sample": "write answers to prompts, with log-probabilities and scores",
     "report": "write report.html, report.md and curves/ of one or more runs",

@@ -14,6 +14,7 @@ from rlhf.models.merge import MergeConfig
 from rlhf.report import ReportConfig
 from rlhf.rewards.reward import RewardTrialConfig
 from rlhf.rewards.sample import SampleConfig
+from rlhf.serve import ServeConfig
 from rlhf.train_config import TrainConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig, RewardEvalConfig
@@ -68,6 +69,7 @@ COMMANDS: Mapping[str, type[BaseModel]] = {
     "`rlhf train`": TrainConfig,
     "`python -m step2_reward.eval`": RewardEvalConfig,
     "`rlhf chat`": ChatConfig,
+    "`rlhf serve`": ServeConfig,
     "`rlhf compare`": CompareConfig,
     "`rlhf sample`": SampleConfig,
     "`rlhf reward`": RewardTrialConfig,

@@ -338,16 +338,19 @@ class AnswerStreamer(BaseStreamer):
 
     A token may be a part of a character, and decoders may treat a first token specially. So a short window of tokens is
     decoded, and what its text gained is emitted.
+
+    Args:
+        context: the last tokens of a text that the answer continues, with the white space that it begins with.
     """
 
-    def __init__(self, chat_model: ChatModel, emit: Callable[[str], None]) -> None:
-        self.ids: list[int] = []  # without the end token
+    def __init__(self, chat_model: ChatModel, emit: Callable[[str], None], context: Sequence[int] = ()) -> None:
+        self.ids: list[int] = [*context]  # and those of the answer, without the end token
         self.finished = False
-        self._has_text = False  # whether a piece was emitted
+        self._has_text = bool(context)  # whether a piece was emitted
         self._chat_model = chat_model
         self._emit = emit
         self._window = 0  # first token of the decoded window
-        self._emitted = 0  # tokens whose text was emitted
+        self._emitted = len(context)  # tokens whose text was emitted
         self._has_prompt = False
 
     def put(self, value: torch.Tensor) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from support.source_tree import ROOT, source_files, tree_of
 
-# torch's GPU builds bring triton, pydantic its core, and who logs to W&B or evaluates by BLEU or ROUGE installs those.
+# torch's GPU builds bring triton, pydantic its core, and who logs to W&B, serves, or evaluates by BLEU or ROUGE
+# installs those.
 OPTIONAL = {
     "bitsandbytes", "httpx", "math-verify", "py3langid", "pydantic-core", "reasoning-gym", "rouge-score", "sacrebleu",
-    "triton", "wandb",
+    "starlette", "triton", "uvicorn", "wandb",
 }  # fmt: skip
 # Needed by others: the chat templates and tokenizers of transformers, torch.utils.tensorboard.
 NOT_IMPORTED = {"sentencepiece", "tensorboard"}

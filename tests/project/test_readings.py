@@ -15,7 +15,7 @@ from support.source_tree import functions, imports_in, relative, source_files, t
 
 # --- limits: raised or lowered by an issue alone ---------------------------------------------------------------------
 
-MAX_CODE_LINES = 31_800
+MAX_CODE_LINES = 32_900
 MAX_ARROWS = 130  # pairs of packages of which one imports the other, the leaf modules as one package
 MAX_FLOORS = 11  # the longest way of imports from package to package, each leaf module and program by itself
 MAX_IMPORTED = 25  # files of the project that one file imports
@@ -34,7 +34,8 @@ REPLACED_CLASSES = {"Twin", "Fate", "Ticket", "Harvest", "Room", "Course"}
 # What a new process starts by `python -m`, and the packages whose data files are read.
 ENTRY_POINTS = {
     "rlhf.preflight", "pipeline.launching.host_agent", "pipeline.run.measure_device", "pipeline.rewards.worker",
-    "pipeline.checkpoints", "pipeline.inference", "pipeline.reporting", "pipeline.reporting.main",
+    "pipeline.checkpoints", "pipeline.inference", "pipeline.inference.serving", "pipeline.reporting",
+    "pipeline.reporting.main",
 }  # fmt: skip
 # Files that import a module by a name that they put together.
 IMPORT_BY_NAME = {"rlhf/main.py"}

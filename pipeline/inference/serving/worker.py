@@ -1,0 +1,210 @@
+"""The thread that owns the models of `rlhf serve`: it alone uses their tokenizers, sessions and forward passes.
+
+worker.call(work)         runs `work` between two steps; returns a future of what it returns
+model.start(...)          submits a request to the model's session, which joins those that run (on this thread)
+Piece, Ended, Failed      what the request's `deliver` is called with, on this thread
+model.withdraw(request)   frees the request's slot (on this thread)
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from pipeline.errors import say
+from pipeline.generation.rollouts import Prompt, RandomKey, Sampling
+from pipeline.generation.session import Capacity, Finished, Reason, Request, Session
+from pipeline.inference.answers import AnswerStreamer, ChatModel
+from pipeline.out_of_memory import is_out_of_memory
+from pipeline.tensor_ops import gather_log_probs
+
+T = TypeVar("T")
+# Tokens of a prompt that a completion's first token is decoded with. Chosen by hand.
+CONTEXT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of an answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an answer: why, its tokens, and their log-probabilities at the request's temperature."""
+
+    reason: Reason
+    ids: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The end of an answer by an error."""
+
+    message: str
+
+
+Deliver = Callable[[Piece | Ended | Failed], None]
+
+
+@dataclass(slots=True)
+class StoppedText:
+    """The text of an answer before the first of its stop texts; a piece that may begin one waits for the next."""
+
+    stop: Sequence[str]
+    waiting: str = ""
+    has_stopped: bool = False
+
+    def add(self, piece: str) -> str:
+        """Return what is certain to come before a stop text."""
+        text = "" if self.has_stopped else self.waiting + piece
+        starts = [start for one in self.stop if (start := text.find(one)) >= 0]
+        if starts:
+            self.has_stopped, self.waiting = True, ""
+            return text[: min(starts)]
+        beginnings = (n for one in self.stop for n in range(1, len(one)) if text.endswith(one[:n]))
+        length = len(text) - max(beginnings, default=0)
+        self.waiting = text[length:]
+        return text[:length]
+
+
+@dataclass(slots=True)
+class ServedAnswer:
+    """An answer that is being sampled."""
+
+    deliver: Deliver
+    streamer: AnswerStreamer
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """A language model with a session that stays open.
+
+    name: its name in requests.
+    chat_model: the model.
+    capacity: limits of the session.
+    num_tokens: tokens of the answers that have ended.
+    _answers: those that have not.
+    _session: the session, once it is open.
+    """
+
+    name: str
+    chat_model: ChatModel
+    capacity: Capacity
+    num_tokens: int = 0
+    _answers: dict[Request, ServedAnswer] = field(default_factory=dict)
+    _session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The session of all requests, opened at its first use."""
+        if self._session is None:
+            self._session = self.chat_model.sessions().session(self.capacity)
+        return self._session
+
+    def start(
+        self, prompt: Prompt, sampling: Sampling, key: RandomKey, sample: int, deliver: Deliver, *, continues: bool
+    ) -> Request:
+        """Submit a request. `continues`: its text continues the prompt, so that white space at its start is kept."""
+        text = StoppedText(sampling.stop)
+
+        def emit(piece: str) -> None:
+            if certain := text.add(piece):
+                deliver(Piece(certain))
+
+        def deliver_all(event: Piece | Ended | Failed) -> None:
+            if isinstance(event, Ended) and text.waiting:
+                deliver(Piece(text.waiting))
+            deliver(event)
+
+        context = prompt.ids[-CONTEXT_TOKENS:] if continues else ()
+        request = self.session.submit(prompt, sampling, key, sample=sample, streams=True)
+        self._answers[request] = ServedAnswer(deliver_all, AnswerStreamer(self.chat_model, emit, context))
+        return request
+
+    def withdraw(self, request: Request) -> None:
+        """Forget a request; one that has ended is forgotten already."""
+        if self._answers.pop(request, None):
+            self.session.withdraw(request)
+
+    def advance(self) -> None:
+        """Compute the next tokens of the running requests and deliver them. An error ends them all."""
+        try:
+            events = self.session.advance()
+        except Exception as error:
+            lack = "the GPU's memory does not suffice; serve with a lower --max-requests or --max-length"
+            message = lack if is_out_of_memory(error) else f"the model failed: {type(error).__name__}: {error}"
+            say(f"error: {self.name}: {message}")
+            for running in self._answers.values():
+                running.deliver(Failed(message))
+            self._answers.clear()
+            self._session = None
+            return
+        for event in events:
+            if (answer := self._answers.get(event.request)) is None:
+                continue  # it was withdrawn
+            if isinstance(event, Finished):
+                del self._answers[event.request]
+                self._end(answer, event)
+            else:
+                answer.streamer.take(event.ids)
+
+    def _end(self, answer: ServedAnswer, event: Finished) -> None:
+        ids, log_probs = event.ids.tolist(), event.log_probs.tolist()
+        self.num_tokens += len(ids)
+        if not event.log_probs.isfinite().all():
+            answer.deliver(Failed("the model's logits are not finite"))
+            return
+        answer.streamer.end()
+        answer.deliver(Ended(event.reason, ids, log_probs))
+
+
+@torch.inference_mode()
+def prompt_log_probs(chat_model: ChatModel, ids: Sequence[int]) -> tuple[list[float], list[tuple[int, float]]]:
+    """Return for each token but the first its log-probability, and the likeliest token there with its own."""
+    device = chat_model.model.device
+    tokens = torch.tensor([ids], device=device)
+    logits = chat_model.model(tokens).logits[0, :-1].float()
+    likeliest = logits.argmax(-1)
+    log_probs, best = (gather_log_probs(logits, chosen).tolist() for chosen in (tokens[0, 1:], likeliest))
+    return log_probs, list(zip(likeliest.tolist(), best, strict=True))
+
+
+class Worker(threading.Thread):
+    """The thread of the models."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        super().__init__(name="models", daemon=True)
+        self.models = models
+        self._calls = queue.SimpleQueue[Callable[[], None]]()
+
+    def call(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` on the thread; the future has its result or error. A future that is cancelled is not run."""
+        future = Future[T]()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._calls.put(run)
+        return future
+
+    def run(self) -> None:
+        """Run calls as they come, and advance the sessions with requests."""
+        while True:
+            if all(model.session.is_idle for model in self.models):
+                self._calls.get()()
+            while not self._calls.empty():
+                self._calls.get()()
+            for model in self.models:
+                if not model.session.is_idle:
+                    model.advance()

@@ -1,0 +1,132 @@
+"""Serve finished models to a browser and to OpenAI's clients: `rlhf serve output/sft output/actor output/reward`."""
+
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.configuration.flag_table import flag
+from pipeline.configuration.groups import Dtype, Group
+from pipeline.errors import EnvironmentFault, InputError, show
+from pipeline.models.paths import check_model_path, check_reward_model, last_part, read_config
+from pipeline.run.entry import command, command_flags
+
+if TYPE_CHECKING:
+    from pipeline.inference.serving.app import Server
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DEFAULT_LENGTH = 4096
+
+
+class ServeConfig(Group):
+    """Serve models: `rlhf serve output/sft output/actor output/reward`."""
+
+    model: list[str] = flag(
+        [],
+        "Folders or hub ids of language and reward models; the first is the baseline of votes",
+        kind="path",
+        positional=True,
+        required=True,
+    )
+    host: str = flag("127.0.0.1", "Address to listen on; others than this machine's are reached without TLS")
+    port: int = flag(8000, "Port to listen on; 0: a free one", ge=0, lt=2**16)
+    max_requests: int = flag(16, "Answers that each model samples at a time; others wait", ge=1, le=1024)
+    max_waiting: int = flag(64, "Answers that wait for all models; beyond them a request is refused (429)", ge=0)
+    max_length: int = flag(
+        0, "Tokens of the longest prompt with its answer; 0: the model's positions, at most 4096", ge=0,
+        other_tools="max_model_len",
+    )  # fmt: skip
+    votes: str = flag("votes.jsonl", "File to which the page's votes are added, as preference pairs", kind="path")
+    dtype: Dtype = flag("auto", "Data type of the weights; auto: bf16 if the device supports it, else fp32")
+
+
+def run(argv: list[str], prog: str) -> None:
+    """Check the command line, load the models, and serve until Ctrl-C."""
+    config = command_flags(ServeConfig, argv, section="serve", prog=prog).config
+    if not config.model:
+        raise InputError(f"--model: missing; name a model's folder, for example: {prog} output/actor")
+    names = model_names(config.model)
+    for path in config.model:
+        (check_reward_model if is_reward_model(path) else check_model_path)(path, "--model")
+    listener = listening(config.host, config.port)
+    try:
+        import uvicorn
+
+        from pipeline.inference.serving.guard import TimedProtocol
+    except ModuleNotFoundError as error:
+        raise EnvironmentFault(f"{error.name} is not installed; pip install 'rlhf-pipeline[serve]'") from None
+    server = loaded(config, names)
+    port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
+    hosts = {f"{host}:{port}" for host in (*LOOPBACK[:2], "[::1]")} if config.host in LOOPBACK else set[str]()
+    application = server.app(hosts=hosts, token=token)
+    settings = uvicorn.Config(
+        application, http=TimedProtocol, ws="none", log_level="warning", access_log=False, server_header=False,
+        h11_max_incomplete_event_size=2**16, timeout_graceful_shutdown=2, limit_concurrency=1000,
+    )  # fmt: skip
+    server.worker.start()
+    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    show(f"{address}/#token={token}  chat and compare in a browser")
+    show(f"{address}/v1  for OpenAI's clients, with that token as API key")
+    show("Ctrl-C ends it.")
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def model_names(paths: list[str]) -> list[str]:
+    """Return the name of each model in requests: the last part of its path, or the path where two are alike."""
+    short = [last_part(path) for path in paths]
+    names = [path if short.count(name) > 1 else name for name, path in zip(short, paths, strict=True)]
+    if len(set(names)) < len(names):
+        raise InputError(f"--model: {next(name for name in names if names.count(name) > 1)} is named twice")
+    return names
+
+
+def is_reward_model(path: str) -> bool:
+    architectures = read_config(Path(path).expanduser()).get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, before any weight is read. Raises InputError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise InputError(
+            f"--port: cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; 0 takes a free one"
+        ) from None
+
+
+def loaded(config: ServeConfig, names: list[str]) -> "Server":
+    """Load all models. Raises InputError for one that sessions cannot serve."""
+    from pipeline.generation.session import Capacity
+    from pipeline.inference.answer_scores import load_scorer
+    from pipeline.inference.answer_settings import ReplySettings
+    from pipeline.inference.answers import load_chat_model, only_transformers, resolve_dtype
+    from pipeline.inference.serving.app import Server
+    from pipeline.inference.serving.votes import Votes
+    from pipeline.inference.serving.worker import ServedModel, Worker
+
+    dtype, models, scorers = resolve_dtype(config.dtype), [], {}
+    votes = Votes(Path(config.votes).expanduser())
+    for name, path in zip(names, config.model, strict=True):
+        if is_reward_model(path):
+            scorers[name] = load_scorer(path, dtype=dtype)
+            continue
+        chat_model = load_chat_model(path, dtype=dtype)
+        if only_transformers(chat_model, ReplySettings()):
+            raise InputError(f"--model: {path} has no cache of keys and values; it cannot be served")
+        positions = chat_model.num_positions
+        longest = config.max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+        if positions is not None and longest > positions:
+            raise InputError(f"--max-length: got {longest}, {path} has {positions} positions")
+        models.append(ServedModel(name, chat_model, Capacity(config.max_requests, longest - 1, longest)))
+    max_answers = config.max_requests * len(models) + config.max_waiting
+    return Server(Worker(models), scorers, votes, max_answers)
+
+
+main = command(run, "rlhf serve")
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m rlhf.serve"))

@@ -1,0 +1,101 @@
+"""A server of tiny models, started by its command line."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from support.scripted_model import TEXT, random_model, save, scripted_model, tiny_config
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server.
+
+    url: its address, without a path.
+    token: what it printed.
+    folder: of its models and votes.
+    process: the command.
+    """
+
+    url: str
+    token: str
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"} | headers, timeout=60)
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that run or wait."""
+        with self.client() as client:
+            return int(re.search(r"^rlhf_answers (\d+)$", client.get("/metrics").text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def reward_model(bpe_folder: Path, folder: Path) -> str:
+    torch.manual_seed(0)
+    config = tiny_config()
+    config.num_labels = 1
+    return save(LlamaForSequenceClassification(config), bpe_folder, folder)
+
+
+def started(words: list[str], folder: Path) -> Served:
+    """Start `rlhf serve` with these words in `folder`, and wait until it serves."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "rlhf.serve", *words, "--port", "0"]
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    match = re.match(r"(http://\S+)/#token=(\S+) ", line := process.stdout.readline())
+    assert match, line
+    return Served(match[1], match[2], folder, process)
+
+
+@pytest.fixture(scope="session")
+def models(bpe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: `speaking` answers TEXT, `endless` never ends, `random` is random, `judge` scores."""
+    folder = tmp_path_factory.mktemp("models")
+    scripted_model(bpe_folder, folder / "speaking", TEXT)
+    scripted_model(bpe_folder, folder / "endless", "ab", ends=False, num_positions=100_000)
+    # No row of the vocabulary without a token: lm_eval and transformers would draw it, and the sampler does not.
+    random_model(bpe_folder, folder / "random", vocab_size=len(PreTrainedTokenizerFast.from_pretrained(bpe_folder)))
+    reward_model(bpe_folder, folder / "judge")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(models: Path) -> Iterator[Served]:
+    """A server of all four models, with two slots each and room for two answers that wait."""
+    words = ["speaking", "endless", "random", "judge", "--max-requests", "4", "--max-waiting", "0"]
+    server = started(words, models)
+    yield server
+    server.process.terminate()
+    server.process.wait(30)
+
+
+@pytest.fixture
+def started_server() -> Iterator[Callable[[list[str], Path], Served]]:
+    """Start a server with words in a folder; it ends with the test."""
+    servers: list[Served] = []
+
+    def start(words: list[str], folder: Path) -> Served:
+        servers.append(started(words, folder))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.wait(30)
