@@ -14,10 +14,9 @@ from typing import Any
 
 from pipeline.errors import EXIT_STOPPED
 from pipeline.files import read_object
-from pipeline.processes import read_process
 from pipeline.run.evaluations import Settings, cost, described, is_number, json_lines, metrics_of, run_settings
 from pipeline.run.layout import beat_file, done_file, environment_file, meaning_file, outcome_file, plan_file, rows_file
-from pipeline.run.outcome import Outcome, ranks_with_outcome, read_outcome
+from pipeline.run.outcome import Outcome, has_process, ranks_with_outcome, read_outcome
 
 SIGN_OF_LIFE_S = 300.0  # a run of another machine without a heartbeat for so long counts as dead
 LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) \S+ (.*)")
@@ -158,11 +157,10 @@ class RunRecord:
 
 def is_running(folder: Path, outcome: Outcome) -> bool:
     """Return True if a rank that has not ended is alive: by its process on this machine, by its heartbeat elsewhere."""
-    file = outcome_file(folder, outcome.rank)
     if outcome.is_local:
-        process = read_process(outcome.pid)
-        return process is not None and process.started_s <= file.stat().st_mtime + 1.0  # else the process id was reused
-    signs = [one.stat().st_mtime for one in (file, beat_file(folder, outcome.rank)) if one.is_file()]
+        return has_process(folder, outcome)
+    files = (outcome_file(folder, outcome.rank), beat_file(folder, outcome.rank))
+    signs = [one.stat().st_mtime for one in files if one.is_file()]
     return time.time() - max(signs, default=0.0) < SIGN_OF_LIFE_S
 
 

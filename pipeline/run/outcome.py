@@ -101,14 +101,20 @@ def ranks_with_outcome(run_dir: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
+def has_process(run_dir: Path, outcome: Outcome) -> bool:
+    """Return True if the process that wrote an outcome on this machine is alive."""
+    process = read_process(outcome.pid)
+    written_s = outcome_file(run_dir, outcome.rank).stat().st_mtime
+    return process is not None and process.started_s <= written_s + 1.0  # else another process has got its number
+
+
 def check_nobody_left(run_dir: Path) -> None:
     """Raise EnvironmentFault if ranks of an earlier run still live without their supervisor and may be saving."""
     for rank in ranks_with_outcome(run_dir):
         outcome = read_outcome(run_dir, rank)
         if outcome is None or outcome.code is not None or not outcome.is_local or outcome.pid == os.getpid():
             continue
-        written_s, process = outcome_file(run_dir, rank).stat().st_mtime, read_process(outcome.pid)
-        if process and process.started_s <= written_s + 1.0:  # else another process has got its number
+        if has_process(run_dir, outcome):
             raise EnvironmentFault(
                 f"{run_dir}: rank {rank} of an earlier run still works here; wait for process {outcome.pid}, or kill it"
             )
