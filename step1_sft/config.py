@@ -7,6 +7,8 @@ from pipeline.configuration.groups import DataConfig, DeepSpeedConfig, ModelConf
 from pipeline.configuration.run_flags import RunConfig
 from pipeline.configuration.stage import SupervisedConfig
 
+CARD = "Supervised fine-tuned model"  # heading of the model card
+
 
 class SFTDataConfig(DataConfig):
     """Data"""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.configuration.stage import Stage, Start
-from step1_sft.config import SFTConfig
+from step1_sft.config import CARD, SFTConfig
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.offline import OfflineCheckpoint
@@ -37,11 +37,7 @@ def needs(config: SFTConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from step1_sft.training import save_module
-
-    config: SFTConfig = checkpoint.run.resolved.config
-    module = checkpoint.language_model("model", config.model)
-    save_module(checkpoint.run, module, checkpoint.tokenizer(config.model), step=checkpoint.saved["step"])
+    checkpoint.save_language_model(CARD)
 
 
 STAGE = Stage(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints import checkpoint
 from pipeline.checkpoints.model_folder import is_saved, save_trained
@@ -24,7 +23,7 @@ from pipeline.run.run import Run
 from pipeline.training.run_control import RunControl
 from pipeline.training.steps import Counters, step_together
 from pipeline.training.supervised import Supervised, assemble, log_best
-from step1_sft.config import SFTConfig
+from step1_sft.config import CARD, SFTConfig
 from step1_sft.eval import evaluate, evaluate_answers, forward_log_probs
 from step1_sft.loss import token_sum_loss
 from step1_sft.metrics import METRICS, SHOWN
@@ -159,9 +158,4 @@ def save_unless_best_is_saved(sft: SFT, state: State) -> None:
 
 def save(sft: SFT, state: State) -> None:
     """Write the model folder."""
-    save_module(sft.run, sft.engine.module, sft.tokenizer, step=state.step)
-
-
-def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
-    """Write the model folder of a trained module. A collective."""
-    save_trained(run, module, tokenizer, kind="Supervised fine-tuned model", step=step)
+    save_trained(sft.run, sft.engine.module, sft.tokenizer, kind=CARD, step=state.step)

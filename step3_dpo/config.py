@@ -65,6 +65,11 @@ class DPOConfig(SupervisedConfig):
     )
 
     @property
+    def card(self) -> str:
+        """Heading of the model card."""
+        return f"Policy trained by {self.method.upper()}"
+
+    @property
     def row_options(self) -> dict[str, Any]:
         """The kind of rows that the method reads, and the shares of --data-split that it trains on."""
         shares = self.shares if self.data.take_reward_share else self.shares[1:]

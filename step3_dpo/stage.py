@@ -53,11 +53,7 @@ def needs(config: DPOConfig, base_of_output: Mapping[str, str], dtype: str, rank
 
 def export(checkpoint: "OfflineCheckpoint") -> None:
     """Write the model folder of a checkpoint."""
-    from step3_dpo.training import save_module
-
-    config: DPOConfig = checkpoint.run.resolved.config
-    module = checkpoint.language_model("model", config.model)
-    save_module(checkpoint.run, module, checkpoint.tokenizer(config.model), step=checkpoint.saved["step"])
+    checkpoint.save_language_model(checkpoint.run.resolved.config.card)
 
 
 STAGE = Stage(

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from pipeline import dist
 from pipeline.checkpoints.model_folder import save_trained
@@ -161,10 +159,4 @@ def evaluate(dpo: DPO, mismatches: Mismatches | None, state: Counters, control: 
 
 def save(dpo: DPO, state: Counters) -> None:
     """Write the model folder."""
-    save_module(dpo.run, dpo.engine.module, dpo.tokenizer, step=state.step)
-
-
-def save_module(run: Run, module: Any, tokenizer: PreTrainedTokenizerBase, *, step: int) -> None:
-    """Write the model folder of a trained module. A collective."""
-    config: DPOConfig = run.resolved.config
-    save_trained(run, module, tokenizer, kind=f"Policy trained by {config.method.upper()}", step=step)
+    save_trained(dpo.run, dpo.engine.module, dpo.tokenizer, kind=dpo.config.card, step=state.step)

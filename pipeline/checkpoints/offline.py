@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.checkpoints.checkpoint_files import first_whole
+from pipeline.checkpoints.model_folder import save_trained
 from pipeline.configuration.flag_table import flag_table
 from pipeline.configuration.groups import ModelConfig
 from pipeline.configuration.origins import Kind, Origin
@@ -67,6 +68,12 @@ class OfflineCheckpoint:
         """Return the model with a scalar head of the engine `name`; settings as for `start_value_model`."""
         source = self._start(name, model)
         return self._filled(start_value_model(source, model, self.dtype, **settings), name, model)
+
+    def save_language_model(self, kind: str) -> None:
+        """Write the model folder of a stage that trains one language model; see `save_trained` for `kind`."""
+        model = self.run.resolved.config.model
+        module = self.language_model("model", model)
+        save_trained(self.run, module, self.tokenizer(model), kind=kind, step=self.saved["step"])
 
     def _filled(self, module: Trained, name: str, model: ModelConfig, *, average: bool = False) -> Trained:
         add_adapters(self.run, module, model)
