@@ -37,10 +37,9 @@ def show_data(stage: Stage, config: StageConfig, base_of_output: Mapping[str, st
     seq2seq = source.is_encoder_decoder
     data = [(options, load_or_build(options, tokenizer)) for options in data_of(stage, config, seq2seq=seq2seq)]
     show(f"== stage {stage.number}: {stage.title_of(config)}: what it trains on")
-    for line in (
-        line for one in data for line in [*lines_about(*one, most_tokens(source, config)), *shares_and_lengths(*one)]
-    ):
-        show(wrapped(line))
+    for one in data:
+        lines = [line for _, line in lines_about(*one, most_tokens(source, config))]
+        show(*map(wrapped, [*lines, *shares_and_lengths(*one)]))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     samples = samples_of(config, data, tokenizer, number=config.run.show_data, seq2seq=seq2seq)
     print(*preview_lines(samples, width, is_coloured=is_coloured(sys.stdout)), sep="\n")

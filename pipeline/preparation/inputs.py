@@ -62,7 +62,7 @@ def prepare_stage(
         shown = list(zip(data, built, strict=True))
         samples = samples_of(config, shown, tokenizer, number=NUM_SHOWN, seq2seq=seq2seq)
         show_rows(samples)
-        run.rows.update(rows_document(shown, [line for one in shown for line in lines_about(*one, most)], samples))
+        run.rows.update(rows_document(shown, [line for one in shown for _, line in lines_about(*one, most)], samples))
 
     dist.on_main(check_and_show)
     return built
@@ -117,11 +117,13 @@ def most_tokens(source: ModelSource, config: StageConfig) -> int | None:
     return positions and positions - dict(flat_items(config)).get("max_answer_seq_len", 0)
 
 
-def lines_about(options: DataOptions, rows: StageData, most: int | None) -> list[str]:
-    """Return the log lines about a data set's rows, including warnings."""
-    lines = row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train))
+def lines_about(options: DataOptions, rows: StageData, most: int | None) -> Iterator[tuple[int, str]]:
+    """Yield the level and the text of each log line about a data set's rows. most: see `most_tokens`."""
+    for line in row_lines(options.title, rows.counts, options.data_split, num_sequences=len(rows.train)):
+        yield logging.INFO, line
     warnings = row_warnings(options.title, options.kind, rows.counts, most)
-    return [*lines, *warnings, *label_warnings(options.title, rows.train)]
+    for line in [*warnings, *label_warnings(options.title, rows.train)]:
+        yield logging.WARNING, line
 
 
 def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> StageData:
@@ -137,11 +139,8 @@ def prepare_data(options: DataOptions, tokenizer: PreTrainedTokenizerBase, most:
     dist.on_each_machine(lambda: load_or_build(options, tokenizer) and None)
     built = load_or_build(options, tokenizer)
     if dist.is_main():
-        for line in row_lines(options.title, built.counts, options.data_split, num_sequences=len(built.train)):
-            log.info("%s", line)
-        warnings = row_warnings(options.title, options.kind, built.counts, most)
-        for line in [*warnings, *label_warnings(options.title, built.train)]:
-            log.warning("%s", line)
+        for level, line in lines_about(options, built, most):
+            log.log(level, "%s", line)
     return built
 
 
