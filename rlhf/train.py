@@ -117,7 +117,7 @@ def finished_stages(plan: Plan) -> set[int]:
     for planned in plan.chosen:
         stage, section, config = planned.stage, planned.stage.section, with_ranks(planned.resolved, ranks).config
         try:
-            if not is_finished(planned.run_dir, config, stage, ranks=ranks):
+            if not is_finished(planned.run_dir, config, ranks=ranks):
                 retrained[str(planned.model_dir)] = stage.number
                 continue
         except InputError as error:

@@ -106,7 +106,7 @@ def dry_run_stage(stage: Stage, resolved: Resolved, *, slots: Sequence[int] | No
     described = resolved.config.run.target
     ranks = parse_target(described).num_gpus if described else None if slots is None else sum(slots)
     if not described:
-        is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, stage, ranks=ranks)
+        is_finished(stage.run_folder(resolved.config.run), with_ranks(resolved, ranks).config, ranks=ranks)
     show_notes(stage, resolved, ranks=ranks)
     try:
         look_and_plan({stage: resolved}, slots=slots)

@@ -64,7 +64,7 @@ def measured(stage: Stage, resolved: Resolved, request: LaunchRequest, signals: 
         raise errors.InputError("--auto measure: the number of ranks must be known here, and the job start here")
     slots, run_dir = ranks_by_host(request), stage.run_folder(resolved.config.run)
     planner, resolved = stage_planner(stage, resolved, this_machine(*slots), {})
-    if is_finished(run_dir, resolved.config, stage, ranks=sum(slots)) or chosen_before(stage, resolved):
+    if is_finished(run_dir, resolved.config, ranks=sum(slots)) or chosen_before(stage, resolved):
         return {}
     if len(options := to_measure(planner, resolved)) < 2:
         say("auto measure: nothing to measure: the flags leave no second setting to try")

@@ -156,7 +156,7 @@ def write_done(
         write_json(done_file(run_folder), content)
 
 
-def is_finished(run_folder: Path, config: StageConfig, stage: Stage, *, ranks: int | None) -> bool:
+def is_finished(run_folder: Path, config: StageConfig, *, ranks: int | None) -> bool:
     """Return True if the very run that `config` asks for is finished; False if there are steps to take.
 
     Args:

@@ -256,7 +256,7 @@ def described(error: Exception, config: StageConfig) -> tuple[int, str]:
 def begin(run: Run, choose: Choose) -> None:
     """Start the loop unless the folder holds this run and it has finished. choose: see `enter`."""
     config = run.resolved.config
-    if dist.on_main(lambda: is_finished(run.folder, config, run.stage, ranks=run.world.size)):
+    if dist.on_main(lambda: is_finished(run.folder, config, ranks=run.world.size)):
         return
     resolved, chosen = with_choice(run.stage, run.resolved, choose, run.world.size)
     run = replace(run, resolved=resolved, plan=chosen.plan)

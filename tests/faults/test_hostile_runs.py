@@ -59,7 +59,7 @@ def test_a_record_of_wrong_types_is_no_record(tmp_path, name, value):
     (tmp_path / "done.json").write_text(json.dumps(DONE | {name: value}))
     if value == 10**400 and name in ("steps", "max_steps"):  # a number of steps
         return
-    assert not is_finished(tmp_path, config, stage, ranks=1)
+    assert not is_finished(tmp_path, config, ranks=1)
 
 
 def test_files_that_are_nested_too_deep(tmp_path):

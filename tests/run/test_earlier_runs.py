@@ -46,7 +46,7 @@ def finish(folder, *, steps=5, with_model=True, **changes):
 
 
 def differences(run, config, *, ranks=1) -> list[str]:
-    return refusal(is_finished, run, config, SFT, ranks=ranks)
+    return refusal(is_finished, run, config, ranks=ranks)
 
 
 def test_a_folder_of_other_files_is_never_replaced(tmp_path):
@@ -65,33 +65,33 @@ def test_a_new_an_empty_and_an_own_folder_are_replaceable(tmp_path):
 
 def test_a_finished_run_has_nothing_to_do_unless_it_is_extended(tmp_path):
     run = finish(tmp_path)
-    assert is_finished(run, sft(tmp_path), SFT, ranks=1)
-    assert is_finished(run, sft(tmp_path, max_steps=5), SFT, ranks=1), "as many as whole epochs had"
-    assert not is_finished(run, sft(tmp_path, max_steps=6), SFT, ranks=1)
+    assert is_finished(run, sft(tmp_path), ranks=1)
+    assert is_finished(run, sft(tmp_path, max_steps=5), ranks=1), "as many as whole epochs had"
+    assert not is_finished(run, sft(tmp_path, max_steps=6), ranks=1)
 
 
 @pytest.mark.parametrize("asked", [{"overwrite": "true"}, {"resume": "never"}, {"resume": "step-3"}], ids=str)
 def test_a_finished_run_is_made_again_where_that_is_asked_for(tmp_path, monkeypatch, asked):
     monkeypatch.chdir(tmp_path)
     Path("step-3").mkdir()
-    assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), SFT, ranks=1)
+    assert not is_finished(finish(tmp_path), sft(tmp_path, seed=7, **asked), ranks=1)
 
 
 @pytest.mark.parametrize("with_run", [True, False])
 def test_a_checkpoint_folder_that_is_not_there_is_found_before_anything_else(tmp_path, with_run):
     with pytest.raises(InputError, match="--resume absent: no such folder"):
-        is_finished(finish(tmp_path) if with_run else tmp_path, sft(tmp_path, resume="absent"), SFT, ranks=1)
+        is_finished(finish(tmp_path) if with_run else tmp_path, sft(tmp_path, resume="absent"), ranks=1)
 
 
 def test_a_finished_run_whose_model_is_gone_goes_on(tmp_path):
-    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), SFT, ranks=1)
+    assert not is_finished(finish(tmp_path, with_model=False), sft(tmp_path), ranks=1)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"stage": "sft", "steps": 5}'])
 def test_a_mark_without_a_whole_record_lets_the_last_checkpoint_decide(tmp_path, text):
     run = finish(tmp_path)
     (run / "done.json").write_text(text)
-    assert not is_finished(run, sft(tmp_path, seed=7), SFT, ranks=1)
+    assert not is_finished(run, sft(tmp_path, seed=7), ranks=1)
 
 
 OTHERS = {
@@ -122,7 +122,7 @@ def test_a_finished_run_of_other_settings_data_or_models_is_named(tmp_path, name
 
 def test_whole_epochs_are_more_than_a_run_that_was_stopped_by_max_steps(tmp_path):
     run = finish(tmp_path, max_steps=5)
-    assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), SFT, ranks=1), "the steps decide"
+    assert is_finished(run, sft(tmp_path, max_steps=5, num_train_epochs=3), ranks=1), "the steps decide"
     assert differences(run, sft(tmp_path))[0] == naming("--max-steps ... 0 (whole epochs) ... 5 steps")
 
 
@@ -174,11 +174,11 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_loaded(tmp
     assert (
         found == naming(line) and hint.startswith(f"{folder}: ") and "--overwrite" in hint and "--force-resume" in hint
     )
-    assert not is_finished(run, sft(tmp_path, max_steps=6), SFT, ranks=1)
+    assert not is_finished(run, sft(tmp_path, max_steps=6), ranks=1)
     for way in ("overwrite", "force_resume"):
-        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes, **{way: "true"}), SFT, ranks=1)
+        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes, **{way: "true"}), ranks=1)
     if "learning_rate" not in changes:
-        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes), SFT, ranks=None)
+        assert not is_finished(run, sft(tmp_path, max_steps=6, **changes), ranks=None)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["newest", "named"])
@@ -189,8 +189,8 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused_with_two_ways_out(tmp_p
     assert line == naming(f"--max-steps 100 ... {folder} ... step 270 ... larger number")
     assert f"`rlhf export {folder} --output FOLDER`" in line
     for more in (270, 271, 0):
-        assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=more, **flags), SFT, ranks=1)
-    assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=100, overwrite="true"), SFT, ranks=1)
+        assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=more, **flags), ranks=1)
+    assert not is_finished(tmp_path / "runs", sft(tmp_path, max_steps=100, overwrite="true"), ranks=1)
 
 
 def test_a_zero_stage_that_a_preset_named_before_counts_as_chosen_for_each_model(tmp_path):
@@ -209,7 +209,7 @@ def test_the_checkpoint_that_is_named_is_compared(tmp_path):
     named = save_checkpoint(other, sft(tmp_path, seed=7))
     (line, _) = differences(run, sft(tmp_path, resume=named))
     assert line == naming("--seed ... 1234 ... checkpoint ... 7")
-    assert not is_finished(run, sft(tmp_path, seed=7, resume=named), SFT, ranks=1)
+    assert not is_finished(run, sft(tmp_path, seed=7, resume=named), ranks=1)
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over_as_a_resume_does(tmp_path):
@@ -217,9 +217,9 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_as_a_resume_does(tmp_path):
     save_checkpoint(run, sft(tmp_path))
     newest = save_checkpoint(run, sft(tmp_path), step=4)
     (newest / "state.json").write_text((newest / "state.json").read_text().replace("1234", "1235"))
-    assert not is_finished(run, sft(tmp_path), SFT, ranks=1)
+    assert not is_finished(run, sft(tmp_path), ranks=1)
     (newest / "manifest.json").unlink()
-    assert not is_finished(run, sft(tmp_path), SFT, ranks=1)
+    assert not is_finished(run, sft(tmp_path), ranks=1)
 
 
 def test_what_cannot_matter_is_no_difference(tmp_path):
@@ -230,10 +230,10 @@ def test_what_cannot_matter_is_no_difference(tmp_path):
     changes = {"print_steps": 7, "eval_interval": 3, "save_steps": 2, "rank_timeout_s": 9, "zero_stage": 2}
     changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     changes |= {"data_path": tmp_path / "moved.jsonl", "model_name_or_path": tmp_path / "elsewhere"}
-    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=1)
+    assert is_finished(run, sft(tmp_path, **changes), ranks=1)
     changes["gradient_accumulation_steps"] = 2
-    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=2), "half the rows on twice as many ranks"
-    assert is_finished(run, sft(tmp_path, **changes), SFT, ranks=None)
+    assert is_finished(run, sft(tmp_path, **changes), ranks=2), "half the rows on twice as many ranks"
+    assert is_finished(run, sft(tmp_path, **changes), ranks=None)
 
 
 def test_clearing_takes_what_could_be_mistaken_and_leaves_the_rest(tmp_path):

@@ -245,12 +245,12 @@ def test_a_run_of_an_older_version_keeps_its_rollouts_on_any_number_of_ranks(tmp
     assert with_ranks(found, 2).notes == (note,)
     config = with_ranks(found, 2).config
     assert config.rollout_size(2).prompts == 32 and config.rollout_size(2).steps == 4
-    assert not is_finished(checkpoint.parents[1], config, STAGE, ranks=2)
+    assert not is_finished(checkpoint.parents[1], config, ranks=2)
     for more, prompts in (("--overwrite", 8), (f"{GENERATED} 16", 32), ("--rollout-batch-size 16", 16)):
         given = with_ranks(read_flags(STAGE, [*words, *more.split()]), 2)
         assert given.config.rollout_size(2).prompts == prompts, "what is given by hand holds"
     with pytest.raises(InputError, match=naming("prompts of a rollout ... 16 ... checkpoint ... 32")):
-        is_finished(checkpoint.parents[1], given.config, STAGE, ranks=2)
+        is_finished(checkpoint.parents[1], given.config, ranks=2)
     write_state(checkpoint, {"step": 3, "sizes": sizes, "layout": {"rollout_batch_size": 0}})
     for ranks in (1, 2):
         kept = with_ranks(read_flags(STAGE, [*words, *f"{GENERATED} 3".split()]), ranks)

@@ -122,7 +122,7 @@ def test_a_checkpoint_says_whether_its_run_has_one_where_nobody_does(folder, tmp
     assert found.config.ppo.log_kl and str(found.origins["log_kl"]) == f"auto: as {checkpoint.parents[1]} has it"
     assert not read_flags(STAGE, [*given, "--overwrite"]).config.ppo.log_kl
     with pytest.raises(InputError, match=naming("--log-kl ... False ... checkpoint ... True")):
-        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, STAGE, ranks=1)
+        is_finished(checkpoint.parents[1], read_flags(STAGE, [*given, "--log-kl", "false"]).config, ranks=1)
     # A host that does not see the checkpoint has what rank 0 has.
     of_rank_0 = not_given(found)
     monkeypatch.setattr(dist, "on_main", lambda work: of_rank_0 if isinstance(value := work(), tuple) else value)
