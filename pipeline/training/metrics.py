@@ -131,8 +131,7 @@ class MetricsWriter:
     ) -> None:
         self.stage, self._metrics = stage, metrics
         self.path = run_dir / "metrics.jsonl"
-        truncate_to_step(self.path, start_step, lambda line: json.loads(line)["step"])
-        for file in (run_dir / "samples.jsonl", row_values_file(run_dir)):
+        for file in (self.path, run_dir / "samples.jsonl", row_values_file(run_dir)):
             truncate_to_step(file, start_step, lambda line: json.loads(line)["step"])
         truncate_to_step(run_dir / "metrics.csv", start_step, lambda line: int(line.partition(",")[0]))
         self._jsonl = self.path.open("a", encoding="utf-8")
